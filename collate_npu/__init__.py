@@ -1,0 +1,42 @@
+"""Batches whose padding means the same to every layer, kernel and trainer."""
+
+from collate_npu.adapters import BatchAdapter
+from collate_npu.collators import PaddingCollator
+from collate_npu.consumers import needs_mask_2d
+from collate_npu.derive import derive_segments
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError
+from collate_npu.forms import Varlen, Verdict, block_mask, dense, mask_mod, none_is_exact, varlen
+from collate_npu.outputs import last_token, per_sequence, repad, to_nested, unpad
+from collate_npu.parallel import ContextParallel, gather_sequence, split_batch
+from collate_npu.patterns import Pattern
+from collate_npu.segments import Segments
+from collate_npu.wrapping import wrap_collator
+
+__all__ = [
+    "AmbiguousMaskError",
+    "BatchAdapter",
+    "CollateError",
+    "ContextParallel",
+    "PaddingCollator",
+    "Pattern",
+    "PolarityError",
+    "Segments",
+    "UnsupportedFormError",
+    "Varlen",
+    "Verdict",
+    "block_mask",
+    "dense",
+    "derive_segments",
+    "gather_sequence",
+    "last_token",
+    "mask_mod",
+    "needs_mask_2d",
+    "none_is_exact",
+    "per_sequence",
+    "repad",
+    "split_batch",
+    "to_nested",
+    "unpad",
+    "varlen",
+    "wrap_collator",
+]

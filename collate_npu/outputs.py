@@ -1,0 +1,62 @@
+"""The way back: from a padded output to real tokens, sequences and last tokens, by the same truth that padded it.
+
+Everything is an index_select or an index_put, so gradients flow, on the device of `x`; the index is built on the host
+and costs one small copy. Legend: B batch, S width, T tokens without padding, N sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.segments import Segments
+
+
+def unpad(x: Tensor, segments: Segments) -> Tensor:
+    """`[B, S, ...]` to `[T, ...]`: real tokens only, row after row. Inverse of `repad`."""
+    _check_shape(x, segments)
+    return x.flatten(0, 1).index_select(0, segments.indices.to(x.device))
+
+
+def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
+    """`[T, ...]` to `[B, S, ...]`, `fill` at padding. Inverse of `unpad`; values at padding do not come back."""
+    if y.shape[:1] != (segments.num_tokens,):
+        rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
+        raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
+    B, S = segments.shape
+    out = y.new_full((B * S, *y.shape[1:]), fill)
+    return out.index_put((segments.indices.to(y.device),), y).reshape(B, S, *y.shape[1:])
+
+
+def last_token(x: Tensor, segments: Segments) -> Tensor:
+    """`[B, S, ...]` to `[N, ...]`: the last real token of each sequence, whichever side is padded.
+
+    Never looks at token ids, so pad == eos inside a row is no trap. Raises for rows with no token: there is no last one.
+    """
+    _check_shape(x, segments)
+    if segments.empty_rows:
+        rows = [(b, "padding alone") for b in segments.empty_rows]
+        raise CollateError(explain_rows("last_token", rows, "A row without tokens has no last one.", "Drop those rows."))
+    ends = torch.tensor(segments.cu_seqlens_host[1:]) - 1
+    return x.flatten(0, 1).index_select(0, segments.indices[ends].to(x.device))
+
+
+def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
+    """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in."""
+    return list(torch.split(unpad(x, segments), [n for row in segments.lengths for n in row]))
+
+
+def to_nested(x: Tensor, segments: Segments) -> Tensor:
+    """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows)."""
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(
+        unpad(x, segments), segments.cu_seqlens.to(x.device, torch.int64)
+    )
+    return nested
+
+
+def _check_shape(x: Tensor, segments: Segments) -> None:
+    if tuple(x.shape[:2]) != segments.shape:
+        rule = f"The batch is {list(segments.shape)} (rows, width)."
+        remedy = "Pass the whole output: under context parallelism, gather_sequence first."
+        raise CollateError(explain("output", shape_of(x), rule, remedy))
