@@ -12,6 +12,8 @@ from collate_npu.patterns import Pattern
 from collate_npu.segments import Segments
 from collate_npu.wrapping import wrap_collator
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AmbiguousMaskError",
     "BatchAdapter",

@@ -33,6 +33,7 @@ class _Settings:
     needs_2d: bool | None
     attn_implementation: str
     aux_loss: bool
+    model_type: str
     config: Any
 
 
@@ -128,6 +129,7 @@ class BatchAdapter:
             padding_free=self.padding_free if padding_free is None else padding_free,
             attn_implementation=settings.attn_implementation,
             aux_loss=settings.aux_loss,
+            model_type=settings.model_type,
         )
 
     def _set_masks(self, out: dict[str, Any], chosen: Route, segments: Segments, device: torch.device) -> None:
@@ -257,7 +259,8 @@ def _settings(model: Any, model_type: str | None, needs_2d: bool | None, attn_im
         needs_2d = needs_mask_2d(model if model is not None else model_type)
     found = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
     aux_loss = bool(getattr(text, "output_router_logits", False))
-    return _Settings(needs_2d=needs_2d, attn_implementation=found, aux_loss=aux_loss, config=config)
+    name = getattr(text, "model_type", None) or model_type or ""
+    return _Settings(needs_2d=needs_2d, attn_implementation=found, aux_loss=aux_loss, model_type=name, config=config)
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -90,11 +91,12 @@ def route(
     padding_free: bool = False,
     attn_implementation: str = "sdpa",
     aux_loss: bool = False,
+    model_type: str = "",
 ) -> Route:
     """The one form in which this consumer computes this batch right. Raises `UnsupportedFormError` where there is none.
 
-    `needs_2d` is `needs_mask_2d(model)`. `attn_implementation` and `aux_loss` (a config's `output_router_logits`) matter
-    to transformers alone. Device is never a reason; the consumer's kernel is.
+    `needs_2d` is `needs_mask_2d(model)`. `attn_implementation`, `aux_loss` (a config's `output_router_logits`) and
+    `model_type` matter to transformers alone. Device is never a reason; the consumer's kernel is.
     """
     pattern = Pattern.of(pattern)
     if consumer not in CONSUMERS:
@@ -102,6 +104,7 @@ def route(
     if padding_free:
         return Route(form="none", mask_2d=False, why="padding free: offsets carry the boundaries, and there is no padding")
     if consumer == "transformers":
+        _refuse_deaf(segments, model_type)
         return _route_transformers(segments, pattern, needs_2d, attn_implementation, aux_loss)
     _refuse_packed_recurrent(segments, needs_2d)
     if consumer == "torchtitan":
@@ -128,6 +131,7 @@ def _route_transformers(
     segments: Segments, pattern: Pattern, needs_2d: bool, attn_implementation: str, aux_loss: bool
 ) -> Route:
     if pattern.kind == "causal" and not segments.packed:
+        _refuse_single_row(segments, needs_2d)
         return Route(form="keep_2d", mask_2d=False, why="every layer of a transformers model reads the 2D mask")
     _refuse_packed_recurrent(segments, needs_2d)
     why = "the row holds several sequences" if segments.packed else f"attention is {pattern}"
@@ -141,8 +145,52 @@ def _route_transformers(
         rule = "The router's aux loss indexes a 2D mask, and recurrent layers beside a 4D one need a mapping."
         remedy = "Set output_router_logits=False, or keep plain causal attention."
         raise UnsupportedFormError(explain("attention_mask", f"{pattern} attention", rule, remedy))
+    if needs_2d and _transformers_version() < (5, 13):
+        rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
+        remedy = "Upgrade transformers, or keep plain causal attention."
+        raise UnsupportedFormError(explain("attention_mask", f"{pattern} attention", rule, remedy))
     form: Form = "bias" if attn_implementation == "eager" else "keep"
     return Route(form="mapping" if needs_2d else form, mask_2d=False, why=why)
+
+
+DEAF: dict[str, tuple[tuple[int, int] | None, str]] = {
+    "recurrent_gemma": (
+        None,
+        "its recurrent block takes attention_mask and never reads it (modeling_recurrent_gemma.py:414)",
+    ),
+    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
+    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
+    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
+    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
+}
+"""transformers models whose recurrent layers no mask reaches: the release that mended it, or None, and why."""
+
+
+def _refuse_deaf(segments: Segments, model_type: str) -> None:
+    mended, why = DEAF.get(model_type, ((0, 0), ""))
+    if segments.padding_side in ("none", "right") or (mended is not None and _transformers_version() >= mended):
+        return
+    rule = f"Padding before a real token reaches the state of {model_type}: {why}."
+    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right."))
+
+
+def _refuse_single_row(segments: Segments, needs_2d: bool) -> None:
+    """Before 5.15 recurrent layers skipped the mask of a batch of one row (`shape[0] > 1`), silently."""
+    one_row = segments.shape[0] == 1 and segments.padding_side not in ("none", "right")
+    if needs_2d and one_row and _transformers_version() < (5, 15):
+        rule = "transformers before 5.15 drops the mask of a single row in recurrent layers (apply_mask_to_padding_states)."
+        remedy = "Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+
+
+@cache
+def _transformers_version() -> tuple[int, ...]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return tuple(int(part) for part in version("transformers").split(".")[:2])
+    except PackageNotFoundError:
+        return (1 << 30,)  # a config of something that only looks like transformers
 
 
 def _refuse_packed_recurrent(segments: Segments, needs_2d: bool) -> None:
@@ -156,14 +204,15 @@ def _refuse_packed_recurrent(segments: Segments, needs_2d: bool) -> None:
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
 
-    Raises for layers whose mapping is nested (hybrid) or unknown: transformers 5.23 masking_utils.py:1532-1545.
+    Raises for layers whose mapping is nested (hybrid) or unknown, and for models without an attention layer.
+    Source: transformers 5.23 masking_utils.py:1532-1545.
     """
     kinds = set(_kinds(text_config(config), "layer_types"))
     unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
-    if unknown or not kinds:
-        rule = f"A mapping is known for {', '.join(sorted(_ATTENTION_KEYS | _RECURRENT_KEYS))}."
+    if unknown or not kinds & _ATTENTION_KEYS:
+        rule = "A mapping is known for full_attention beside linear_attention or conv."
         remedy = "Keep plain causal attention, which needs the 2D mask alone."
-        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown) or "none", rule, remedy))
+        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, remedy))
     return {kind: "recurrent" if kind in _RECURRENT_KEYS else "attention" for kind in sorted(kinds)}
 
 

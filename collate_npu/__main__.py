@@ -1,0 +1,18 @@
+"""`collate-npu` and `python -m collate_npu`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say which extra it needs."""
+    try:
+        from collate_npu.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"collate-npu: {error.name} is not installed; the command line needs: pip install 'collate-npu[audit]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()
