@@ -187,7 +187,7 @@ def _finding(subject: Subject, column: str, batches: list[list[Batch]], alone: l
         ]
     except Exception as error:  # whatever the model raises is the finding: it refused, and says so
         refused = isinstance(error, UnsupportedFormError)
-        note = str(error).splitlines()[0][:200]
+        note = str(error).splitlines()[0][:300]
         note = note if refused else f"{type(error).__name__}: {note}"
         return Finding(**where, column=column, ours=column in OURS, note=note, refused=refused)
     logits, loss, gradient = (max(values) for values in zip(*errors))

@@ -140,6 +140,11 @@ class _Subject:
             )
         return model.to(self._device), tokenizer
 
+    def audit(self, text: list[str], drawn: dict[str, int], how: dict[str, Any]) -> Iterator[Finding]:
+        model, tokenizer = self.build()
+        samples = sample_ids(text, tokenizer, **drawn)
+        yield from audit(model, samples, name=self.name, pad_token_id=tokenizer.pad_token_id, **how)
+
 
 def _load_tokenizer(where: Path) -> Any:
     from transformers import AutoTokenizer
@@ -177,16 +182,17 @@ def _run(
         task = progress.add_task("", total=len(subjects) * len(how["sides"]) * len(columns))
         for subject in subjects:
             progress.update(task, description=f"{subject.name} ({subject.attn})")
+            done = 0
             try:
-                model, tokenizer = subject.build()
-            except Exception as error:  # a model that cannot be built is left out, and why is part of the report
+                for finding in subject.audit(text, drawn, how):
+                    findings.append(finding)
+                    progress.advance(task)
+                    done += 1
+            except CollateError:
+                raise
+            except Exception as error:  # it does not build, or does not run alone: left out, and why is in the report
                 left_out[f"{subject.name} ({subject.attn})"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                progress.advance(task, len(how["sides"]) * len(columns))
-                continue
-            samples = sample_ids(text, tokenizer, **drawn)
-            for finding in audit(model, samples, name=subject.name, pad_token_id=tokenizer.pad_token_id, **how):
-                findings.append(finding)
-                progress.advance(task)
+                progress.advance(task, len(how["sides"]) * len(columns) - done)
     return findings
 
 

@@ -156,7 +156,7 @@ def _route_transformers(
 DEAF: dict[str, tuple[tuple[int, int] | None, str]] = {
     "recurrent_gemma": (
         None,
-        "its recurrent block takes attention_mask and never reads it (modeling_recurrent_gemma.py:414)",
+        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
     ),
     "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
     "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),

@@ -235,7 +235,7 @@ def test_left_out_is_measured_and_says_why(monkeypatch):
     assert "qwen3_next" not in testing.left_out()
     assert set(testing.left_out()) <= set(HYBRID)
     monkeypatch.setattr(testing, "_left_padding_error", lambda model: 0.25)
-    assert testing._why_not("qwen3_next", "sdpa") == "Left padding with a 2D attention_mask moves logits by 0.25."
+    assert testing._why_not("qwen3_next", "sdpa") == "left padding with a 2D attention_mask moves logits by 0.25"
     assert testing._why_not("no_such_model", "sdpa").startswith("KeyError")
 
 
