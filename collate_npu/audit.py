@@ -168,6 +168,9 @@ def audit(
     """Findings for each side and column, as they are measured. `samples` are token ids; the model stays as it is."""
     features: list[Batch] = [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
     batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
+    if not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in batches):
+        rule = "Without padding every mask is right, and the audit would prove nothing."
+        raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
     model.eval()
     alone = [_alone(model, batch, gradients) for batch in batches]
     attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
@@ -280,17 +283,19 @@ def read_text(path: Path) -> list[str]:
 
 
 def sample_ids(text: Sequence[str], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` lines drawn from the text, each cut to `max_length` tokens and closed with eos.
+    """Token ids of `count` lines drawn from the text, cut to lengths drawn up to `max_length`, and closed with eos.
 
-    Where pad is eos, as so often, that last token is real and looks like padding.
+    Lengths are drawn so that long lines are ragged too. Where pad is eos, as so often, the last token is real and looks
+    like padding.
     """
+    rng = random.Random(seed)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    encoded = [tokenizer(line, add_special_tokens=False)["input_ids"][: max_length - len(eos)] for line in text]
-    ids = [row + eos for row in encoded if row]
-    if len(ids) < count:
+    encoded = [ids for line in text if (ids := tokenizer(line, add_special_tokens=False)["input_ids"])]
+    if len(encoded) < count:
         rule = f"The audit draws {count} lines."
-        raise CollateError(explain("data", f"{len(ids)} lines with tokens", rule, "Give more text, or fewer batches."))
-    return random.Random(seed).sample(ids, count)
+        raise CollateError(explain("data", f"{len(encoded)} lines with tokens", rule, "Give more text, or fewer batches."))
+    longest = max(max_length - len(eos), 1)
+    return [ids[: rng.randint(max(longest // 8, 1), longest)] + eos for ids in rng.sample(encoded, count)]
 
 
 def as_json(findings: Sequence[Finding], left_out: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:

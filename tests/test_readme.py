@@ -1,0 +1,56 @@
+"""Every code block of the README runs: Python in a process of its own, with the output shown below it; commands as far as
+they can inside a test (CI runs the two of the set-up literally)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.M | re.S)
+PYTHON = [(code, BLOCKS[i + 1][1] if BLOCKS[i + 1 : i + 2] and BLOCKS[i + 1][0] == "text" else "")
+          for i, (language, code) in enumerate(BLOCKS) if language == "python"]  # fmt: skip
+COMMANDS = [line for language, code in BLOCKS if language == "console" for line in code.splitlines()]
+
+
+def test_every_block_is_of_a_known_kind():
+    assert {language for language, _ in BLOCKS} <= {"python", "text", "console"}
+    assert len(PYTHON) >= 4
+
+
+@pytest.mark.parametrize(("code", "output"), PYTHON, ids=range(1, len(PYTHON) + 1))
+def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
+    if "transformers" in code or "testing" in code or "model_type" in code:
+        pytest.importorskip("transformers")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    env["ACCELERATE_USE_CPU"] = "true"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if output:
+        assert done.stdout == output
+
+
+def test_the_two_commands_are_what_ci_runs():
+    sessions = [line.rsplit(" ", 1)[1] for line in COMMANDS if "nox -s" in line]
+    assert sessions[:2] == ["audit", "tests"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for session in sessions:
+        assert re.search(rf'"\$nox" -s .*\b{session}\b', script)
+        assert re.search(rf"^def {session}\(", (ROOT / "noxfile.py").read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_installs_name_real_extras():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'name = "collate-npu"' in project
+    for line in COMMANDS:
+        words = shlex.split(line)
+        for extra in re.findall(r"collate-npu\[(\w+)\]", " ".join(words)):
+            assert re.search(rf"^{extra} = \[", project, flags=re.M)
