@@ -145,10 +145,6 @@ def _route_transformers(
         rule = "The router's aux loss indexes a 2D mask, and recurrent layers beside a 4D one need a mapping."
         remedy = "Set output_router_logits=False, or keep plain causal attention."
         raise UnsupportedFormError(explain("attention_mask", f"{pattern} attention", rule, remedy))
-    if needs_2d and _transformers_version() < (5, 13):
-        rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
-        remedy = "Upgrade transformers, or keep plain causal attention."
-        raise UnsupportedFormError(explain("attention_mask", f"{pattern} attention", rule, remedy))
     form: Form = "bias" if attn_implementation == "eager" else "keep"
     return Route(form="mapping" if needs_2d else form, mask_2d=False, why=why)
 
@@ -204,9 +200,13 @@ def _refuse_packed_recurrent(segments: Segments, needs_2d: bool) -> None:
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
 
-    Raises for layers whose mapping is nested (hybrid) or unknown, and for models without an attention layer.
-    Source: transformers 5.23 masking_utils.py:1532-1545.
+    Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and before
+    transformers 5.13, whose hybrid models take no mapping. Source: transformers 5.23 masking_utils.py:1532-1545.
     """
+    if _transformers_version() < (5, 13):
+        rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
+        remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
+        raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
     kinds = set(_kinds(text_config(config), "layer_types"))
     unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
     if unknown or not kinds & _ATTENTION_KEYS:

@@ -108,8 +108,13 @@ def offsets(segments: Segments) -> dict[str, Any]:
 
 
 def ignore_first_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """The label of a token that follows padding or another sequence is ignored: alone, nothing would predict it."""
+    """The label of a token that follows padding or another sequence is ignored: alone, nothing would predict it.
+
+    Bidirectional attention predicts tokens in place, so its labels stay.
+    """
     labels = batch.get("labels")
+    if Pattern.of(collator.pattern).kind == "bidirectional":
+        return batch
     if not isinstance(labels, Tensor) or tuple(labels.shape) != segments.shape or collator.labels_shifted:
         return batch
     first = [(b, start) for b, start, _ in segments.spans if start > 0]

@@ -44,7 +44,7 @@ def test_the_samples_are_ragged_and_end_with_eos():
 
 
 def test_a_model_that_ignores_its_mask_is_caught():
-    model = tiny_model("qwen3_5_text", vocab_size=len(TOKENIZER))
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
     forward = model.forward
     model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
     found = findings_of(model, sides=["left"], columns=["collator"], gradients=False)
