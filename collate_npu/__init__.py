@@ -10,6 +10,7 @@ from collate_npu.outputs import last_token, per_sequence, repad, to_nested, unpa
 from collate_npu.parallel import ContextParallel, gather_sequence, split_batch
 from collate_npu.patterns import Pattern
 from collate_npu.segments import Segments
+from collate_npu.show import describe, picture
 from collate_npu.wrapping import wrap_collator
 
 __version__ = "0.1.0"
@@ -29,12 +30,14 @@ __all__ = [
     "block_mask",
     "dense",
     "derive_segments",
+    "describe",
     "gather_sequence",
     "last_token",
     "mask_mod",
     "needs_mask_2d",
     "none_is_exact",
     "per_sequence",
+    "picture",
     "repad",
     "split_batch",
     "to_nested",

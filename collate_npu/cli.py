@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from collate_npu.audit import OTHERS, OURS, TOLERANCE, Finding, as_json, audit, read_text, sample_ids, shipped_text
 from collate_npu.errors import CollateError
-
-K = TypeVar("K")
+from collate_npu.report import passes, print_findings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -42,6 +39,46 @@ class Attention(str, Enum):
 @app.callback()
 def _root() -> None:
     """Batches whose padding means the same to every layer, kernel and trainer."""
+
+
+@app.command("env")
+def env_command() -> None:
+    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue."""
+    from collate_npu.env import environment
+
+    found = environment()
+    lines = [f"- {name}: {value}" for name, value in found.packages.items()]
+    lines += [f"- {name}={value}" for name, value in found.settings.items()]
+    lines = [f"- system: {found.system}", *lines, f"- devices: {found.devices}", f"- NPU: {found.npu}"]
+    typer.echo("\n".join([*lines, *(f"- hazard: {text}" for text in found.hazards)]))
+
+
+@app.command(
+    "show",
+    epilog="Examples:\n\n`collate-npu show --lengths 3,5 --left`\n\n"
+    "`collate-npu show --lengths 3+2,5 --consumer megatron --model-type qwen3`",
+)
+def show_command(
+    lengths: Annotated[str, typer.Option(help="Tokens of each row, 3,5; several sequences in a row, 3+2,5.")],
+    left: Annotated[bool, typer.Option("--left/--right", help="Padding side.")] = False,
+    consumer: Annotated[str, typer.Option(help="Who reads the batch; default: the neutral form.")] = "",
+    model_type: Annotated[str, typer.Option(help="Whose layers decide about attention_mask_2d.")] = "qwen3_next",
+) -> None:
+    """Draw the masks of a batch, and say why they are what they are."""
+    from collate_npu import BatchAdapter, PaddingCollator
+    from collate_npu.show import describe, picture
+
+    console = Console()
+    try:
+        rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
+        features = [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
+        batch = PaddingCollator(pad_token_id=0, padding_side="left" if left else "right")(features)
+        if consumer:
+            batch = BatchAdapter(model_type=model_type, consumer=consumer)(batch)
+        console.print(f"{picture(batch)}\n\n{describe(batch)}", highlight=False, markup=False)
+    except ValueError as error:
+        console.print(f"{error}", style="red", highlight=False, markup=False)
+        raise typer.Exit(2) from None
 
 
 @app.command(
@@ -102,13 +139,9 @@ def audit_command(
     if as_json_:
         typer.echo(json.dumps(as_json(findings, left_out, settings), indent=2, ensure_ascii=False))
     else:
-        _print(console, findings, left_out, settings, tolerance)
+        print_findings(console, findings, left_out, settings, tolerance)
     ours = [finding for finding in findings if finding.ours]
-    raise typer.Exit(0 if _passes(ours, tolerance) else 1)
-
-
-def _passes(ours: Sequence[Finding], tolerance: float) -> bool:
-    return any(f.logits is not None for f in ours) and all(f.within(tolerance) for f in ours)
+    raise typer.Exit(0 if passes(ours, tolerance) else 1)
 
 
 # --- running
@@ -203,74 +236,3 @@ def _versions() -> dict[str, str]:
     from collate_npu import __version__
 
     return {"collate_npu": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-# --- printing
-
-
-def _print(
-    console: Console, findings: Sequence[Finding], left_out: Mapping[str, str], settings: Mapping[str, Any], tolerance: float
-) -> None:
-    for title, measure in (("largest difference of a logit", "logits"), ("relative error of the gradient", "gradient")):
-        if any(getattr(finding, measure) is not None for finding in findings):
-            console.print(_table(findings, measure, title, tolerance))
-    for (column, note), names in _grouped(((f.column, f.note), f.model) for f in findings if f.note).items():
-        what = "refused" if any(f.refused for f in findings if f.note == note) else "raises"
-        console.print(Text(f"{what}: {column} on {', '.join(names)}: {note}", style="dim"))
-    for why, names in _grouped((why, name) for name, why in left_out.items()).items():
-        console.print(Text(f"left out: {', '.join(names)}: {why}", style="dim"))
-    console.print(_verdict(findings, tolerance, settings))
-
-
-def _grouped(pairs: Iterable[tuple[K, str]]) -> dict[K, list[str]]:
-    groups: dict[K, dict[str, None]] = {}
-    for key, name in pairs:
-        groups.setdefault(key, {})[name] = None
-    return {key: list(names) for key, names in groups.items()}
-
-
-def _table(findings: Sequence[Finding], measure: str, title: str, tolerance: float) -> Table:
-    table = Table(title=f"Padded batch against each sample alone: {title}", title_justify="left", header_style="bold")
-    for name in ("model", "attention", "padding"):
-        table.add_column(name, no_wrap=True)
-    for column in (*OURS, *OTHERS):
-        table.add_column(column, justify="right", header_style="green" if column in OURS else "yellow")
-    last = ""
-    for (name, attn, side), row in _rows(findings):
-        if last and name != last:
-            table.add_section()
-        cells = [_cell(row.get(column), measure, tolerance) for column in (*OURS, *OTHERS)]
-        table.add_row(name if name != last else "", attn, side, *cells)
-        last = name
-    return table
-
-
-def _rows(findings: Sequence[Finding]) -> Iterator[tuple[tuple[str, str, str], dict[str, Finding]]]:
-    rows: dict[tuple[str, str, str], dict[str, Finding]] = {}
-    for f in findings:
-        rows.setdefault((f.model, f.attn_implementation, f.side), {})[f.column] = f
-    yield from rows.items()
-
-
-def _cell(finding: Finding | None, measure: str, tolerance: float) -> Text:
-    if finding is None:
-        return Text("")
-    error = getattr(finding, measure)
-    if error is None:
-        return Text("refused" if finding.refused else "raises" if finding.note else "-", style="dim")
-    wrong = not error <= tolerance
-    return Text(f"{error:.1e}" if error < 0.01 else f"{error:.2f}", style="bold red" if wrong else "green")
-
-
-def _verdict(findings: Sequence[Finding], tolerance: float, settings: Mapping[str, Any]) -> Text:
-    ours = [f for f in findings if f.ours and not f.refused]
-    wrong = [f for f in ours if not f.within(tolerance)]
-    others = [f for f in findings if not f.ours and f.logits is not None]
-    astray = [f for f in others if not f.within(tolerance)]
-    head = f"ours: {len(ours) - len(wrong)} of {len(ours)} cases within {tolerance:g}"
-    worst = max((f.logits or 0.0 for f in ours), default=0.0)
-    tail = f"elsewhere: {len(astray)} of {len(others)} wrong without an error, by up to "
-    tail += f"{max((f.logits or 0.0 for f in astray), default=0.0):.2f}"
-    where = f"{settings['device']}, {settings['dtype']}, torch {settings['torch']}, transformers {settings['transformers']}"
-    text = Text(f"{head} (worst {worst:.1e}); {tail}.  [{where}]", style="bold")
-    return text if _passes(ours, tolerance) else Text("FAILED  ", style="bold red").append_text(text)

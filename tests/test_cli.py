@@ -73,3 +73,24 @@ def test_help_has_examples():
     result = run("--help")
     assert result.exit_code == 0
     assert "collate-npu audit --model" in result.output
+
+
+def test_show_draws_a_batch_and_explains():
+    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3,5", "--left", "--consumer", "megatron"])
+    assert result.exit_code == 0, result.output
+    assert "⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■" in result.output
+    assert "attention_mask: bool [2, 1, 5, 5]" in result.output
+
+
+@pytest.mark.parametrize("args", [["--lengths", "3,x"], ["--lengths", "3,5", "--left", "--consumer", "mindspeed"]])
+def test_show_refuses_in_words(args):
+    result = CliRunner().invoke(cli.app, ["show", *args])
+    assert result.exit_code == 2
+    assert result.output.strip()
+
+
+def test_env_lists_packages():
+    result = CliRunner().invoke(cli.app, ["env"])
+    assert result.exit_code == 0
+    assert "- torch: " in result.output
+    assert "- devices: " in result.output

@@ -1,0 +1,125 @@
+"""Environment: what is installed, which kernels it can run, and the hazards known for that combination.
+
+For issue reports and for people who wonder why a mask is lost. Reads package metadata, tries `import torch_npu`, and
+costs what that import costs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = (
+    "torch", "numpy", "torch_npu", "transformers", "accelerate", "trl", "megatron-core", "mindspeed", "ms-swift",
+    "mcore-bridge", "verl", "twinkle-kit", "torchtitan", "flash-linear-attention", "causal-conv1d", "triton",
+)  # fmt: skip
+SETTINGS = ("NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "ASCEND_HOME_PATH", "LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What `collate-npu env` prints."""
+
+    system: str
+    packages: dict[str, str]
+    """Installed packages and their versions, in the order of `PACKAGES`."""
+    settings: dict[str, str]
+    devices: str
+    npu: str
+    """Whether torch_npu works here, and if not, why."""
+    hazards: tuple[str, ...]
+
+
+def environment() -> Environment:
+    """Look around. Never raises for a package that is broken: that is a finding."""
+    from collate_npu import __version__
+
+    packages = {"collate_npu": __version__} | {name: v for name in PACKAGES if (v := _version(name))}
+    npu = _npu(packages)
+    settings = {name: value for name in SETTINGS if (value := os.environ.get(name))}
+    return Environment(
+        system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        packages=packages,
+        settings=settings,
+        devices=_devices(),
+        npu=npu,
+        hazards=tuple(_hazards(packages, settings, npu)),
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _devices() -> str:
+    import torch
+
+    found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    return ", ".join(found) or "cpu only"
+
+
+def _npu(packages: dict[str, str]) -> str:
+    """torch loads the backend when it is imported; where that failed or was switched off, the import here says why."""
+    if "torch_npu" not in packages:
+        return "torch_npu is not installed"
+    try:
+        import torch_npu
+    except Exception as error:  # ImportError: libhccl.so and the like: the CANN libraries are missing
+        return f"torch_npu does not load: {str(error).splitlines()[0]}"
+    cann = getattr(getattr(torch_npu, "version", None), "cann", None)
+    return f"torch_npu loads{f', CANN {cann}' if cann else ''}"
+
+
+def _hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -> Iterator[str]:
+    yield from _npu_hazards(packages, settings, npu)
+    if "triton" in packages and "flash-linear-attention" in packages and _devices() == "cpu only":
+        yield (
+            "flash-linear-attention and triton are installed and there is no GPU: transformers hands Gated DeltaNet to "
+            "their kernels, which fail on a CPU. Uninstall both here."
+        )
+    if "transformers" in packages and _release(packages["transformers"]) < (5, 15):
+        yield (
+            f"transformers {packages['transformers']} drops the mask of a single left-padded row in recurrent layers "
+            "(mended in 5.15): such batches are refused."
+        )
+    if "mcore-bridge" in packages and settings.get("USE_MCORE_GDN", "1") != "0":
+        yield (
+            "mcore-bridge uses Megatron's own GatedDeltaNet (USE_MCORE_GDN is not 0), which never reads a mask: pad "
+            "right, or set USE_MCORE_GDN=0."
+        )
+
+
+def _npu_hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -> Iterator[str]:
+    if "torch_npu" not in packages:
+        return
+    torch, torch_npu = packages.get("torch", ""), packages["torch_npu"]
+    if _release(torch) != _release(torch_npu):
+        yield f"torch {torch} and torch_npu {torch_npu} are not a pair: install the same minor release of both."
+    if "does not load" in npu:
+        yield (
+            "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh."
+        )
+    if settings.get("NPU_FA2_SPARSE_MODE") == "2":
+        yield (
+            "NPU_FA2_SPARSE_MODE=2 aligns the causal triangle to the top left: right for training, wrong wherever there "
+            "are more keys than queries (a KV cache). The default, 3, is right for both."
+        )
+    if "transformers" in packages:
+        yield (
+            "transformers' flash attention on NPU drops sliding windows without an error "
+            "(integrations/npu_flash_attention.py:54-104): use sdpa for models that have them."
+        )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
