@@ -7,23 +7,24 @@ its bytes, a 4D mask alone is proved (several passes). Legend: B batch, S width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collate_npu.consumers import Route, config_of, layer_masks, needs_mask_2d, route, text_config
-from collate_npu.derive import agree, derive_segments
+from collate_npu.consumers import Route, check_consumer, config_of, layer_masks, needs_mask_2d, route, text_config
+from collate_npu.derive import agree, derive_segments, key_segments
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain
 from collate_npu.features import VISION_KEYS
 from collate_npu.forms import MAX_MASK_BYTES, Polarity, block_mask, dense
-from collate_npu.parallel import ContextParallel, query_rows, split_batch
+from collate_npu.parallel import MASK_2D_SCOPE, ContextParallel, cu_seqlens_of, query_rows, split_batch
 from collate_npu.patterns import Pattern
 from collate_npu.segments import Segments
 
 KEEP_KEY = "attention_mask_2d"
+OFFSET_KEYS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,12 @@ class BatchAdapter:
         context_parallel: ContextParallel | None = None,
         max_mask_bytes: int = MAX_MASK_BYTES,
     ) -> None:
+        check_consumer(consumer)
         self.consumer = consumer
         self.padding_free = padding_free
         self.pattern = Pattern.of(pattern)
         self.polarity = polarity
-        self.context_parallel = context_parallel
+        self.context_parallel = _scoped(context_parallel, consumer)
         self.max_mask_bytes = max_mask_bytes
         self._settings = _settings(model, model_type, needs_mask_2d, attn_implementation)
         if consumer == "transformers" and context_parallel is not None and self._settings.needs_2d:
@@ -80,19 +82,22 @@ class BatchAdapter:
     def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
         """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
 
-        `model_type` or `hf_model_type` (looked up in transformers' registry), `padding_free`, `context_parallel_size`,
-        `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` (ms-swift 4.6.0 megatron arguments).
-        The rank under context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
+        `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
+        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, and `cp_partition_mode`
+        (ms-swift 4.6.0 megatron arguments). The rank under context parallelism is Megatron's; pass `context_parallel=`
+        where it is not initialised.
         """
         named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
         if not {"model", "model_type", "needs_mask_2d"} & set(settings):
-            named["model_type"] = getattr(args, "hf_model_type", None) or getattr(args, "model_type", None)
+            config = getattr(getattr(args, "model_info", None), "config", None)
+            named |= {"model": config} if config is not None else {"model_type": getattr(args, "model_type", None)}
         if "context_parallel" not in settings and (getattr(args, "context_parallel_size", 1) or 1) > 1:
             shared = bool(getattr(args, "sequence_parallel", False))
-            settings["context_parallel"] = ContextParallel.from_megatron(
+            cp = ContextParallel.from_megatron(
                 layout=getattr(args, "cp_partition_mode", None) or "zigzag",
                 tensor_parallel=getattr(args, "tensor_model_parallel_size", 1) if shared else 1,
             )
+            settings["context_parallel"] = cp.for_documents() if named["padding_free"] else cp
         return cls(**{**named, **settings})
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +126,16 @@ class BatchAdapter:
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's."""
         settings = self._settings
+        padding_free = self.padding_free if padding_free is None else padding_free
+        if settings.needs_2d is None and not padding_free and (segments.packed or self.pattern.kind != "causal"):
+            rule = "Beside recurrent layers such a batch needs another form, or has none, and no model was named."
+            raise CollateError(explain("BatchAdapter", "no model", rule, "Pass model=, model_type= or needs_mask_2d=."))
         return route(
             self.consumer,
             segments,
             pattern=self.pattern,
             needs_2d=bool(settings.needs_2d),
-            padding_free=self.padding_free if padding_free is None else padding_free,
+            padding_free=padding_free,
             attn_implementation=settings.attn_implementation,
             aux_loss=settings.aux_loss,
             model_type=settings.model_type,
@@ -153,7 +162,8 @@ class BatchAdapter:
 
     def _dense(self, segments: Segments, form: Any, device: torch.device) -> Tensor:
         cp = self.context_parallel
-        rows = None if cp is None else query_rows(segments.shape[1], cp)
+        offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
+        rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
         return dense(
             segments,
             polarity=form,
@@ -196,9 +206,13 @@ def find_segments(
     if padding_free and B != 1:
         rule = "padding_free means one flat row [1, T]; this batch is padded."
         raise CollateError(explain("input_ids", f"{B} rows", rule, "Collate with padding_free=True, or set it to False."))
-    if keep is not None or isinstance(carried, Tensor):
-        masked = _masked_segments(keep, carried, B, polarity, Pattern.of(pattern or "causal"))
-        return masked if masked.packed else _split_by_positions(masked, batch.get("position_ids"))
+    if isinstance(keep, Tensor):
+        return _checked(_split(key_segments(keep), batch), carried, polarity, _declared(pattern))
+    if isinstance(carried, Tensor):
+        if carried.ndim == 2 and tuple(carried.shape) == (B, S):
+            return _split(key_segments(carried), batch)
+        found = derive_segments(carried, polarity=polarity, batch_size=B, pattern=_declared(pattern))
+        return found if found.packed else _split(found, batch)
     flat = _flat_segments(batch, S) if B == 1 else None
     if flat is None and padding_free:
         return Segments.from_lengths([S])
@@ -209,26 +223,29 @@ def find_segments(
     return flat
 
 
-def _masked_segments(keep: Tensor | None, carried: Any, B: int, polarity: Polarity | None, pattern: Pattern) -> Segments:
-    declared = pattern if pattern.kind in ("chunked",) else None
-    if keep is None:
-        return derive_segments(carried, polarity=polarity, batch_size=B, pattern=declared)
-    truth = derive_segments(keep, polarity="keep", batch_size=B)
+def _declared(pattern: str | Pattern | None) -> Pattern | None:
+    """Only chunks have to be declared: their masks look like packed rows."""
+    pattern = Pattern.of(pattern or "causal")
+    return pattern if pattern.kind == "chunked" else None
+
+
+def _checked(truth: Segments, carried: Any, polarity: Polarity | None, declared: Pattern | None) -> Segments:
+    """The 2D truth, with the sequences a 4D mask beside it shows; both must agree."""
     if not isinstance(carried, Tensor):
         return truth
-    if carried.ndim == 2 and carried.shape == keep.shape:
+    if carried.ndim == 2 and tuple(carried.shape) == truth.shape:
         agree(truth, {"attention_mask": derive_segments(carried, keep=truth.keep)})
         return truth
     check = partial(derive_segments, carried, polarity=polarity, keep=truth.keep, pattern=declared)
     found = check(prove=False)
-    if truth.packed:
+    if found == truth or not found.packed:
         return truth
-    return check() if found.packed else found
+    return check()
 
 
 def _flat_segments(batch: Mapping[str, Any], S: int) -> Segments | None:
     """Sequences of one flat row, from offsets or from positions that start again; mRoPE positions tell nothing."""
-    for key in ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q"):
+    for key in OFFSET_KEYS:
         if isinstance(offsets := batch.get(key), Tensor):
             lengths = batch.get("seq_lens")  # real lengths, where the offsets count an alignment tail as a sequence
             return (
@@ -240,8 +257,20 @@ def _flat_segments(batch: Mapping[str, Any], S: int) -> Segments | None:
     return Segments.from_position_ids(positions) if isinstance(positions, Tensor) and positions.ndim == 2 else None
 
 
+def _split(segments: Segments, batch: Mapping[str, Any]) -> Segments:
+    """A 2D mask does not show where one sequence of a row ends and the next begins; offsets and positions do."""
+    offsets = {key: batch[key] for key in OFFSET_KEYS if isinstance(batch.get(key), Tensor)}
+    if offsets and segments.shape[0] == 1:
+        flat = _flat_segments(batch, segments.shape[1])
+        if flat is not None and torch.equal(flat.keep, segments.keep):
+            return flat
+        if flat is not None and segments.padding_side != "none":
+            agree(segments, {next(iter(offsets)): flat})
+    return _split_by_positions(segments, batch.get("position_ids"))
+
+
 def _split_by_positions(segments: Segments, position_ids: Any) -> Segments:
-    """A 2D mask does not show where one sequence of a row ends and the next begins; positions that fall back do."""
+    """Where positions fall back, a new sequence begins."""
     if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) != segments.shape:
         return segments
     positions_T = position_ids.cpu().flatten()[segments.indices]
@@ -250,6 +279,13 @@ def _split_by_positions(segments: Segments, position_ids: Any) -> Segments:
     ids = torch.zeros(segments.shape, dtype=torch.int64)
     ids.view(-1)[segments.indices] = starts_T.cumsum(0)
     return Segments.from_ids(ids)
+
+
+def _scoped(cp: ContextParallel | None, consumer: str) -> ContextParallel | None:
+    """How much of the 2D mask a rank gets, where the caller left that to the consumer."""
+    if cp is None or cp.mask_2d is not None:
+        return cp
+    return replace(cp, mask_2d=MASK_2D_SCOPE[consumer].scope if consumer in MASK_2D_SCOPE else "local")
 
 
 def _settings(model: Any, model_type: str | None, needs_2d: bool | None, attn_implementation: str | None) -> _Settings:

@@ -290,7 +290,8 @@ def sample_ids(text: Sequence[str], tokenizer: Any, *, count: int, max_length: i
     """
     rng = random.Random(seed)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    encoded = [ids for line in text if (ids := tokenizer(line, add_special_tokens=False)["input_ids"])]
+    cut = {"add_special_tokens": False, "truncation": True, "max_length": max_length}
+    encoded = [ids for line in text if (ids := tokenizer(line, **cut)["input_ids"])]
     if len(encoded) < count:
         rule = f"The audit draws {count} lines."
         raise CollateError(explain("data", f"{len(encoded)} lines with tokens", rule, "Give more text, or fewer batches."))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collate_npu.audit import OTHERS, OURS, TOLERANCE, Finding, as_json, audit, read_text, sample_ids, shipped_text
-from collate_npu.errors import CollateError
+from collate_npu.errors import CollateError, explain
 from collate_npu.report import passes, print_findings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -171,12 +171,24 @@ class _Subject:
             model = tiny_model(
                 self.name, vocab_size=len(tokenizer), attn_implementation=self.attn, seed=self._seed, dtype=dtype
             )
+        _check_device(self._device)
         return model.to(self._device), tokenizer
 
     def audit(self, text: list[str], drawn: dict[str, int], how: dict[str, Any]) -> Iterator[Finding]:
         model, tokenizer = self.build()
         samples = sample_ids(text, tokenizer, **drawn)
         yield from audit(model, samples, name=self.name, pad_token_id=tokenizer.pad_token_id, **how)
+
+
+def _check_device(device: str) -> None:
+    """A pretended device (CANN stand-ins) returns zeros: every case would pass there, and prove nothing."""
+    import torch
+
+    if device.startswith("npu"):
+        import torch_npu  # noqa: F401
+    if not torch.equal((torch.ones(3, device=device) + 1).cpu(), torch.full((3,), 2.0)):
+        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
+        raise CollateError(explain("--device", device, rule, "Run on a real device."))
 
 
 def _load_tokenizer(where: Path) -> Any:

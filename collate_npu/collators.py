@@ -17,7 +17,7 @@ import torch
 
 from collate_npu import padding
 from collate_npu.adapters import BatchAdapter
-from collate_npu.emission import MaskMode, adapter_of, check_mode, emit, ignore_first_labels, offsets
+from collate_npu.emission import MaskMode, adapter_of, check_mode, emit, ignore_labels, offsets, predicts_next
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.features import VISION_KEYS, Samples, read_features
 from collate_npu.forms import MAX_MASK_BYTES
@@ -75,6 +75,7 @@ class PaddingCollator:
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
         object.__setattr__(self, "padding_side", self.padding_side or "right")
+        _check_padding(self)
         if self.pad_token_id is None and (not self.padding_free or self.pad_to_multiple_of):
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
@@ -106,11 +107,12 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.ids, width=width, side=side))
     if "position_ids" not in batch and not VISION_KEYS & set(batch):
         batch["position_ids"] = segments.position_ids
-    return ignore_first_labels(collator, batch, segments), segments
+    return ignore_labels(collator, batch, segments), segments
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     """One row of real tokens; what padding does in the samples is left out, alignment comes at the end."""
+    _check_max_length(collator, samples.lengths)
     keeps = None if samples.ids is None else [row > 0 for row in samples.ids]
     ids = samples.ids or [np.ones(n, np.int32) for n in samples.lengths]
     lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
@@ -127,7 +129,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
             batch[key] = _other(key, column, samples)
     segments = Segments.from_lengths([lengths], width)
     batch |= offsets(segments)
-    if "labels" in batch and not collator.labels_shifted:
+    if "labels" in batch and predicts_next(collator) and not batch["labels"].is_floating_point():
         starts = [start for _, start, _ in segments.spans]
         batch["labels"][0, starts] = collator.separator_id
     return batch, segments
@@ -151,13 +153,29 @@ def _fill(collator: PaddingCollator, key: str) -> float:
 
 
 def _width(collator: PaddingCollator, longest: int, lengths: list[int]) -> int:
+    _check_max_length(collator, lengths)
+    if collator.padding is False and len(set(lengths)) > 1:
+        rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
+        raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
+    limit = collator.max_length
+    fixed = limit if collator.padding == "max_length" and limit is not None else longest
+    return padding.round_up(fixed, collator.pad_to_multiple_of)
+
+
+def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
     limit = collator.max_length
     too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if limit is not None and n > limit]
     if too_long:
         rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
         raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
-    if collator.padding is False and len(set(lengths)) > 1:
-        rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
-        raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
-    fixed = limit if collator.padding == "max_length" and limit is not None else longest
-    return padding.round_up(fixed, collator.pad_to_multiple_of)
+
+
+def _check_padding(collator: PaddingCollator) -> None:
+    if collator.padding_side not in ("left", "right"):
+        rule = "Padding goes to one side."
+        raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
+    if collator.padding not in (True, False, "longest", "max_length"):
+        rule = "padding is True or 'longest', 'max_length', or False for rows of one length."
+        raise CollateError(explain("padding", repr(collator.padding), rule, "True suits most trainers."))
+    if collator.padding == "max_length" and collator.max_length is None:
+        raise CollateError(explain("max_length", "None", "padding='max_length' pads to it.", "Pass max_length=."))

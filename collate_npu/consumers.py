@@ -35,7 +35,7 @@ CONSUMERS: dict[str, Consumer] = {
     "megatron": Consumer(
         attention_mask="None where exact, else bool [B, 1, S, S], True = blocked",
         padding="attention_mask_2d, for models with recurrent layers, when not padding_free",
-        refuses="an additive mask (it is never emitted)",
+        refuses="an additive mask (it is never emitted); TE and fused kernels read no dense mask under causal attention",
         source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
         "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
     ),
@@ -65,7 +65,7 @@ CONSUMERS: dict[str, Consumer] = {
     ),
     "torchtitan": Consumer(
         attention_mask="a BlockMask, under the key attention_masks",
-        padding="inside it: padding is a document of its own",
+        padding="inside it: no query sees a padded key; integrations.torchtitan makes padding a document of its own",
         refuses="",
         source="torchtitan models/common/attention.py:85-87, 468-508",
     ),
@@ -99,8 +99,7 @@ def route(
     `model_type` matter to transformers alone. Device is never a reason; the consumer's kernel is.
     """
     pattern = Pattern.of(pattern)
-    if consumer not in CONSUMERS:
-        raise CollateError(explain("consumer", repr(consumer), f"Known are {', '.join(CONSUMERS)}.", "Name one of them."))
+    check_consumer(consumer)
     if padding_free:
         return Route(form="none", mask_2d=False, why="padding free: offsets carry the boundaries, and there is no padding")
     if consumer == "transformers":
@@ -108,6 +107,9 @@ def route(
         return _route_transformers(segments, pattern, needs_2d, attn_implementation, aux_loss)
     _refuse_packed_recurrent(segments, needs_2d)
     if consumer == "torchtitan":
+        if needs_2d and segments.padding_side not in ("none", "right"):
+            rule = "torchtitan's recurrent layers read cu_seqlens, and padding before a token reaches their state."
+            raise UnsupportedFormError(explain("attention_masks", repr(segments), rule, "Pad right, or pack the rows."))
         return Route(form="block_mask", mask_2d=False, why="flex_attention takes a BlockMask")
     if consumer == "verl":
         return _route_verl(segments, pattern)
@@ -118,6 +120,12 @@ def route(
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
     mask_2d = needs_2d or consumer == "verl_npu"
     return Route(form="none" if exact else "masked", mask_2d=mask_2d, why=exact.why)
+
+
+def check_consumer(consumer: str) -> None:
+    """Raise for a name that is not in the table."""
+    if consumer not in CONSUMERS:
+        raise CollateError(explain("consumer", repr(consumer), f"Known are {', '.join(CONSUMERS)}.", "Name one of them."))
 
 
 def _route_verl(segments: Segments, pattern: Pattern) -> Route:
@@ -135,6 +143,10 @@ def _route_transformers(
         return Route(form="keep_2d", mask_2d=False, why="every layer of a transformers model reads the 2D mask")
     _refuse_packed_recurrent(segments, needs_2d)
     why = "the row holds several sequences" if segments.packed else f"attention is {pattern}"
+    if needs_2d and attn_implementation == "flex_attention":
+        rule = "A BlockMask says nothing to recurrent layers, which then ignore padding."
+        remedy = "Use attn_implementation='sdpa' or 'eager'."
+        raise UnsupportedFormError(explain("attention_mask", f"{why}, on flex_attention", rule, remedy))
     if attn_implementation == "flex_attention":
         return Route(form="block_mask", mask_2d=False, why=f"{why}; flex_attention takes a BlockMask")
     if attn_implementation not in ("sdpa", "eager"):

@@ -32,8 +32,9 @@ from collate_npu.patterns import Pattern
 from collate_npu.segments import Segments
 
 KEY = "attention_mask"
-BLOCKED_BELOW = -1e4
-"""A bias at or below this blocks: Megatron-core fills -10000 (transformer/utils.py:54), transformers finfo.min."""
+BLOCKED_BELOW = -9984.0
+"""A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
+SAME_TOKENS = "All masks of a batch describe the same tokens."
 DECLARE = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
 
 
@@ -50,7 +51,7 @@ def derive_segments(
     """`Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
 
     Inverse of `dense` for every polarity, pattern and padding side, or an error. dtype bool, 0/1 of any number type, or
-    an additive float (blocked at or below -1e4, so ALiBi and position biases pass). A `[B, S]` mask is read as keep,
+    an additive float (blocked at or below -9984, so ALiBi and position biases pass). A `[B, S]` mask is read as keep,
     1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared. `keep`
@@ -59,7 +60,7 @@ def derive_segments(
     repeat a shared mask. `pattern` declares the attention where two patterns would explain the mask; a declared `chunked`
     also says that rows are not packed. `prove=False` takes the evidence (diagonal == columns) without rebuilding the
     mask, for custom attention. `unmasked_rows=True` says that the producer unmasks empty rows (transformers' former
-    `_unmask_unattended`); otherwise none is assumed to, unless the batch shows such rows.
+    `_unmask_unattended`); otherwise none is assumed to, unless the batch shows such rows; one batch pads to one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
@@ -74,9 +75,11 @@ def derive_segments(
     full = attention_mask.detach().cpu()
     if keep_BS is None:
         _refuse_compressed(full)
+        return _by_shape(_Values(full, polarity), batch_size, square)
+    if full.ndim and keep_BS.shape[-1] != full.shape[-1]:
+        got = f"{list(keep_BS.shape)} beside {[full.shape[0], full.shape[-1]]}"
+        raise CollateError(explain("attention_mask_2d", got, SAME_TOKENS, "Build them together, and split them together."))
     values = _Values(full, polarity)
-    if keep_BS is None:
-        return _by_shape(values, batch_size, square)
     segments = _with_truth(values, keep_BS, square)
     agree(segments, {"attention_mask_2d": Segments.from_keep(keep_BS)})
     return segments
@@ -93,6 +96,8 @@ def _with_truth(values: _Values, keep_BS: Bools, square: Callable[[_Values], Seg
 
 def _by_shape(values: _Values, batch_size: int | None, square: Callable[[_Values], Segments]) -> Segments:
     shape = values.full.shape
+    if not values.full.numel() and len(shape) in (2, 3, 4):
+        return Segments(torch.zeros(batch_size or shape[0], shape[-1], dtype=torch.int32))
     if len(shape) == 2:
         return _from_two_dims(values, batch_size, square)
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
@@ -112,13 +117,25 @@ class _Given:
     unmasked_rows: bool
 
 
+def key_segments(attention_mask_2d: Tensor) -> Segments:
+    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, additive, or packing ids `1 1 2 2 0`.
+
+    Zeros alone are padding throughout. Unlike `derive_segments`, never takes a square one for `[S, S]`.
+    """
+    values = _Values(attention_mask_2d.detach().cpu(), None)
+    if values.array.ndim != 2:
+        _refuse_shape(values.full)
+    if values.array.dtype.kind in "iu" and values.high > 1:
+        return Segments.from_ids(values.array)
+    return Segments.from_keep(values.read(values.declared or "keep"))
+
+
 def agree(segments: Segments, others: dict[str, Segments]) -> None:
     """Raise where another source of the same batch (a 2D mask, lengths) tells another padding, with the row numbers."""
     for name, other in others.items():
         if other.shape != segments.shape:
             got = f"{list(other.shape)} beside {list(segments.shape)}"
-            rule = "All masks of a batch describe the same tokens."
-            raise CollateError(explain(name, got, rule, "Build them together, and split them together."))
+            raise CollateError(explain(name, got, SAME_TOKENS, "Build them together, and split them together."))
         wrong = np.flatnonzero((other.keep != segments.keep).any(dim=1).numpy())
         if len(wrong):
             rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
@@ -163,6 +180,12 @@ class _Values:
         if self.array.dtype.kind in "iu" and self.low < 0:
             rule = "An additive mask is a float tensor; ints are 1 and 0."
             raise CollateError(explain(KEY, got, rule, "Convert it with .to(torch.float32), or pass the keep mask."))
+        if self.array.dtype.kind in "iu" and self.high > 1 and self.array.ndim != 2:
+            rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
+            raise CollateError(explain(KEY, got, rule, "Convert it to bool, or pass the ids as [B, S]."))
+        if self.array.dtype.kind == "f" and self.high == np.inf:
+            rule = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row."
+            raise CollateError(explain(KEY, got, rule, "Fill blocked places with torch.finfo(dtype).min."))
         if self.additive and declared in ("keep", "masked"):
             raise PolarityError(explain(KEY, got, f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
         if self.array.dtype.kind == "f" and not self.additive and not self.binary:
@@ -264,6 +287,8 @@ def _proved(values: _Values, read: Callable[[Polarity], Segments]) -> Segments:
             found[polarity] = error
         except UnexplainedError as error:
             failed[polarity] = error
+    if len(found) == 2 and found["keep"] == found["masked"]:
+        del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
     if len(found) == 2:
         told = "; ".join(f"as '{name}' {_told(result)}" for name, result in found.items())
         raise PolarityError(explain(KEY, shape_of(values.full), f"Both readings are possible: {told}.", DECLARE))

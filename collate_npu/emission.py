@@ -49,7 +49,10 @@ def emit(collator: Emitter, batch: dict[str, Any], segments: Segments, *, paddin
     else:
         out = batch | {"attention_mask": _mask(collator, segments), KEEP_KEY: segments.keep}
     if mode == "omit":
-        del out["attention_mask"]
+        if adapter is not None and out.get("attention_mask") is not None and not none_is_exact(segments, collator.pattern):
+            rule = f"{collator.consumer} learns of padding from this key alone, and {none_is_exact(segments).why}."
+            raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
+        out.pop("attention_mask", None)
     return out
 
 
@@ -107,17 +110,21 @@ def offsets(segments: Segments) -> dict[str, Any]:
     }
 
 
-def ignore_first_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """The label of a token that follows padding or another sequence is ignored: alone, nothing would predict it.
+def ignore_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
+    """Ignore the labels of padding, and of a token that follows padding or another sequence: alone, nothing predicts it.
 
-    Bidirectional attention predicts tokens in place, so its labels stay.
+    Bidirectional attention predicts tokens in place, so its labels stay; so do targets that are not one a token.
     """
     labels = batch.get("labels")
-    if Pattern.of(collator.pattern).kind == "bidirectional":
+    tokens = isinstance(labels, Tensor) and tuple(labels.shape) == segments.shape and not labels.is_floating_point()
+    if not isinstance(labels, Tensor) or not tokens or not predicts_next(collator):
         return batch
-    if not isinstance(labels, Tensor) or tuple(labels.shape) != segments.shape or collator.labels_shifted:
-        return batch
-    first = [(b, start) for b, start, _ in segments.spans if start > 0]
-    if first:
-        batch["labels"] = labels.index_put(tuple(torch.tensor(first).T), labels.new_tensor(collator.label_pad_token_id))
-    return batch
+    ids_BS = segments.ids
+    ignored_BS = ids_BS == 0
+    ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]
+    return batch | {"labels": labels.masked_fill(ignored_BS, collator.label_pad_token_id)}
+
+
+def predicts_next(collator: Emitter) -> bool:
+    """Are labels those of the next token, not moved yet?"""
+    return not collator.labels_shifted and Pattern.of(collator.pattern).kind != "bidirectional"

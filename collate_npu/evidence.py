@@ -70,6 +70,7 @@ def read_square(
     `AmbiguousMaskError` where two different truths do.
     """
     if keep_BS is not None:
+        _check_padding(attends_BQK, keep_BS)
         attends_BQK = attends_BQK & keep_BS[:, :, None]
     facts = _facts(attends_BQK, keep_BS)
     ids_BS = np.stack([fact.ids for fact in facts])
@@ -85,6 +86,30 @@ def read_square(
             _refuse_window_gaps(attends_BQK, segments, facts)
             _refuse_chunks(attends_BQK, segments, facts)
     return segments
+
+
+def _check_padding(attends_BQK: Bools, keep_BS: Bools) -> None:
+    """What a 2D truth calls padding may attend itself, everywhere or nowhere, and is seen by no other row that counts.
+
+    A plain causal triangle in every row says nothing of padding (Megatron's dataset builds it so), and agrees with any.
+    """
+    S = keep_BS.shape[1]
+    if (attends_BQK == np.tri(S, dtype=bool)).all():
+        return
+    filler_BQ = attends_BQK.all(axis=2) & ~keep_BS
+    filler_BQ[:, -1] &= filler_BQ[:, :-1].any()
+    padding_BS = ~keep_BS & ~filler_BQ
+    own_BS = np.diagonal(attends_BQK, axis1=1, axis2=2) & padding_BS
+    forced = (own_BS == padding_BS).all()
+    seen_BS = np.stack([rows[~filler].sum(axis=0) for rows, filler in zip(attends_BQK, filler_BQ)]) - own_BS
+    wrong_BS = ~keep_BS & (seen_BS > 0) | own_BS & (not forced)
+    bad = [
+        (b, f"key {int(np.argmax(wrong_S))} attended, which the 2D mask calls padding")
+        for b, wrong_S in enumerate(wrong_BS)
+        if wrong_S.any()
+    ]
+    if bad:
+        raise UnexplainedError(bad)
 
 
 # --- reading

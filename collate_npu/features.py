@@ -68,6 +68,9 @@ def _columns(features: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         missing = [(b, "nothing") for b, value in enumerate(column) if value is None]
         if len(missing) == len(features) and name != "input_ids":
             continue
+        if _renamed(name) in columns:
+            rows = [(b, f"{name} too") for b in range(len(features))]
+            raise CollateError(explain_rows("labels", rows, "A sample has one kind of label.", "Keep labels or label."))
         if missing and name not in VISION_KEYS:
             rule = f"{name} stands in every sample or in none."
             raise CollateError(explain_rows(name, missing, rule, "Fill it in, or drop it, where the sample is built."))
@@ -81,11 +84,15 @@ def _renamed(name: str) -> str:
 
 def _lengths(columns: dict[str, list[Any]]) -> list[int]:
     rows = columns["input_ids"]
-    bad = [(b, shape_of(row)) for b, row in enumerate(rows) if not is_ragged(row) or getattr(row, "ndim", 1) != 1]
+    bad = [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]
     if bad:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
     return [len(row) for row in rows]
+
+
+def _is_flat(row: Any) -> bool:
+    return is_ragged(row) and getattr(row, "ndim", 1) == 1 and not (len(row) and is_ragged(row[0]))
 
 
 def _kind(key: str, column: list[Any], lengths: list[int]) -> Kind:
@@ -129,10 +136,10 @@ def _truth(columns: dict[str, list[Any]], lengths: list[int]) -> list[Array] | N
         sources.append(_lengths_ids(columns["seq_lengths"], lengths))
     if not sources:
         return None
+    _check_agreement(columns, sources)
     ids = sources[0]
     for other in sources[1:]:
         ids = [_merged(mine, theirs) for mine, theirs in zip(ids, other)]
-    _check_agreement(columns, sources)
     return ids
 
 
@@ -148,6 +155,18 @@ def _check_agreement(columns: dict[str, list[Any]], sources: list[list[Array]]) 
         if bad:
             rule = "Both masks of a sample say which of its tokens are real."
             raise CollateError(explain_rows("attention_mask_2d", bad, rule, "Keep one of them."))
+    if "seq_lengths" in columns:
+        masks = [source for source in sources[:-1] if any(ids.max(initial=0) > 1 for ids in source)]
+        wrong = {b for source in masks for b, ids in enumerate(source) if _differ(ids, sources[-1][b])}
+        bad = [(b, "other sequences than the packing ids") for b in wrong]
+        if bad:
+            rule = "Packing ids and seq_lengths cut a sample at the same places."
+            raise CollateError(explain_rows("seq_lengths", bad, rule, "Keep one of them."))
+
+
+def _differ(ids: Array, cut: Array) -> bool:
+    real = ids > 0
+    return bool(((np.diff(ids[real]) != 0) != (np.diff(cut[real]) != 0)).any())
 
 
 def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
@@ -173,10 +192,10 @@ def _is_ids(row: Array) -> bool:
 
 def _lengths_ids(column: list[Any], lengths: list[int]) -> list[Array]:
     parts = [np.atleast_1d(np.asarray(row)) for row in column]
-    bad = [
-        (b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if part.sum() != lengths[b]
-    ]
-    if bad:
-        rule = "seq_lengths of a sample sum to its number of input_ids."
+    whole = [part.dtype.kind in "iu" and bool((part >= 0).all()) for part in parts]
+    wrong = [b for b, part in enumerate(parts) if not whole[b] or part.sum() != lengths[b]]
+    if wrong:
+        bad = [(b, f"{parts[b].tolist()[:8]}, which sum to {parts[b].sum()}") for b in wrong]
+        rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
         raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
     return [np.repeat(np.arange(1, len(part) + 1, dtype=np.int32), part) for part in parts]

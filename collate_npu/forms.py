@@ -1,8 +1,8 @@
 """Forms: what a kernel takes, made from `Segments` and an attention pattern.
 
 Dense forms cost B * Q * S elements and are built only when asked for; on the CPU every element is written once, by
-copying rows out of one vector of 2 * S elements (a causal block is the same row, shifted). None, varlen and BlockMask
-cost O(B * S) or less.
+copying rows out of one vector of 2 * S elements (a causal block is the same row, shifted). None and varlen cost O(B * S)
+or less; a BlockMask keeps O(B * S) but is found by evaluating every place, unless it is compiled.
 
 Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens without padding, N sequences.
 `■` attends, `⬚` is blocked; the pictures are for lengths 3 and 5.
@@ -265,13 +265,18 @@ def block_mask(
     pattern: str | Pattern = "causal",
     device: torch.device | str = "cpu",
     block_size: int = 128,
+    compiled: bool = False,
 ) -> Any:
-    """torch's `BlockMask` for flex_attention, `[B, 1, S, S]` in blocks (torch nn/attention/flex_attention.py)."""
+    """torch's `BlockMask` for flex_attention, `[B, 1, S, S]` in blocks (torch nn/attention/flex_attention.py).
+
+    torch evaluates the predicate on all B * S * S places while it builds the mask; `compiled=True` fuses that away, for
+    some seconds of compilation at the first call.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     B, S = segments.shape
     attends = cast(Any, mask_mod(segments, pattern, device))
-    return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
+    return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 
 
 # --- varlen

@@ -48,7 +48,10 @@ def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
 
 
 def to_nested(x: Tensor, segments: Segments) -> Tensor:
-    """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows)."""
+    """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows).
+
+    One entry a sequence: a row without tokens has none.
+    """
     nested: Tensor = torch.nested.nested_tensor_from_jagged(
         unpad(x, segments), segments.cu_seqlens.to(x.device, torch.int64)
     )

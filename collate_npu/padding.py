@@ -99,6 +99,8 @@ def _arrays(key: str, rows: Sequence[Row]) -> list[Sequence[Any] | Array]:
         if not _is_number(arrays[-1], key):
             bad.append((b, _kind(arrays[-1])))
     if bad:
+        lists = [(b, _first_bad(row)) for b, row in enumerate(rows) if isinstance(row, (list, tuple))]
+        bad += [(b, text) for b, text in lists if text and b not in dict(bad)]
         rule = f"{key} holds {'whole numbers' if key in WHOLE_NUMBER_KEYS else 'numbers'}, one for each token."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
     return arrays
@@ -149,7 +151,7 @@ def _write(key: str, places: Sequence[Array], arrays: Sequence[Sequence[Any] | A
         try:
             _pack(place, row)
         except struct.error:
-            bad.append((b, _first_bad(row)))
+            bad.append((b, _first_bad(row) or repr(row[:3])))
     if bad:
         rule = f"{key} holds whole numbers of at most 64 bits."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
@@ -167,7 +169,7 @@ def _first_bad(row: Sequence[Any]) -> str:
             struct.pack("q", value)
         except struct.error:
             return f"{value!r} at token {at}"
-    return repr(row[:3])
+    return ""
 
 
 def stack_values(key: str, values: Sequence[Any]) -> Any:
@@ -179,10 +181,10 @@ def stack_values(key: str, values: Sequence[Any]) -> Any:
 
 def concatenate_values(key: str, values: Sequence[Any]) -> Tensor:
     """Tensors or arrays of some rows, joined on the first dimension (pixel_values, image_grid_thw)."""
-    tensors = [torch.as_tensor(value) for value in values if value is not None]
+    tensors = {b: torch.as_tensor(value) for b, value in enumerate(values) if value is not None}
     try:
-        return torch.cat(tensors)
+        return torch.cat(list(tensors.values()))
     except RuntimeError as error:
-        rows = [(b, shape_of(tensor)) for b, tensor in enumerate(tensors)]
+        rows = [(b, shape_of(tensor)) for b, tensor in tensors.items()]
         rule = f"Vision values of a batch are joined on their first dimension ({str(error).splitlines()[0]})."
         raise CollateError(explain_rows(key, rows, rule, "Give all samples the same trailing shape.")) from None

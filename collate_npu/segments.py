@@ -45,15 +45,16 @@ class Segments:
     def __post_init__(self) -> None:
         ids_BS = _as_ids(self.ids)
         _check_order(ids_BS)
-        object.__setattr__(self, "ids", torch.from_numpy(ids_BS))
+        object.__setattr__(self, "ids", torch.from_numpy(np.ascontiguousarray(ids_BS, np.int32)))
 
     # --- built from
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int] | Sequence[Sequence[int]], width: int | None = None, side: Side = "right"
+        cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor, width: int | None = None, side: Side = "right"
     ) -> Segments:
         """From token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest."""
+        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         rows = [[int(row)] if isinstance(row, (int, np.integer)) else [int(n) for n in row] for row in lengths]
         totals = [sum(row) for row in rows]
         width = max(totals, default=0) if width is None else width
@@ -270,7 +271,7 @@ def _as_ids(ids: Tensor | npt.ArrayLike) -> IntArray:
     if bad:
         rule = "0 is padding and sequences count from 1; no id is negative."
         raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
-    return np.ascontiguousarray(ids_BS, np.int32)
+    return ids_BS.astype(np.int64)
 
 
 def _previous_real(ids_BS: IntArray) -> IntArray:
