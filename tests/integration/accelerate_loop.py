@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -59,8 +60,10 @@ def main(name: str, side: str, mode: str) -> None:
         ]
     if accelerator.is_main_process:
         report = {"world": accelerator.num_processes, "losses": losses, "lengths": lengths, "received": received_all}
-        print("REPORT " + json.dumps(report))
+        print("REPORT " + json.dumps(report), flush=True)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
+    os._exit(0)  # gloo's threads may outlive the interpreter and abort it, with nothing left to do
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""Profiles of hypothesis: `ci` (the default) and `dev`; HYPOTHESIS_PROFILE chooses. Small tensors, so one thread."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Slow generation is judged by the whole run, not by one loaded machine; examples need no database to be found again.
+settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def newest_transformers():
+    """Routes for transformers depend on the release installed; the rules of older ones are tested by their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("collate_npu.consumers._transformers_version", lambda: (5, 23))
+        yield

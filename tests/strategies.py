@@ -1,0 +1,144 @@
+"""What the tests draw: lengths, segment ids with holes and gaps, patterns, ragged features. Small values, plain functions.
+
+Legend: B rows, S width, N sequences, L tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from collate_npu import Pattern, Segments
+
+PAD = 7
+"""Also an ordinary token of the samples, first, inside and last, as an eos that doubles as pad is."""
+
+CONTAINERS: tuple[Callable[[list[Any]], Any], ...] = (list, tuple, np.array, torch.tensor)
+
+
+def sides() -> st.SearchStrategy[str]:
+    return st.sampled_from(("left", "right"))
+
+
+def row_lengths(*, rows: int = 4, longest: int = 7, shortest: int = 1) -> st.SearchStrategy[list[int]]:
+    """One sequence a row."""
+    return st.lists(st.integers(shortest, longest), min_size=1, max_size=rows)
+
+
+def packed_lengths(*, rows: int = 3, sequences: int = 3, longest: int = 4) -> st.SearchStrategy[list[list[int]]]:
+    """Several sequences a row."""
+    row = st.lists(st.integers(1, longest), min_size=1, max_size=sequences)
+    return st.lists(row, min_size=1, max_size=rows)
+
+
+def ids_of(keep: int, starts: int, S: int) -> list[int]:
+    """A row of segment ids from two bit patterns: which places are real, and where a new sequence begins."""
+    ids, label = [], 0
+    for place in range(S):
+        real = keep >> place & 1
+        label += real & (starts >> place & 1 | (label == 0))
+        ids.append(label * real)
+    return ids
+
+
+@st.composite
+def segment_ids(draw: st.DrawFn, *, rows: int = 3, width: int = 8, packed: bool = True) -> list[list[int]]:
+    """Any ids at all: holes, gaps between sequences, rows of padding."""
+    S = draw(st.integers(1, width))
+    bits = st.integers(0, 2**S - 1)
+    keeps = draw(st.lists(bits, min_size=1, max_size=rows))
+    return [ids_of(keep, draw(bits) if packed else 0, S) for keep in keeps]
+
+
+def sided(*, rows: int = 4, longest: int = 7, shortest: int = 1, extra: int = 3) -> st.SearchStrategy[Segments]:
+    """One sequence a row, padded on one side, sometimes wider than the longest."""
+    return st.builds(
+        lambda lengths, more, side: Segments.from_lengths(lengths, max(lengths) + more, side),
+        row_lengths(rows=rows, longest=longest, shortest=shortest),
+        st.integers(0, extra),
+        sides(),
+    )
+
+
+def packed(*, rows: int = 3, sequences: int = 3, longest: int = 4, extra: int = 3) -> st.SearchStrategy[Segments]:
+    """Several sequences a row, padded on one side."""
+    return st.builds(
+        lambda lengths, more, side: Segments.from_lengths(lengths, max(map(sum, lengths)) + more, side),
+        packed_lengths(rows=rows, sequences=sequences, longest=longest),
+        st.integers(0, extra),
+        sides(),
+    )
+
+
+def free(*, rows: int = 3, width: int = 8, packed: bool = True) -> st.SearchStrategy[Segments]:
+    return segment_ids(rows=rows, width=width, packed=packed).map(lambda ids: Segments(torch.tensor(ids)))
+
+
+def segments(*, rows: int = 3, width: int = 8) -> st.SearchStrategy[Segments]:
+    """The ordinary and the strange alike."""
+    return st.one_of(sided(rows=rows), packed(rows=rows), free(rows=rows, width=width))
+
+
+def patterns(num_sequences: int) -> st.SearchStrategy[Pattern]:
+    prefixes = st.lists(st.integers(0, 6), min_size=max(num_sequences, 1), max_size=max(num_sequences, 1))
+    return st.one_of(
+        st.sampled_from([Pattern.of("causal"), Pattern.of("bidirectional")]),
+        st.integers(1, 9).map(Pattern.sliding),
+        st.integers(1, 9).map(Pattern.chunked),
+        st.integers(0, 6).map(Pattern.prefix),
+        *([prefixes.map(Pattern.prefix)] if num_sequences else []),
+    )
+
+
+@st.composite
+def attentions(draw: st.DrawFn, source: st.SearchStrategy[Segments] | None = None) -> tuple[Segments, Pattern]:
+    """Segments and a pattern for them."""
+    drawn = draw(source if source is not None else segments())
+    return drawn, draw(patterns(drawn.num_sequences))
+
+
+@st.composite
+def features(
+    draw: st.DrawFn, *, rows: int = 4, longest: int = 7, truth: Sequence[str] = ("none", "holes", "packed", "seq_lengths")
+) -> list[dict[str, Any]]:
+    """Ragged samples with labels and other per-token keys; `truth` says what they may tell of themselves.
+
+    Token values count up through the whole batch, PAD among them, so that no two mistakes cancel.
+    """
+    lengths = draw(row_lengths(rows=rows, longest=longest))
+    kind = draw(st.sampled_from(tuple(truth)))
+    holds = draw(st.sampled_from(CONTAINERS))
+    samples: list[dict[str, Any]] = []
+    at = 1
+    for L in lengths:
+        ids = list(range(at, at + L))
+        at += L
+        if draw(st.booleans()):
+            ids[draw(st.sampled_from((0, -1, L // 2)))] = PAD
+        sample = {"input_ids": holds(ids), "labels": holds(ids), "loss_scale": holds([n / 2 for n in ids])}
+        samples.append(sample | _own_truth(draw, kind, L))
+    return samples
+
+
+def _own_truth(draw: st.DrawFn, kind: str, L: int) -> dict[str, Any]:
+    if kind == "none":
+        return {}
+    bits = st.integers(1, 2**L - 1)
+    if kind == "holes":
+        return {"attention_mask": ids_of(draw(bits), 0, L)}
+    if kind == "packed":
+        return {"attention_mask": ids_of(draw(bits), draw(bits), L)}
+    cut = draw(st.integers(0, L))
+    return {"seq_lengths": [n for n in (cut, L - cut) if n]}
+
+
+def own_ids(sample: dict[str, Any]) -> list[int]:
+    """Segment ids `[L]` that a sample from `features` tells of itself, by its mask or lengths, never by its tokens."""
+    L = len(sample["input_ids"])
+    if "seq_lengths" in sample:
+        return [n for n, length in enumerate(sample["seq_lengths"], start=1) for _ in range(length)]
+    return list(sample.get("attention_mask", [1] * L))

@@ -1,0 +1,408 @@
+"""PaddingCollator: every key of every row beside its token, on either side, and masks from lengths, never from ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collate_npu import (
+    CollateError,
+    PaddingCollator,
+    Pattern,
+    Segments,
+    UnsupportedFormError,
+    dense,
+    none_is_exact,
+)
+
+pytestmark = pytest.mark.usefixtures("newest_transformers")
+
+PAD = strategies.PAD
+HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+THREE_AND_FIVE = [
+    {"input_ids": [1, 2, 3], "labels": [1, 2, 3]},
+    {"input_ids": [4, 5, 6, 7, 8], "labels": [4, 5, 6, 7, 8]},
+]
+
+
+def tokenizer(**fields):
+    return SimpleNamespace(**{"pad_token_id": PAD, "padding_side": "right", **fields})
+
+
+def truth_of(features, width, side):
+    rows = []
+    for feature in features:
+        ids = strategies.own_ids(feature)
+        gap = [0] * (width - len(ids))
+        rows.append(ids + gap if side == "right" else gap + ids)
+    return Segments.from_ids(rows)
+
+
+# --- laws
+
+
+@given(strategies.features(), strategies.sides(), st.sampled_from([None, 4]))
+def test_every_key_stands_beside_its_token(features, side, multiple):
+    batch = PaddingCollator(tokenizer(padding_side=side), pad_to_multiple_of=multiple)(features)
+    longest = max(len(feature["input_ids"]) for feature in features)
+    width = longest if multiple is None else -(-longest // 4) * 4
+    for key, fill in (("input_ids", PAD), ("labels", -100), ("loss_scale", 0)):
+        assert batch[key].shape == (len(features), width)
+        for b, feature in enumerate(features):
+            row, gap = [float(x) for x in feature[key]], [fill] * (width - len(feature[key]))
+            expected = row + gap if side == "right" else gap + row
+            found = batch[key][b].tolist()
+            assert all(f in (e, -100) if key == "labels" else f == e for f, e in zip(found, expected))
+    assert next(iter(batch)) == "input_ids"
+
+
+@given(strategies.features(), strategies.sides(), st.sampled_from([None, 4]))
+def test_masks_are_those_of_the_truth(features, side, multiple):
+    collator = PaddingCollator(tokenizer(), padding_side=side, pad_to_multiple_of=multiple)
+    batch = collator(features)
+    segments = truth_of(features, batch["input_ids"].shape[1], side)
+    assert torch.equal(batch["attention_mask_2d"], segments.keep)
+    assert batch["attention_mask_2d"].dtype == torch.bool
+    assert torch.equal(batch["position_ids"][segments.keep], segments.position_ids[segments.keep])
+    if none_is_exact(segments):
+        assert batch["attention_mask"] is None
+    else:
+        assert torch.equal(batch["attention_mask"], dense(segments, polarity="masked"))
+
+
+@given(strategies.features(truth=["none", "packed", "seq_lengths"]), strategies.sides())
+def test_labels_are_learned_exactly_where_the_sample_alone_learns_them(features, side):
+    """The first token of a sequence is predicted by nothing, wherever it stands; all other labels stay."""
+    batch = PaddingCollator(tokenizer(padding_side=side))(features)
+    segments = truth_of(features, batch["input_ids"].shape[1], side)
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    for b, start, stop in segments.spans:
+        assert start == 0 or batch["labels"][b, start] == -100
+        ids = segments.ids[b]
+        inside = (ids[:-1] == ids[1:]) & (ids[1:] > 0)
+        assert torch.equal(shifted[b, :-1][inside], batch["input_ids"][b, 1:][inside])
+        assert stop > start
+
+
+def test_labels_at_holes_are_those_of_the_sample_without_them():
+    features = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], "attention_mask": [1, 1, 0, 1]}]
+    labels = PaddingCollator(tokenizer())(features)["labels"][0].tolist()
+    assert labels[2] == -100  # padding
+    assert labels[3] == -100  # predicted from padding, where the sample alone predicts it from token 2
+
+
+@given(strategies.features())
+def test_a_flat_row_holds_the_real_tokens_and_their_offsets(features):
+    batch = PaddingCollator(padding_free=True)(features)
+    rows = [np.array(strategies.own_ids(feature)) for feature in features]
+    flat = [int(x) for row, feature in zip(rows, features) for x in np.array(feature["input_ids"])[row > 0]]
+    lengths = [int((row == n).sum()) for row in rows for n in range(1, row.max() + 1)]
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    assert batch["input_ids"].tolist() == [flat]
+    assert batch["labels"].tolist() == [[-100 if i in starts else token for i, token in enumerate(flat)]]
+    assert batch["cu_seq_lens_q"].tolist() == [*starts, len(flat)]
+    assert batch["seq_lens"].tolist() == lengths
+    assert batch["position_ids"].tolist() == [[p for n in lengths for p in range(n)]]
+    assert batch["attention_mask"] is None
+    assert "attention_mask_2d" not in batch
+
+
+@given(strategies.features())
+def test_samples_are_left_alone(features):
+    before = [{key: np.array(value).tolist() for key, value in feature.items()} for feature in features]
+    PaddingCollator(tokenizer(padding_side="left"))(features)
+    assert [{key: np.array(value).tolist() for key, value in feature.items()} for feature in features] == before
+
+
+# --- pad is an ordinary token, too
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pad_tokens_inside_a_row_are_real(side):
+    """Fails if padding is told by pad_token_id: the eos that doubles as pad ends, begins and interrupts these rows."""
+    rows = [[5, PAD, 6, PAD], [PAD, PAD], [PAD, 5, PAD, 6, PAD, PAD]]
+    for settings in ({}, {"attention_mask": "4d"}, {"consumer": "transformers"}, {"consumer": "verl", "model": HYBRID}):
+        batch = PaddingCollator(tokenizer(padding_side=side), **settings)([{"input_ids": row} for row in rows])
+        expected = Segments.from_lengths([4, 2, 6], side=side)
+        keep = batch.get("attention_mask_2d", batch["attention_mask"])
+        assert keep.bool().tolist() == expected.keep.tolist()
+        assert keep.bool().tolist() != (batch["input_ids"] != PAD).tolist()
+
+
+def test_pad_tokens_that_a_sample_calls_padding_are_padding():
+    batch = PaddingCollator(tokenizer())(
+        [{"input_ids": [5, PAD, PAD], "attention_mask": [1, 1, 0]}, {"input_ids": [1], "attention_mask": [1]}]
+    )
+    assert batch["attention_mask_2d"].tolist() == [[True, True, False], [True, False, False]]
+
+
+# --- the batch of lengths 3 and 5
+
+
+def test_three_and_five_on_the_right():
+    batch = PaddingCollator(tokenizer())(THREE_AND_FIVE)
+    assert list(batch) == ["input_ids", "labels", "position_ids", "attention_mask", "attention_mask_2d"]
+    assert batch["input_ids"].tolist() == [[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]]
+    assert batch["labels"].tolist() == [[1, 2, 3, -100, -100], [4, 5, 6, 7, 8]]
+    assert batch["attention_mask"] is None
+
+
+def test_three_and_five_on_the_left():
+    batch = PaddingCollator(tokenizer(), padding_side="left")(THREE_AND_FIVE)
+    assert batch["input_ids"].tolist() == [[PAD, PAD, 1, 2, 3], [4, 5, 6, 7, 8]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, 2, 3], [4, 5, 6, 7, 8]]
+    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert batch["attention_mask"][0, 0].tolist() == [
+        [True, True, True, True, True],
+        [True, True, True, True, True],
+        [True, True, False, True, True],
+        [True, True, False, False, True],
+        [True, True, False, False, False],
+    ]
+
+
+def test_alignment_padding_is_padding_in_both_masks():
+    batch = PaddingCollator(tokenizer(), pad_to_multiple_of=8, attention_mask="4d")(THREE_AND_FIVE)
+    assert batch["attention_mask_2d"].sum(dim=1).tolist() == [3, 5]
+    assert batch["attention_mask"][:, 0].diagonal(dim1=1, dim2=2).tolist() == (~batch["attention_mask_2d"]).tolist()
+
+
+def test_packed_features():
+    features = [{"input_ids": [1, 2, 3, 4, 0], "labels": [1, 2, 3, 4, 0], "attention_mask": [1, 1, 2, 2, 0]}]
+    batch = PaddingCollator(tokenizer())(features)
+    assert batch["attention_mask_2d"].tolist() == [[True, True, True, True, False]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[1, 2, -100, 4, -100]]
+    assert torch.equal(batch["attention_mask"], dense(Segments.from_ids([[1, 1, 2, 2, 0]]), polarity="masked"))
+    lengths = PaddingCollator(tokenizer())([{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}])
+    assert torch.equal(lengths["attention_mask"], dense(Segments.from_lengths([[2, 2]]), polarity="masked"))
+    assert "seq_lengths" not in lengths
+
+
+def test_a_flat_row_with_alignment():
+    batch = PaddingCollator(tokenizer(), padding_free=True, pad_to_multiple_of=4)(
+        [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, PAD, PAD, PAD]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
+    assert batch["seq_lens"].tolist() == [3, 2]
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert (batch["max_length_q"], batch["max_length_k"]) == (3, 3)
+
+
+# --- keys
+
+
+def test_unknown_and_vision_keys_strings_and_none():
+    features = [
+        {
+            "input_ids": [1, 2],
+            "mine": [0.5, 1.5],
+            "text": "ab",
+            "score": 1,
+            "tags": ["x"],
+            "nothing": None,
+            "pixel_values": torch.ones(2, 3),
+        },
+        {"input_ids": [3], "mine": [2.5], "text": "c", "score": 2, "tags": ["y", "z"], "nothing": None},
+    ]
+    batch = PaddingCollator(tokenizer(padding_side="left"))(features)
+    assert batch["mine"].tolist() == [[0.5, 1.5], [0.0, 2.5]]
+    assert batch["text"] == ["ab", "c"]
+    assert batch["score"].tolist() == [1, 2]
+    assert batch["tags"] == [["x"], ["y", "z"]]
+    assert batch["pixel_values"].shape == (2, 3)
+    assert "nothing" not in batch
+    assert "position_ids" not in batch  # mRoPE needs the grids: the model makes them
+
+
+def test_routed_experts_and_token_types():
+    features = [
+        {"input_ids": [1, 2], "routed_experts": np.ones((2, 3, 4), np.int32), "token_type_ids": [1, 1]},
+        {"input_ids": [3], "routed_experts": np.ones((1, 3, 4), np.int32), "token_type_ids": [1]},
+    ]
+    batch = PaddingCollator(tokenizer(pad_token_type_id=3))(features)
+    assert batch["routed_experts"].shape == (2, 2, 3, 4)
+    assert batch["routed_experts"][1, 1].eq(0).all()
+    assert batch["token_type_ids"].tolist() == [[1, 1], [1, 3]]
+
+
+def test_positions_of_the_samples_stay():
+    features = [{"input_ids": [1, 2], "position_ids": [5, 6]}, {"input_ids": [3], "position_ids": [9]}]
+    assert PaddingCollator(tokenizer(padding_side="left"))(features)["position_ids"].tolist() == [[5, 6], [0, 9]]
+    axes = [
+        {"input_ids": [1, 2], "position_ids": np.ones((3, 2), int)},
+        {"input_ids": [3], "position_ids": np.ones((3, 1), int)},
+    ]
+    assert PaddingCollator(tokenizer())(axes)["position_ids"].tolist() == [[[1, 1], [1, 0]]] * 3
+    with pytest.raises(UnsupportedFormError, match="Multi-axis positions"):
+        PaddingCollator(padding_free=True)(axes)
+
+
+def test_labels_of_a_classifier():
+    assert PaddingCollator(tokenizer())([{"input_ids": [1, 2], "label": 1}, {"input_ids": [1], "label": 0}])[
+        "labels"
+    ].tolist() == [1, 0]
+    features = [{"input_ids": [1, 2, 3], "labels": [0.5, 1.0]}, {"input_ids": [1], "labels": [0.0, 0.5]}]
+    labels = PaddingCollator(tokenizer(padding_side="left"))(features)["labels"]
+    assert labels.tolist() == [[0.5, 1.0], [0.0, 0.5]]
+    assert labels.dtype == torch.float32
+
+
+def test_targets_of_as_many_classes_as_tokens():
+    features = [{"input_ids": [1, 2, 3], "labels": [0.5, 1.0, 0.25]}, {"input_ids": [1], "labels": [0.0, 0.5, 0.75]}]
+    assert PaddingCollator(tokenizer(padding_side="left"))(features)["labels"].tolist() == [
+        [0.5, 1.0, 0.25],
+        [0.0, 0.5, 0.75],
+    ]
+
+
+def test_shifted_labels_stay_where_they_are():
+    features = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4], "labels": [9]}]
+    batch = PaddingCollator(tokenizer(padding_side="left"), labels_shifted=True)(features)
+    assert batch["labels"].tolist() == [[2, 3, -100], [-100, -100, 9]]
+    flat = PaddingCollator(padding_free=True, labels_shifted=True)(features)
+    assert flat["labels"].tolist() == [[2, 3, -100, 9]]
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "4d", "2d", "omit"])
+def test_modes(mode):
+    right = PaddingCollator(tokenizer(), attention_mask=mode)(THREE_AND_FIVE)
+    assert right["attention_mask_2d"].sum() == 8
+    expected = {"auto": None, "none": None, "4d": (2, 1, 5, 5), "2d": (2, 5)}
+    if mode == "omit":
+        assert "attention_mask" not in right
+    else:
+        assert getattr(right["attention_mask"], "shape", None) == expected[mode]
+    if mode == "none":
+        with pytest.raises(UnsupportedFormError, match="padding stands on the left"):
+            PaddingCollator(tokenizer(padding_side="left"), attention_mask=mode)(THREE_AND_FIVE)
+
+
+def test_max_length_is_a_limit_or_a_width():
+    with pytest.raises(CollateError, match=r"row 1: got 5 tokens\nmax_length is 4, and nothing is cut here"):
+        PaddingCollator(tokenizer(), max_length=4)(THREE_AND_FIVE)
+    assert PaddingCollator(tokenizer(), max_length=9)(THREE_AND_FIVE)["input_ids"].shape == (2, 5)
+    fixed = PaddingCollator(tokenizer(), max_length=9, padding="max_length")
+    assert fixed(THREE_AND_FIVE)["input_ids"].shape == (2, 9)
+    assert PaddingCollator(tokenizer(), max_length=9, padding="max_length", pad_to_multiple_of=4)(THREE_AND_FIVE)[
+        "labels"
+    ].shape == (2, 12)
+
+
+def test_padding_false_takes_rows_of_one_length():
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
+    assert PaddingCollator(tokenizer(), padding=False)(rows)["input_ids"].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(CollateError, match="padding=False takes rows of one length"):
+        PaddingCollator(tokenizer(), padding=False)(THREE_AND_FIVE)
+
+
+def test_arguments_go_before_the_tokenizer():
+    collator = PaddingCollator(tokenizer(padding_side="left"), pad_token_id=0, padding_side="right")
+    assert collator(THREE_AND_FIVE)["input_ids"].tolist()[0] == [1, 2, 3, 0, 0]
+    assert PaddingCollator(tokenizer(pad_token_id=0))(THREE_AND_FIVE)["input_ids"].tolist()[0] == [1, 2, 3, 0, 0]
+
+
+def test_a_pad_id_is_needed_to_pad():
+    for settings in ({}, {"padding_free": True, "pad_to_multiple_of": 8}):
+        with pytest.raises(CollateError, match="pad_token_id: got None"):
+            PaddingCollator(SimpleNamespace(padding_side="left"), **settings)
+    PaddingCollator(padding_free=True)
+
+
+def test_only_torch_tensors():
+    collator = PaddingCollator(tokenizer())
+    assert collator(THREE_AND_FIVE, return_tensors="pt")["input_ids"].shape == (2, 5)
+    with pytest.raises(CollateError, match="return_tensors"):
+        collator(THREE_AND_FIVE, return_tensors="np")
+
+
+def test_collators_are_frozen_values():
+    collator = PaddingCollator(pad_token_id=0)
+    assert collator == PaddingCollator(pad_token_id=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        collator.pad_token_id = 1
+
+
+def test_rows_without_tokens_if_allowed():
+    features = [{"input_ids": [], "labels": []}, *THREE_AND_FIVE]
+    batch = PaddingCollator(tokenizer(padding_side="left"), allow_empty=True)(features)
+    assert batch["attention_mask_2d"].sum(dim=1).tolist() == [0, 3, 5]
+    assert batch["labels"][0].eq(-100).all()
+
+
+# --- consumers
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_one_argument_is_the_whole_integration(side):
+    segments = Segments.from_lengths([3, 5], side=side)
+    for model in (HYBRID, DENSE, None):
+        batch = PaddingCollator(tokenizer(padding_side=side), consumer="transformers", model=model)(THREE_AND_FIVE)
+        assert torch.equal(batch["attention_mask"], segments.keep.long())
+        assert "attention_mask_2d" not in batch
+
+
+def test_megatron_gets_its_route():
+    batch = PaddingCollator(tokenizer(padding_side="left"), consumer="megatron", model=HYBRID)(THREE_AND_FIVE)
+    segments = Segments.from_lengths([3, 5], side="left")
+    assert torch.equal(batch["attention_mask"], dense(segments, polarity="masked"))
+    assert torch.equal(batch["attention_mask_2d"], segments.keep)
+    assert "attention_mask_2d" not in PaddingCollator(tokenizer(), consumer="megatron", model=DENSE)(THREE_AND_FIVE)
+
+
+def test_a_pattern_reaches_the_mask():
+    pattern = Pattern.sliding(2)
+    batch = PaddingCollator(tokenizer(), pattern=pattern)(THREE_AND_FIVE)
+    assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([3, 5]), polarity="masked", pattern=pattern))
+
+
+def test_padding_free_with_a_consumer():
+    batch = PaddingCollator(padding_free=True, consumer="transformers")(THREE_AND_FIVE)
+    assert batch["attention_mask"] is None
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert "seq_lens" not in batch
+    omitted = PaddingCollator(padding_free=True, consumer="transformers", attention_mask="omit")(THREE_AND_FIVE)
+    assert "attention_mask" not in omitted
+
+
+@pytest.mark.parametrize(("consumer", "model"), [("transformers", HYBRID), ("megatron", DENSE)])
+def test_omit_does_not_drop_a_mask_that_is_needed(consumer, model):
+    collator = PaddingCollator(tokenizer(padding_side="left"), consumer=consumer, model=model, attention_mask="omit")
+    with pytest.raises(CollateError):
+        collator(THREE_AND_FIVE)
+
+
+def test_omit_where_there_is_no_such_key():
+    PaddingCollator(tokenizer(), consumer="torchtitan", model=DENSE, attention_mask="omit")(THREE_AND_FIVE)
+
+
+# --- refusals found late or not at all
+
+
+def test_labels_of_bidirectional_attention_stay_in_flat_rows():
+    batch = PaddingCollator(padding_free=True, pattern="bidirectional")(THREE_AND_FIVE)
+    assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_max_length_of_flat_rows():
+    with pytest.raises(CollateError, match="max_length is 4"):
+        PaddingCollator(padding_free=True, max_length=4)(THREE_AND_FIVE)
+
+
+@pytest.mark.parametrize("settings", [{"padding_side": "Right"}, {"padding": "max_length"}, {"padding": "do_not_pad"}])
+def test_settings_without_a_meaning_are_refused_at_once(settings):
+    with pytest.raises(CollateError):
+        PaddingCollator(tokenizer(), **settings)

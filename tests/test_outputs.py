@@ -1,0 +1,96 @@
+"""Outputs: the way back loses no real token, invents none, and lets gradients through."""
+
+from __future__ import annotations
+
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collate_npu import CollateError, Segments, last_token, per_sequence, repad, to_nested, unpad
+
+
+def output_of(segments, *trailing):
+    """Every place has a value of its own."""
+    B, S = segments.shape
+    shape = (B, S, *trailing)
+    return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+def tokens_of(x, segments):
+    """Real tokens sequence by sequence, by comparing ids."""
+    return [x[b][segments.ids[b] == n] for b in range(segments.shape[0]) for n in range(1, int(segments.ids[b].max()) + 1)]
+
+
+trailings = st.sampled_from([(), (1,), (3,), (2, 2)])
+
+
+@given(strategies.segments(), trailings)
+def test_unpad_takes_real_tokens_in_order(segments, trailing):
+    x = output_of(segments, *trailing)
+    assert torch.equal(unpad(x, segments), torch.cat([x[:0, 0], *tokens_of(x, segments)]))
+
+
+@given(strategies.segments(), trailings, st.sampled_from([0, -1]))
+def test_repad_is_the_inverse_of_unpad(segments, trailing, fill):
+    x = output_of(segments, *trailing)
+    y = unpad(x, segments)
+    back = repad(y, segments, fill)
+    assert torch.equal(unpad(back, segments), y)
+    assert torch.equal(back[segments.keep], x[segments.keep])
+    assert (back[~segments.keep] == fill).all()
+    assert back.dtype == x.dtype
+
+
+@given(strategies.segments(), trailings)
+def test_per_sequence_gives_each_sequence(segments, trailing):
+    x = output_of(segments, *trailing)
+    found, expected = per_sequence(x, segments), tokens_of(x, segments)
+    assert len(found) == len(expected) == segments.num_sequences
+    assert all(map(torch.equal, found, expected))
+
+
+@given(strategies.segments().filter(lambda segments: not segments.empty_rows), trailings)
+def test_last_token_is_the_last_of_each_sequence(segments, trailing):
+    x = output_of(segments, *trailing)
+    assert torch.equal(last_token(x, segments), torch.stack([sequence[-1] for sequence in tokens_of(x, segments)]))
+
+
+@given(strategies.segments().filter(lambda segments: segments.num_sequences))
+def test_nested_holds_each_sequence(segments):
+    x = output_of(segments, 2)
+    nested = to_nested(x, segments)
+    assert nested.is_nested
+    assert all(map(torch.equal, nested.unbind(), tokens_of(x, segments)))
+
+
+@given(strategies.segments())
+def test_gradients_reach_real_tokens_alone(segments):
+    x = output_of(segments, 2).requires_grad_()
+    repad(unpad(x, segments), segments).sum().backward()
+    assert torch.equal(x.grad, segments.keep[:, :, None].expand_as(x).to(x.dtype))
+
+
+def test_the_last_token_of_a_row_that_ends_in_its_pad_id():
+    segments = Segments.from_lengths([2, 4])
+    ids = torch.tensor([[5, 2, 2, 2], [2, 6, 2, 2]])
+    assert last_token(torch.arange(8).view(2, 4), segments).tolist() == [1, 7]
+    assert last_token(ids, segments).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("verb", [unpad, last_token, per_sequence, to_nested])
+def test_a_shard_is_not_the_output(verb):
+    with pytest.raises(CollateError, match=r"output: got float32 \[2, 3, 8\].*\[2, 5\].*gather_sequence"):
+        verb(torch.zeros(2, 3, 8), Segments.from_lengths([3, 5]))
+
+
+def test_repad_takes_what_unpad_gave():
+    with pytest.raises(CollateError, match=r"repad: got float32 \[7\].*8 real tokens"):
+        repad(torch.zeros(7), Segments.from_lengths([3, 5]))
+
+
+def test_rows_of_padding_have_no_last_token():
+    with pytest.raises(CollateError) as raised:
+        last_token(torch.zeros(3, 2), Segments.from_lengths([0, 2, 0]))
+    assert "row 0: got padding alone\n  row 2: got padding alone" in str(raised.value)

@@ -1,0 +1,260 @@
+"""wrap_collator: whatever an inner collator emits, the same truth comes out, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import strategies
+import torch
+from hypothesis import assume, given
+
+from collate_npu import (
+    AmbiguousMaskError,
+    CollateError,
+    PaddingCollator,
+    Pattern,
+    PolarityError,
+    Segments,
+    UnsupportedFormError,
+    dense,
+    none_is_exact,
+    wrap_collator,
+)
+
+pytestmark = pytest.mark.usefixtures("newest_transformers")
+
+EOS = 0
+HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+
+
+class Inner:
+    """A collator as people write them: pads with EOS, and adds what `keys` names."""
+
+    def __init__(self, *keys, side="right", multiple=1):
+        self.keys, self.side, self.multiple = keys, side, multiple
+
+    def __call__(self, features):
+        rows = [[int(token) for token in feature["input_ids"]] for feature in features]
+        width = -(-max(map(len, rows)) // self.multiple) * self.multiple
+        segments = Segments.from_lengths([len(row) for row in rows], width, self.side)
+        ids = torch.full((len(rows), width), EOS)
+        ids[segments.keep] = torch.tensor([token for row in rows for token in row])
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        made = {
+            "2d": ("attention_mask", segments.keep.long()),
+            "4d masked": ("attention_mask", dense(segments, polarity="masked")),
+            "4d keep": ("attention_mask", dense(segments)),
+            "4d additive": ("attention_mask", dense(segments, polarity="bias")),
+            "4d bf16": ("attention_mask", dense(segments, polarity="bias", dtype=torch.bfloat16)),
+            "None": ("attention_mask", None),
+            "keep": ("attention_mask_2d", segments.keep),
+            "positions": ("position_ids", segments.position_ids.clone()),
+        }
+        return batch | dict(made[key] for key in self.keys)
+
+
+def flat(features):
+    """Padding free, as transformers' DataCollatorWithFlattening emits it."""
+    rows = [list(feature["input_ids"]) for feature in features]
+    return {
+        "input_ids": torch.tensor([[token for row in rows for token in row]]),
+        "labels": torch.tensor([[-100 if i == 0 else token for row in rows for i, token in enumerate(row)]]),
+        "position_ids": torch.tensor([[i for row in rows for i in range(len(row))]]),
+    }
+
+
+def samples(*lengths):
+    return [{"input_ids": [b * 10 + n + 1 for n in range(length)]} for b, length in enumerate(lengths)]
+
+
+KINDS = [
+    ("2d",),
+    ("4d masked",),
+    ("4d keep",),
+    ("4d additive",),
+    ("4d bf16",),
+    ("keep",),
+    ("keep", "None"),
+    ("keep", "4d masked"),
+    ("keep", "4d keep"),
+    ("keep", "2d"),
+    ("2d", "positions"),
+    ("None",),
+    (),
+]
+
+
+@pytest.mark.parametrize("keys", KINDS, ids=" + ".join)
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_inner_collators_of_every_kind(keys, side, multiple):
+    features = samples(3, 5)
+    inner = Inner(*keys, side=side, multiple=multiple)
+    batch = wrap_collator(inner)(features)
+    segments = Segments.from_lengths([3, 5], 5 if multiple == 1 else 8, side)
+    assert torch.equal(batch["attention_mask_2d"], segments.keep)
+    assert torch.equal(batch["input_ids"], inner(features)["input_ids"])
+    if none_is_exact(segments):
+        assert batch["attention_mask"] is None
+    else:
+        assert torch.equal(batch["attention_mask"], dense(segments, polarity="masked"))
+    starts = [start for _, start, _ in segments.spans if start]
+    assert all(batch["labels"][b, start] == -100 for b, start, _ in segments.spans if start)
+    assert (batch["labels"] == -100).sum() == len(starts) + (~segments.keep).sum()
+
+
+@given(strategies.features(truth=["none"]), strategies.sides())
+def test_lengths_tell_where_no_mask_does(features, side):
+    lengths = [len(feature["input_ids"]) for feature in features]
+    expected = Segments.from_lengths(lengths, side=side)
+    assume(len(features) > 1)
+    batch = wrap_collator(Inner(side=side), attention_mask="2d")(features)
+    assert torch.equal(batch["attention_mask"], expected.keep)
+
+
+def test_ids_that_stand_at_both_ends_alike_are_ambiguous():
+    """Rows of EOS alone, padded with EOS: nothing tells left from right."""
+    features = [{"input_ids": [EOS]}, {"input_ids": [EOS, EOS]}]
+    with pytest.raises(AmbiguousMaskError, match="at both ends alike"):
+        wrap_collator(Inner())(features)
+    clear = [{"input_ids": [EOS]}, {"input_ids": [EOS, EOS]}, {"input_ids": [5]}]
+    assert wrap_collator(Inner())(clear)["attention_mask_2d"].tolist() == [[True, False], [True, True], [True, False]]
+    full = [{"input_ids": [EOS, EOS]}] * 2
+    assert wrap_collator(Inner())(full)["attention_mask_2d"].all()
+
+
+def test_ids_that_were_changed_are_not_aligned():
+    def truncating(features):
+        return Inner()([{"input_ids": feature["input_ids"][1:]} for feature in features])
+
+    with pytest.raises(AmbiguousMaskError, match="at neither end of their rows"):
+        wrap_collator(truncating)(samples(3, 5))
+
+
+def test_pad_tokens_inside_the_samples_are_real():
+    features = [{"input_ids": [5, EOS]}, {"input_ids": [EOS, 6, EOS, EOS]}]
+    batch = wrap_collator(Inner(side="left"))(features)
+    assert batch["attention_mask_2d"].tolist() == Segments.from_lengths([2, 4], side="left").keep.tolist()
+
+
+def test_a_mask_made_from_the_pad_id_is_cross_checked():
+    def by_pad_id(features):
+        batch = Inner()(features)
+        return batch | {"attention_mask": (batch["input_ids"] != EOS).long()}
+
+    with pytest.raises(CollateError):
+        wrap_collator(by_pad_id)([{"input_ids": [5, 6, EOS]}, {"input_ids": [7, EOS]}])
+
+
+# --- flat rows
+
+
+def test_a_flat_row_gets_all_its_offsets():
+    batch = wrap_collator(flat)(samples(3, 5))
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 8]
+    assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert batch["attention_mask"] is None
+    assert "attention_mask_2d" not in batch
+    assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
+
+
+def test_a_flat_row_of_one_sample():
+    assert wrap_collator(flat)(samples(4))["cu_seq_lens_q"].tolist() == [0, 4]
+
+
+def test_a_flat_row_with_offsets_and_no_positions():
+    def inner(features):
+        batch = flat(features)
+        del batch["position_ids"]
+        return batch | {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
+
+    assert wrap_collator(inner)(samples(3, 5))["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+
+
+def test_ones_beside_the_positions_of_a_flat_row():
+    batch = wrap_collator(lambda features: flat(features) | {"attention_mask": torch.ones(1, 8)}, attention_mask="2d")(
+        samples(3, 5)
+    )
+    assert batch["labels"].tolist()[0][3] == -100
+    masked = wrap_collator(lambda features: flat(features) | {"attention_mask": torch.ones(1, 8)})(samples(3, 5))
+    assert torch.equal(masked["attention_mask"], dense(Segments.from_lengths([[3, 5]]), polarity="masked"))
+
+
+def test_the_alignment_of_a_flat_row_is_no_sequence():
+    def aligned(features):
+        return {key: torch.nn.functional.pad(value, (0, 3)) for key, value in flat(features).items()}
+
+    batch = wrap_collator(aligned)(samples(3, 2))
+    assert batch["seq_lens"].tolist() == [3, 2]
+
+
+def test_one_padded_sample_is_no_flat_row():
+    batch = wrap_collator(Inner("positions", multiple=8))(samples(5))
+    assert batch["attention_mask_2d"].tolist() == [[True] * 5 + [False] * 3]
+
+
+# --- settings
+
+
+def test_a_declared_polarity_is_needed_where_nothing_is_masked():
+    def full(features):
+        return {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 1, 3, 3, dtype=torch.bool)}
+
+    with pytest.raises(PolarityError):
+        wrap_collator(full)(samples(3, 3))
+    assert wrap_collator(full, polarity="keep")(samples(3, 3))["attention_mask_2d"].all()
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "4d", "2d", "omit"])
+def test_modes(mode):
+    batch = wrap_collator(Inner("2d"), attention_mask=mode)(samples(3, 5))
+    assert batch["attention_mask_2d"].sum() == 8
+    assert ("attention_mask" in batch) == (mode != "omit")
+    if mode == "none":
+        with pytest.raises(UnsupportedFormError):
+            wrap_collator(Inner("2d", side="left"), attention_mask=mode)(samples(3, 5))
+    with pytest.raises(CollateError):
+        wrap_collator(Inner("2d"), attention_mask="3d")
+
+
+def test_a_consumer_is_served():
+    batch = wrap_collator(Inner("4d masked", side="left"), consumer="transformers")(samples(3, 5))
+    assert torch.equal(batch["attention_mask"], Segments.from_lengths([3, 5], side="left").keep.long())
+    batch = wrap_collator(Inner("2d", side="left"), consumer="megatron", model=HYBRID)(samples(3, 5))
+    assert batch["attention_mask"].shape == (2, 1, 5, 5)
+    assert batch["attention_mask_2d"].dtype == torch.bool
+
+
+def test_labels_that_are_shifted_stay():
+    batch = wrap_collator(Inner("2d", side="left"), labels_shifted=True)(samples(3, 5))
+    assert (batch["labels"] == -100).sum() == 0
+    batch = wrap_collator(Inner("2d", side="left"), label_pad_token_id=-1)(samples(3, 5))
+    assert (batch["labels"] == -1).sum() == 3
+
+
+def test_a_pattern_reaches_the_mask():
+    pattern = Pattern.sliding(2)
+    batch = wrap_collator(Inner("2d"), pattern=pattern)(samples(3, 5))
+    assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([3, 5]), polarity="masked", pattern=pattern))
+
+
+def test_arguments_reach_the_inner_collator():
+    def inner(features, return_tensors=None, *, scale=1):
+        assert return_tensors == "pt"
+        return Inner("2d")(features) | {"scale": scale}
+
+    assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
+
+
+def test_our_own_collator_may_be_the_inner_one():
+    inner = PaddingCollator(pad_token_id=EOS, padding_side="left")
+    assert torch.equal(wrap_collator(inner)(samples(3, 5))["attention_mask"], inner(samples(3, 5))["attention_mask"])
+
+
+def test_wrapped_collators_pickle():
+    collator = wrap_collator(Inner("2d", side="left"), consumer="megatron", model=HYBRID)
+    again = pickle.loads(pickle.dumps(collator))
+    assert torch.equal(again(samples(3, 5))["attention_mask"], collator(samples(3, 5))["attention_mask"])
