@@ -1,0 +1,224 @@
+"""transformers' Trainer and Accelerate with the sequence shared out: torch context parallel, and DeepSpeed's Ulysses.
+
+Both throw every mask away and compute plain causal attention, so a batch passes only where that is exact; both run
+recurrent layers on a rank's shard as if it were the row, so such models are refused. Nothing is patched: a batch is
+made into what the stack reads, before the stack shards it.
+
+Sources: transformers 5.23 trainer.py:2393-2485; accelerate 1.15 accelerator.py:4152-4220 (`maybe_context_parallel`),
+big_modeling.py:755-840 (the hooks); torch 2.13 distributed/tensor/experimental/_context_parallel; DeepSpeed
+runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from collate_npu.consumers import config_of, needs_mask_2d, text_config
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.forms import none_is_exact
+from collate_npu.parallel import KEY_TABLE, ContextParallel, Rule, shift_labels
+from collate_npu.segments import Segments
+
+Backend = Literal["torch", "deepspeed"]
+
+_TRAINER_SPLITS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+_MASKS = ("attention_mask", "attention_mask_2d")
+
+
+def refuse_model(model: Any, backend: Backend = "torch") -> None:
+    """Raise `UnsupportedFormError` for models these stacks compute wrongly in silence. Takes a module or a config.
+
+    Recurrent layers (Gated DeltaNet, Mamba, short convolutions) get a shard, out of order under torch's head-tail
+    layout, and never exchange their state: accelerate refuses them for some layer names and versions only. Layers with
+    a window would be run as full attention by the hooks that drop the mask.
+    """
+    name = type(config_of(model)).__name__
+    if needs_mask_2d(model):
+        rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
+        remedy = "Use Megatron (its GatedDeltaNet gathers the row), or no sequence parallelism for this model."
+        raise UnsupportedFormError(explain("model", name, rule, remedy))
+    kinds = set(getattr(text_config(config_of(model)), "layer_types", None) or ()) - {"full_attention"}
+    if kinds and backend == "torch":
+        rule = f"The context-parallel hooks drop the mask that layers of type {sorted(kinds)} need."
+        raise UnsupportedFormError(explain("model", name, rule, "Use a model of full attention, or no context parallelism."))
+
+
+def ready_batch(
+    batch: Mapping[str, Any],
+    *,
+    size: int,
+    segments: Segments | None = None,
+    backend: Backend = "torch",
+    attn_implementation: str = "sdpa",
+) -> dict[str, Any]:
+    """The whole batch in the form that the stack shards by itself, on `size` ranks.
+
+    `torch`: adds `shift_labels` and `position_ids`, keeps a 2D `attention_mask` (Trainer counts tokens with it) and
+    never None, which Trainer calls `.dim()` on. `deepspeed`: adds `position_ids`, from which Ulysses tells documents
+    apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask. Tensors are owned
+    copies, since torch cuts buffers in place. `segments` default to what the 2D mask of the batch says, or no padding.
+    Raises `UnsupportedFormError` where causal attention without a mask is not exact, `CollateError` for the width.
+    """
+    segments = segments or _segments(batch)
+    _check_width(segments, size, backend)
+    exact = none_is_exact(segments)
+    if not exact:
+        _check_documents(segments, backend, attn_implementation, exact.why)
+    out = {key: value for key, value in batch.items() if key not in _MASKS}
+    if not exact or "position_ids" not in out:
+        out["position_ids"] = segments.position_ids
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and backend == "torch":
+        out.setdefault("shift_labels", shift_labels(labels, segments))
+    elif isinstance(labels, Tensor) and labels.ndim == 2:
+        out["labels"] = _without_first(labels, segments)
+    if backend == "torch" and any(isinstance(batch.get(key), Tensor) for key in _MASKS):
+        out["attention_mask"] = segments.keep.to(torch.int64)
+    device = batch["input_ids"].device if isinstance(batch.get("input_ids"), Tensor) else None
+    return {key: _owned(value, device) for key, value in out.items()}
+
+
+def buffers_of(batch: Mapping[str, Any], *, table: Mapping[str, Rule] = KEY_TABLE) -> tuple[list[Tensor], list[int]]:
+    """The tensors of a batch that are shared out, and the dimension of each: for `accelerator.maybe_context_parallel`.
+
+    By the same table as `split_batch`, the 2D mask included, mRoPE positions by their last dimension.
+    """
+    whole = next((value for key, value in batch.items() if key in ("input_ids", "inputs_embeds")), None)
+    if not isinstance(whole, Tensor):
+        rule = "torch's context reads the width off the first buffer."
+        raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass a batch with input_ids."))
+    shape = tuple(whole.shape[:2])
+    found = [(value, _dim_of(key, value, table.get(key), shape)) for key, value in batch.items()]
+    split = [(value, dim) for value, dim in found if dim is not None]
+    return [value for value, _ in split], [dim for _, dim in split]
+
+
+@contextmanager
+def context_parallel(
+    accelerator: Any,
+    batch: Mapping[str, Any],
+    *,
+    model: Any = None,
+    segments: Segments | None = None,
+    table: Mapping[str, Rule] = KEY_TABLE,
+) -> Iterator[dict[str, Any]]:
+    """Accelerate's context for one step: `with context_parallel(accelerator, batch, model=model) as shard:`.
+
+    Inside, `shard` holds this rank's tokens of every key and `scaled_dot_product_attention` runs over the ring. Take the
+    loss from `shard["shift_labels"]` (transformers' models do), and run backward inside as well.
+    """
+    config = getattr(accelerator, "parallelism_config", None)
+    size = config.cp_size if config is not None and config.cp_enabled else 1
+    if model is not None and size > 1:
+        refuse_model(model)
+    shard = ready_batch(batch, size=size, segments=segments)
+    buffers, dims = buffers_of(shard, table=table)
+    with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)):
+        yield shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallelCollator:
+    """A collator for `Trainer(data_collator=...)` under context parallelism: `inner`'s batch, made ready.
+
+    Build it with `context_parallel_collator`, which looks at the model. Trainer shards only the keys it knows, so a
+    batch with other per-token keys is refused here rather than run with two widths.
+    """
+
+    inner: Callable[[list[Any]], Mapping[str, Any]]
+    size: int
+    backend: Backend = "torch"
+    attn_implementation: str = "sdpa"
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        """`inner(features)` with `shift_labels` and `position_ids`, or an error that says what to change."""
+        batch = ready_batch(
+            self.inner(features), size=self.size, backend=self.backend, attn_implementation=self.attn_implementation
+        )
+        if self.backend == "torch":
+            _check_trainer_keys(batch)
+        return batch
+
+
+def context_parallel_collator(
+    inner: Callable[[list[Any]], Mapping[str, Any]], *, size: int, model: Any, backend: Backend = "torch"
+) -> ContextParallelCollator:
+    """Wrap a collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`; refuses recurrent models."""
+    refuse_model(model, backend)
+    implementation = getattr(text_config(config_of(model)), "_attn_implementation", None) or "sdpa"
+    return ContextParallelCollator(inner=inner, size=size, backend=backend, attn_implementation=implementation)
+
+
+def _segments(batch: Mapping[str, Any]) -> Segments:
+    for key in ("attention_mask_2d", "attention_mask"):
+        value = batch.get(key)
+        if isinstance(value, Tensor):
+            if value.ndim == 2:
+                return Segments.from_keep(value)
+            rule = "Every dense mask is dropped by these stacks, so it cannot be what tells the padding."
+            raise UnsupportedFormError(explain(key, shape_of(value), rule, "Pass the 2D mask, or segments=."))
+    B, S = batch["input_ids"].shape[:2]
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and tuple(positions.shape) == (B, S):
+        return Segments.from_position_ids(positions)
+    return Segments.from_lengths([S] * B)
+
+
+def _check_width(segments: Segments, size: int, backend: Backend) -> None:
+    layout: Literal["zigzag", "ulysses"] = "zigzag" if backend == "torch" else "ulysses"
+    multiple = ContextParallel(size, 0, layout=layout).multiple
+    if segments.shape[1] % multiple:
+        rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
+        raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
+
+
+def _check_documents(segments: Segments, backend: Backend, attn_implementation: str, why: str) -> None:
+    """Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see."""
+    lengths = (n for row in segments.lengths for n in row)
+    whole = all(stop - start == n for (_, start, stop), n in zip(segments.spans, lengths))
+    if whole and backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")):
+        return
+    rule = f"Under {backend} sequence parallelism every mask is dropped, and {why}."
+    remedy = "Pad right with one sequence a row."
+    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+
+
+def _without_first(labels: Tensor, segments: Segments) -> Tensor:
+    """-100 where a sequence begins: the loader shifts across sequences, so that label would be its neighbour's."""
+    ids_BS = segments.ids.to(labels.device)
+    before_BS = torch.nn.functional.pad(ids_BS[:, :-1], (1, 0), value=0)
+    return labels.masked_fill((ids_BS != before_BS) | (ids_BS == 0), -100)
+
+
+def _owned(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.clone(memory_format=torch.contiguous_format)
+    return copy if device is None else copy.to(device)
+
+
+def _dim_of(key: str, value: Any, rule: Rule | None, shape: tuple[int, ...]) -> int | None:
+    if not isinstance(value, Tensor) or value.ndim < 2 or (rule is not None and rule.action == "replicate"):
+        return None
+    if rule is None or rule.action == "rows":
+        return 1 if tuple(value.shape[:2]) == shape else None
+    dim = rule.dim % value.ndim
+    return dim if value.shape[dim] == shape[1] else None
+
+
+def _check_trainer_keys(batch: Mapping[str, Any]) -> None:
+    shape = tuple(batch["input_ids"].shape[:2])
+    other = [key for key, value in batch.items() if key not in _TRAINER_SPLITS and isinstance(value, Tensor)]
+    other = [key for key in other if tuple(batch[key].shape[:2]) == shape]
+    other += ["position_ids"] if batch["position_ids"].ndim != 2 else []  # Trainer cuts dimension 1, mRoPE's rows
+    bad = [(n, f"{key} {shape_of(batch[key])}") for n, key in enumerate(other)]
+    if bad:
+        rule = f"Trainer shares out {', '.join(_TRAINER_SPLITS)} alone; these keys would stay whole beside them."
+        remedy = "Drop them in the collator, or step with integrations.context_parallel.context_parallel(accelerator, ...)."
+        raise UnsupportedFormError(explain_rows("batch (rows are keys)", bad, rule, remedy))

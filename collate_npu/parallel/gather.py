@@ -1,0 +1,168 @@
+"""Gather: the whole row on every rank, in order and with gradients, from shards that a group or a list holds.
+
+One all-gather of the shard and one copy into order; the order is known before anyone waits for anyone, so a shard that
+cannot be right raises without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
+from collate_npu.parallel.groups import check_group, is_gloo, mesh_group
+from collate_npu.parallel.layout import ContextParallel, indices, token_runs
+from collate_npu.segments import Segments
+
+Loss = Literal["same", "local"]
+Piece = tuple[int, int, int, int]
+"""(place in the whole row, rank, place in its shard, length)"""
+
+_FEW_PIECES = 64
+
+
+def gather_sequence(
+    output: Tensor,
+    cp: ContextParallel,
+    segments: Segments | None = None,
+    *,
+    dim: int = 1,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    loss: Loss = "same",
+) -> Tensor:
+    """The whole output on every rank, in order, from each rank's shard. Undoes `split_batch` and `split_tensor`.
+
+    `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
+    `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
+    `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
+    by: `cu_seqlens=cu_seqlens_of(shard)`.
+
+    What a gradient means depends on what the ranks do with the whole row, and nothing here can see that:
+
+    * `loss="same"`: every rank computes the same loss from it (pooling, rewards, a replicated head). Each shard gets
+      its part of that one gradient, without communication; add parameter gradients up over the group.
+    * `loss="local"`: each rank computes something of its own from it (its queries against gathered keys). Each shard
+      gets the sum over ranks, by one reduce-scatter: the gradient of the sum of the ranks' losses.
+    """
+    if loss not in ("same", "local"):
+        rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
+        raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
+    if output.is_nested:
+        return _gather_jagged(output, cp, segments, loss)
+    dim = dim % output.ndim
+    _check_output(output, cp, segments, dim)
+    pieces = _pieces(output.shape[dim] * cp.size, cp, cu_seqlens)
+    if cp.size == 1:
+        return output
+    check_group(cp.group, cp.size, cp.rank)
+    return _in_order(_all_gather(output, cp, loss).unbind(0), pieces, dim)
+
+
+def join_shards(
+    shards: Sequence[Tensor], cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """The whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be any of their places.
+
+    `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
+    """
+    if len(shards) != cp.size or len({shard.shape for shard in shards}) != 1:
+        got = f"{len(shards)} shards of shapes {sorted({str(list(shard.shape)) for shard in shards})}"
+        raise CollateError(explain("shards", got, f"{cp.size} ranks hold one shard each, all alike.", "Pass them all."))
+    dim = dim % shards[0].ndim
+    return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
+
+
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """One Python object of each rank, on every rank; `group` is a Gloo group, see `gloo_group`."""
+    import torch.distributed as dist
+
+    check_group(group)
+    group = mesh_group(group)
+    if not is_gloo(group):
+        rule = "Python objects travel through a Gloo group, never through HCCL or NCCL."
+        raise CollateError(explain("group", dist.get_backend(group), rule, "Pass gloo_group(group), made once."))
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _gather_jagged(output: Tensor, cp: ContextParallel, segments: Segments | None, loss: Loss) -> Tensor:
+    offsets = jagged_cu_seqlens(output, cp) * cp.size
+    whole = gather_sequence(output.values(), cp, dim=0, cu_seqlens=offsets, loss=loss)
+    if segments is None:
+        return jagged(whole, offsets)
+    if segments.shape != (1, whole.shape[0]):
+        rule = f"Gathered, the documents are one flat row of {whole.shape[0]} tokens."
+        raise CollateError(explain("segments", repr(segments), rule, "Pass the Segments of that row (pad_documents)."))
+    keep = segments.indices.to(whole.device)
+    return jagged(whole.index_select(0, keep), segments.cu_seqlens.to(whole.device, torch.int64))
+
+
+def _check_output(output: Tensor, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
+    if segments is None:
+        return
+    B, S = segments.shape
+    rows = output.shape[0] == B if dim == 1 else True
+    if output.shape[dim] * cp.size != S or not rows:
+        rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
+        raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
+
+
+def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:
+    if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each rank
+        cu_seqlens = cu_seqlens.tolist()
+    pieces = []
+    for rank in range(cp.size):
+        at = 0
+        for start, stop in token_runs(width, cp.at(rank), cu_seqlens):
+            pieces.append((start, rank, at, stop - start))
+            at += stop - start
+    return sorted(pieces)
+
+
+def _in_order(shards: Sequence[Tensor], pieces: list[Piece], dim: int) -> Tensor:
+    if 0 < len(pieces) <= _FEW_PIECES:
+        return torch.cat([shards[rank].narrow(dim, at, length) for _, rank, at, length in pieces], dim)
+    size = shards[0].shape[dim]
+    order = indices([(rank * size + at, rank * size + at + length) for _, rank, at, length in pieces])
+    return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
+
+
+def _all_gather(output: Tensor, cp: ContextParallel, loss: Loss) -> Tensor:
+    if output.dtype == torch.bool:  # not every backend carries bool
+        return _all_gather(output.view(torch.uint8), cp, loss).view(torch.bool)
+    shards: Tensor = _AllGather.apply(output, mesh_group(cp.group), cp.rank, cp.size, loss)  # type: ignore[no-untyped-call]
+    return shards
+
+
+class _AllGather(torch.autograd.Function):
+    """`[...]` on each rank to `[size, ...]` on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Any, rank: int, size: int, loss: Loss) -> Tensor:
+        ctx.group, ctx.rank, ctx.loss = group, rank, loss
+        shards = shard.new_empty((size, *shard.shape))
+        all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+        all_gather(shards.flatten(), shard.contiguous().flatten(), group=group)
+        return shards
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        (grad,) = grads
+        if ctx.loss == "same":
+            return grad[ctx.rank], None, None, None, None
+        total = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
+        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=ctx.group)
+        return total, None, None, None, None
+
+
+def _collective(name: str, before: str) -> Any:
+    """torch 2.13 renamed the single-tensor collectives and warns at their old names."""
+    import torch.distributed as dist
+
+    return getattr(dist, name, None) or getattr(dist, before)

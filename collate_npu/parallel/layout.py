@@ -1,0 +1,274 @@
+"""Which tokens a rank holds: every layout is a few runs `[start, stop)` of the row, in the order of the shard.
+
+Nothing here touches a tensor of the batch or a process group; the cost is O(runs). Eight tokens on two ranks::
+
+    zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
+    contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
+    document_...  the same inside each document of one flat row (padding-free batches)
+    ulysses       contiguous; attention trades heads for tokens and sees the whole row
+    ulysses_ring  zigzag over the rings, then contiguous inside each ring's group of Ulysses ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import lcm
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
+
+Layout = Literal[
+    "zigzag",
+    "contiguous",
+    "document_zigzag",
+    "document_contiguous",
+    "ulysses",
+    "ulysses_ring",
+    "document_ulysses_ring",
+]
+Scope = Literal["local", "global"]
+Run = tuple[int, int]
+
+BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
+"""Tokens a quantised matrix product takes together, per rank (ms-swift megatron/utils/utils.py:229-249)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """One rank's place in a group of `size` ranks that share every row of the batch.
+
+    Without `group` it only splits (in a dataloader, say); gathering needs the process group or one-dimensional
+    DeviceMesh of these ranks. `from_group`, `from_mesh` and `from_megatron` read size and rank off it.
+    """
+
+    size: int
+    rank: int
+    _: KW_ONLY
+    layout: Layout = "zigzag"
+    tensor_parallel: int = 1
+    """Ranks that share this rank's tokens again (Megatron's sequence_parallel; 1 without it)."""
+    block: int = 1
+    """Tokens per rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention)."""
+    ulysses: int = 1
+    """Ulysses ranks inside each ring, for the layouts `*ulysses_ring`; rank = ring rank * ulysses + Ulysses rank."""
+    mask_2d: Scope | None = None
+    """What a rank gets of `attention_mask_2d`: its own tokens ("local") or the whole row ("global").
+
+    None: as `MASK_2D_SCOPE` says for the consumer of a `BatchAdapter`; local in `split_batch` alone.
+    """
+    group: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.group is not None:
+            check_group(self.group, self.size, self.rank)
+
+    @classmethod
+    def from_group(cls, group: Any, **settings: Any) -> ContextParallel:
+        """Size and rank from a torch process group (Gloo, NCCL, HCCL); `torch.distributed.group.WORLD` is one."""
+        import torch.distributed as dist
+
+        check_group(group)
+        return cls(dist.get_world_size(group), dist.get_rank(group), group=group, **settings)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, **settings: Any) -> ContextParallel:
+        """Size and rank from a DeviceMesh: one dimension, or `(ring, ulysses)`, whose layout is `ulysses_ring`."""
+        if mesh.ndim == 2:
+            settings = {"layout": "ulysses_ring", "ulysses": mesh.size(1), **settings}
+        return cls.from_group(mesh_group(mesh), **settings)
+
+    @classmethod
+    def from_megatron(cls, **settings: Any) -> ContextParallel:
+        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size."""
+        group, tensor_parallel = megatron_group()
+        return cls.from_group(group, **{"tensor_parallel": tensor_parallel, **settings})
+
+    @property
+    def documents(self) -> bool:
+        """True where each document of a flat row is shared out by itself."""
+        return self.layout.startswith("document_")
+
+    @property
+    def multiple(self) -> int:
+        """Pad the width to this: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses, times blocks.
+
+        The product and not `lcm(tp, 2 * cp)`: a rank's S / cp tokens are cut by tp again (verl mcore/util.py:686-690).
+        """
+        return self.tensor_parallel * lcm(self._chunks * self._ring, self.size * self.block)
+
+    @property
+    def required(self) -> int:
+        """Widths that can be shared out at all are multiples of this; `multiple`, a multiple of it, is what to pad to."""
+        return lcm(self._chunks * self._ring, self.size * self.tensor_parallel, self.size * self.block)
+
+    @property
+    def document_multiple(self) -> int:
+        """Pad each document to this in the layouts `document_*`; the flat row as a whole keeps to `multiple`."""
+        return self._chunks * self._ring
+
+    def for_documents(self) -> ContextParallel:
+        """The same ranks for a padding-free row: zigzag and ulysses_ring go document by document, others stay.
+
+        Kernels that read cu_seqlens expect exactly that (ms-swift sequence_parallel.py:505-515; mcore_bridge
+        utils/megatron_utils.py:56-91; Transformer Engine's thd).
+        """
+        flat = {"zigzag": "document_zigzag", "ulysses_ring": "document_ulysses_ring"}
+        return replace(self, layout=cast(Layout, flat.get(self.layout, self.layout)))
+
+    def at(self, rank: int) -> ContextParallel:
+        """The place of another rank of the same group, without the group."""
+        return replace(self, rank=rank, group=None)
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that trade attention heads for tokens among themselves: 1 without Ulysses."""
+        return self.size if self.layout == "ulysses" else self.ulysses
+
+    @property
+    def _ring(self) -> int:
+        return self.size // self.ulysses_size
+
+    @property
+    def _chunks(self) -> int:
+        return 2 if self._ring > 1 and self.layout not in ("contiguous", "document_contiguous") else 1
+
+
+def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
+    """The runs `[start, stop)` of the tokens this rank holds, in the order of its shard.
+
+    `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*` and ignored by the others. Raises
+    `CollateError` with the multiple to pad to where the width, or a document, does not divide.
+    """
+    if not cp.documents:
+        return _plain_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
+    return _token_runs(width, cp, cu_seqlens)
+
+
+def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
+    """int64 `[S / size]`: where this rank's tokens stand in the whole row, in the order of its shard."""
+    return indices(token_runs(width, cp, cu_seqlens))
+
+
+def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
+    """int64 `[Q]`: the query rows this rank's attention computes, for `dense(segments, rows=...)`; keys stay whole.
+
+    They are the rank's tokens, except under Ulysses, whose attention runs on the tokens of the whole ring rank (all
+    of the row where there is no ring) for a share of the heads.
+    """
+    return indices(query_runs(width, cp, cu_seqlens))
+
+
+def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
+    """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
+    _check_width(width, cp)
+    bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
+    ring_rank = cp.rank // cp.ulysses_size
+    return _merged(run for start, stop in bounds for run in _ring_chunks(start, stop, cp._ring, ring_rank, cp._chunks))
+
+
+@lru_cache(maxsize=256)
+def _plain_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
+    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
+    return _token_runs(width, cp, None)
+
+
+def _token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[Run, ...]:
+    held = query_runs(width, cp, cu_seqlens)
+    if cp.ulysses_size == 1:
+        return held
+    share = width // cp.size
+    return _cut(held, (cp.rank % cp.ulysses_size) * share, share)
+
+
+def _ring_chunks(start: int, stop: int, ring: int, rank: int, chunks: int) -> Iterator[Run]:
+    size = (stop - start) // (chunks * ring)
+    yield start + rank * size, start + (rank + 1) * size
+    if chunks == 2:
+        yield stop - (rank + 1) * size, stop - rank * size
+
+
+def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    merged: list[Run] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _cut(runs: tuple[Run, ...], skip: int, length: int) -> tuple[Run, ...]:
+    """`length` tokens of the runs, after the first `skip`."""
+    cut, at = [], 0
+    for start, stop in runs:
+        low, high = max(skip - at, 0), min(skip + length - at, stop - start)
+        if low < high:
+            cut.append((start + low, start + high))
+        at += stop - start
+    return tuple(cut)
+
+
+def indices(runs: Sequence[Run]) -> Tensor:
+    """int64: the places that the runs cover, one after the other."""
+    bounds = np.asarray(runs, np.int64).reshape(-1, 2)
+    lengths = bounds[:, 1] - bounds[:, 0]
+    before = np.cumsum(lengths) - lengths
+    return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(bounds[:, 0] - before, lengths))
+
+
+def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Run]:
+    if cu_seqlens is None:
+        rule = f"The layout {cp.layout} shares out each document, so it needs their offsets."
+        remedy = "Pass cu_seqlens, or leave cu_seq_lens_q (cu_seqlens_padded) in the batch."
+        raise CollateError(explain("cu_seqlens", "None", rule, remedy))
+    offsets = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    bounds = list(pairwise(offsets))
+    if offsets[:1] != [0] or offsets[-1] != width or any(start > stop for start, stop in bounds):
+        rule = f"Offsets of one flat row begin with 0, never fall and end at its width, {width}."
+        remedy = "Count the alignment tail as a document of its own, or as padding of the last one."
+        raise CollateError(explain("cu_seqlens", str(offsets[:16]), rule, remedy))
+    multiple = cp.document_multiple
+    bad = [(n, f"{stop - start} tokens") for n, (start, stop) in enumerate(bounds) if (stop - start) % multiple]
+    if bad:
+        rule = f"{cp.layout} over {cp.size} ranks takes documents of a multiple of {multiple} tokens."
+        remedy = f"pad_documents(batch, cp) pads each to {multiple} and carries the real lengths."
+        raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, remedy))
+    return bounds
+
+
+def _check_width(width: int, cp: ContextParallel) -> None:
+    if width % cp.required:
+        tp, block = (f" * {n} {name}" if n > 1 else "" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")))
+        parts = f"{cp._chunks} * " if cp._chunks == 2 else ""
+        rule = f"{cp.layout} takes a width that is a multiple of {cp.required} ({parts}{cp.size} ranks{tp}{block})."
+        to = -(-width // cp.multiple) * cp.multiple
+        remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
+        raise CollateError(explain("width", f"{width} tokens", rule, remedy))
+
+
+def _check(cp: ContextParallel) -> None:
+    if cp.layout not in get_args(Layout):
+        listed = ", ".join(map(repr, get_args(Layout)))
+        raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
+    for name in ("size", "tensor_parallel", "block", "ulysses"):
+        if (value := cast(int, getattr(cp, name))) < 1:
+            raise CollateError(explain(name, str(value), f"{name} counts from 1.", "Pass 1 where it is not used."))
+    if not 0 <= cp.rank < cp.size:
+        rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
+        raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
+    if cp.mask_2d is not None and cp.mask_2d not in get_args(Scope):
+        rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
+        raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "See MASK_2D_SCOPE for who reads what."))
+    if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
+        rule = f"It divides the {cp.size} ranks, in the layouts '*ulysses_ring'; layout 'ulysses' needs no number."
+        raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

@@ -1,0 +1,196 @@
+"""Split: every key of a batch, by the table, into what one rank holds.
+
+Costs one strided copy a key, none for contiguous layouts (views). Legend: B batch, S width, Q query rows, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
+from collate_npu.parallel.layout import ContextParallel, Run, query_runs, token_runs
+from collate_npu.parallel.table import KEY_TABLE, REPLICATE, TOKENS, Rule
+from collate_npu.parallel.take import take
+from collate_npu.segments import Segments
+
+_WIDTH_KEYS = ("input_ids", "tokens", "inputs_embeds", "position_ids", "labels", "attention_mask_2d")
+_RECURRENT_KINDS = ("linear_attention", "conv")
+
+
+def split_batch(
+    batch: Mapping[str, Any],
+    cp: ContextParallel,
+    *,
+    segments: Segments | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    table: Mapping[str, Rule] = KEY_TABLE,
+) -> dict[str, Any]:
+    """This rank's batch: per key as the table says, keys in the same order. `gather_sequence` undoes it, key by key.
+
+    A key outside the table is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
+    otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
+    because the label of a chunk's last token is on another rank. `segments`, of the whole batch, are checked against
+    it. Offsets of documents come from `cu_seqlens`, or from the batch as `cu_seqlens_of` reads it. Raises one error
+    that lists every key that does not fit.
+    """
+    if cu_seqlens is None:
+        cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
+    if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
+        cu_seqlens = cu_seqlens.tolist()
+    shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
+    out: dict[str, Any] = {}
+    problems: list[CollateError] = []
+    for key, value in batch.items():
+        try:
+            out[key] = shard.of_key(key, value, table.get(key))
+        except CollateError as error:
+            problems.append(error)
+    if problems:
+        raise type(problems[0])("\n".join(map(str, problems)))
+    return out
+
+
+def split_tensor(
+    x: Tensor, cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """This rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
+
+    A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
+    """
+    if x.is_nested:
+        offsets = jagged_cu_seqlens(x, cp)
+        return jagged(take(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
+    return take(x, dim % x.ndim, token_runs(x.shape[dim], cp, cu_seqlens))
+
+
+def shift_labels(labels: Tensor, segments: Segments | None = None, *, ignore_index: int = -100) -> Tensor:
+    """Labels moved one token to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
+
+    With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
+    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss).
+    """
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    if segments is None:
+        return shifted
+    ids_BS = segments.ids.to(labels.device)
+    next_BS = torch.nn.functional.pad(ids_BS[:, 1:], (0, 1), value=0)
+    return shifted.masked_fill((next_BS != ids_BS) | (ids_BS == 0), ignore_index)
+
+
+def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, int]:
+    for key in _WIDTH_KEYS:
+        value = batch.get(key)
+        if isinstance(value, Tensor) and (value.is_nested or value.ndim >= 2):
+            B, S = _rows_and_width(key, value)
+            if segments is not None and segments.shape != (B, S):
+                rule = f"The segments speak of {list(segments.shape)} (rows, width)."
+                raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
+            return B, S
+    if segments is not None:
+        return segments.shape
+    rule = f"The width is read off one of {', '.join(_WIDTH_KEYS)}."
+    raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
+
+
+def _rows_and_width(key: str, value: Tensor) -> tuple[int, int]:
+    if value.is_nested:
+        return 1, value.values().shape[0]
+    B, S = value.shape[-2:] if key == "position_ids" else value.shape[:2]
+    return B, S
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What one rank holds of a batch `[B, S]`."""
+
+    cp: ContextParallel
+    shape: tuple[int, int]
+    tokens: tuple[Run, ...]
+    queries: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Tensor | Sequence[int] | None) -> _Shard:
+        _check_documents(cp, shape[0], cu_seqlens)
+        return cls(cp, shape, token_runs(shape[1], cp, cu_seqlens), query_runs(shape[1], cp, cu_seqlens))
+
+    def of_key(self, key: str, value: Any, rule: Rule | None) -> Any:
+        if rule is not None and rule.action == "rows":
+            return self.of_mask(key, value)
+        if not isinstance(value, Tensor) or (rule is not None and rule.action == "replicate"):
+            return value
+        if value.is_nested:
+            return split_tensor(value, self.cp)
+        rule = rule or self._guess(key, value)
+        whole = rule.action == "replicate" or (rule.action == "scope" and self.cp.mask_2d == "global")
+        return value if whole else self.of_tokens(key, value, rule.dim)
+
+    def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
+        B, S = self.shape
+        if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
+            return value
+        dim = min(dim, value.ndim - 1) % value.ndim
+        if value.shape[dim] == S and (value.ndim > 1 or B == 1):
+            return take(value, dim, self.tokens)
+        rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
+        remedy = f"Pad it with the batch, or pass table={{**KEY_TABLE, {key!r}: REPLICATE}} if it is not per token."
+        raise CollateError(explain(key, shape_of(value), rule, remedy))
+
+    def of_mask(self, key: str, value: Any) -> Any:
+        """A 2D mask by its scope, a dense one by query rows, a mapping by layer kind entry by entry."""
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            return {kind: self._of_kind(f"{key}[{kind!r}]", kind, part) for kind, part in value.items()}
+        if not isinstance(value, Tensor):
+            rule = "Under context parallelism a mask is None, 2D, dense, or a mapping of those by layer kind."
+            remedy = "Build a BlockMask for the shard itself (torch's create_cp_block_mask)."
+            raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
+        if tuple(value.shape) == self.shape:
+            return self._of_2d(key, value)
+        B, S = self.shape
+        if value.ndim == 4 and tuple(value.shape[-2:]) == (1, S) != (S, S):  # one row for every query
+            return value
+        if value.ndim not in (2, 3, 4) or tuple(value.shape[-2:]) != (S, S):
+            rule = f"Before the split a mask is [{B}, {S}], or dense with {S} query rows and {S} keys."
+            remedy = "Split the whole mask, or split without it and build dense(segments, rows=query_rows(S, cp))."
+            raise CollateError(explain(key, shape_of(value), rule, remedy))
+        return take(value, value.ndim - 2, self.queries)
+
+    def _of_2d(self, key: str, value: Tensor) -> Tensor:
+        if value.shape[0] == value.shape[1] > 1:
+            rule = "With as many rows as tokens this is a [B, S] padding mask or an [S, S] attention mask."
+            remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
+            raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
+        # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
+        whole = self.cp.mask_2d == "global" or self.cp.ulysses_size > 1
+        return value if whole else take(value, 1, self.tokens)
+
+    def _of_kind(self, name: str, kind: str, value: Any) -> Any:
+        if kind in _RECURRENT_KINDS and isinstance(value, Tensor):
+            return value if self.cp.mask_2d == "global" else self.of_tokens(name, value, 1)
+        return self.of_mask(name, value)
+
+    def _guess(self, key: str, value: Tensor) -> Rule:
+        if tuple(value.shape[:2]) == self.shape:
+            return TOKENS
+        if self.shape[1] not in value.shape:
+            return REPLICATE
+        rule = f"A key outside the table is per token if it begins {list(self.shape)}; here the width stands elsewhere."
+        remedy = f"Say what it is: table={{**KEY_TABLE, {key!r}: Rule('split', dim)}}, or REPLICATE."
+        raise CollateError(explain(key, shape_of(value), rule, remedy))
+
+
+def _check_documents(cp: ContextParallel, B: int, cu_seqlens: Tensor | Sequence[int] | None) -> None:
+    if cp.documents and B != 1:
+        rule = f"{cp.layout} shares out the documents of one flat row [1, S]."
+        raise UnsupportedFormError(explain("batch", f"{B} rows", rule, "Collate padding_free, or use layout='zigzag'."))
+    if cp.size > 1 and cp != cp.for_documents() and cu_seqlens is not None and B == 1 and len(cu_seqlens) > 2:
+        rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
+        got = f"{len(cu_seqlens) - 1} documents in one flat row"
+        raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))

@@ -1,0 +1,109 @@
+"""Real processes for tests: a pool of ranks on Gloo that run one function together, each call under a deadline.
+
+The test process draws the cases and stays outside the group, so that hypothesis can shrink a failure; a rank that
+fails sends its traceback, and ranks that wait for it are ended instead of waited for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any
+
+START = 120.0
+"""Seconds to import torch and meet the others, on a loaded machine."""
+CALL = 60.0
+"""Seconds for one call; a passing one takes milliseconds."""
+
+
+class Pool:
+    """`pool(function, *args)` runs `function(*args)` on every rank at once and returns the list of results.
+
+    A function is one of a module that the ranks can import, or its name, `"module.function"`, so that what the module
+    imports stays out of the test process.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def __call__(self, function: Callable[..., Any] | str, *args: Any, seconds: float = CALL) -> list[Any]:
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(seconds)  # a pool that lost a rank starts afresh at the next call
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(prefix="gloo-", delete=False).name  # noqa: SIM115
+        ends = [spawn.Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in ends]
+        self._workers = [
+            spawn.Process(target=_rank, args=(rank, self.size, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._collect(START)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        deadline = monotonic() + seconds
+        results, failures, silent = [], [], False
+        for rank, pipe in enumerate(self._pipes):
+            if failures:
+                deadline = min(deadline, monotonic() + 1)  # the others may wait for the one that failed
+            if not pipe.poll(max(deadline - monotonic(), 0)):
+                silent = True
+                failures.append(f"rank {rank}: no answer in {seconds} s")
+                continue
+            ok, answer = _received(pipe)
+            (results if ok else failures).append(answer if ok else f"rank {rank}:\n{answer}")
+        if silent:
+            self.close()
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return results
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "the process ended"
+
+
+def _rank(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=CALL),
+    )
+    pipe.send((True, None))
+    while True:
+        function, args = pipe.recv()
+        try:
+            if isinstance(function, str):
+                module, _, name = function.rpartition(".")
+                function = getattr(importlib.import_module(module), name)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

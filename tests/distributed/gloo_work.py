@@ -1,0 +1,250 @@
+"""What ranks do in the distributed tests; every function runs on all ranks of the group at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collate_npu import CollateError, Segments, dense, last_token, per_sequence, to_nested
+from collate_npu.parallel import (
+    ContextParallel,
+    cu_seqlens_of,
+    gather_objects,
+    gather_sequence,
+    gloo_group,
+    pad_documents,
+    query_rows,
+    shift_labels,
+    split_batch,
+    split_tensor,
+    token_rows,
+)
+
+KINDS = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.uint8)
+
+
+def place(**settings: Any) -> ContextParallel:
+    return ContextParallel.from_group(dist.group.WORLD, **settings)
+
+
+def split_and_gather(settings: dict[str, Any], lengths: list[list[int]], width: int, side: str) -> None:
+    """Every key that is split comes back from `gather_sequence` exactly as it was."""
+    cp = place(**settings)
+    batch, segments = whole_batch(cp, lengths, width, side)
+    shard = split_batch(batch, cp, segments=segments)
+    offsets = cu_seqlens_of(shard)
+    for key, value in batch.items():
+        dim = value.ndim - 1 if key == "position_ids" else 1
+        if not isinstance(value, Tensor) or value.ndim < 2 or key == "pixel_values":
+            assert shard[key] is value, key
+            continue
+        assert shard[key].shape[dim] * cp.size == value.shape[dim], key
+        if key == "position_ids":
+            back = gather_sequence(shard[key].contiguous(), cp, dim=dim, cu_seqlens=offsets)
+        else:
+            back = gather_sequence(shard[key], cp, segments, cu_seqlens=offsets)
+        assert back.dtype == value.dtype, key
+        assert torch.equal(back, value), key
+
+
+def whole_batch(cp: ContextParallel, lengths: list[list[int]], width: int, side: str) -> tuple[dict[str, Any], Segments]:
+    """The same batch on every rank: rows of the lengths, or one flat row of padded documents."""
+    if cp.documents:
+        flat = [n for row in lengths for n in row if n] or [1]
+        ids = torch.arange(1, sum(flat) + 1)[None]
+        batch, segments = pad_documents({"input_ids": ids}, cp, segments=Segments.from_lengths([flat]))
+    else:
+        segments = Segments.from_lengths(lengths, width=-(-width // cp.multiple) * cp.multiple, side=side)
+        batch = {"input_ids": torch.arange(segments.ids.numel()).view(segments.shape)}
+    B, S = segments.shape
+    for kind in KINDS:
+        batch[f"a_{kind}"] = torch.randint(0, 2, (B, S, 2), generator=torch.Generator().manual_seed(S)).to(kind)
+    batch |= {
+        "labels": torch.where(segments.keep, batch["input_ids"], -100),
+        "position_ids": segments.position_ids,
+        "attention_mask_2d": segments.keep,
+        "attention_mask": None,
+        "pixel_values": torch.ones(3, 5),
+        "rope": torch.arange(4 * B * S).view(B, S, 4),
+    }
+    return batch, segments
+
+
+def mrope(settings: dict[str, Any]) -> None:
+    cp = place(**settings)
+    S = cp.multiple * 2
+    positions = torch.arange(3 * 2 * S).view(3, 2, S)
+    shard = split_batch({"input_ids": torch.zeros(2, S), "position_ids": positions}, cp)
+    assert torch.equal(gather_sequence(shard["position_ids"], cp, dim=2), positions)
+
+
+# --- a model --------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """One causal attention layer between an embedding and a head, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.head = nn.Embedding(50, 8), nn.Linear(8, 24), nn.Linear(8, 50)
+        self.double()
+
+    def forward(self, ids: Tensor, bias: Tensor, cp: ContextParallel | None = None, offsets: Any = None) -> Tensor:
+        hidden = self.embed(ids)
+        q, k, v = self.qkv(hidden).chunk(3, -1)
+        if cp is not None:
+            k, v = (gather_sequence(x, cp, cu_seqlens=offsets, loss="local") for x in (k, v))
+        scores = q @ k.transpose(1, 2) / 8**0.5 + bias[:, 0]
+        return self.head(hidden + scores.softmax(-1) @ v)
+
+
+def own_bias(segments: Segments, cp: ContextParallel, offsets: Any) -> Tensor:
+    """Only this rank's rows, keys whole; under Ulysses the rows of its ring, of which it takes its tokens."""
+    S = segments.shape[1]
+    rows, tokens = query_rows(S, cp, offsets), token_rows(S, cp, offsets)
+    mine = torch.searchsorted(rows.sort().values, tokens)
+    assert torch.equal(rows.sort().values[mine], tokens)
+    bias = dense(segments, polarity="bias", dtype=torch.float64, rows=rows)
+    assert bias.shape[2:] == (len(rows), S)
+    return bias[:, :, rows.argsort()[mine]]
+
+
+def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / count
+
+
+def attention(settings: dict[str, Any], lengths: list[list[int]], width: int, side: str, loss: str) -> None:
+    """Loss and gradients on shards, with gathered keys, are those of the unsplit model."""
+    cp = place(**settings)
+    batch, segments = whole_batch(cp, lengths, width, side)
+    ids = batch["input_ids"] % 50
+    labels = shift_labels(torch.where(segments.keep, ids, -100), segments)
+    count = max(int((labels != -100).sum()), 1)
+    alone = Attention()
+    right = loss_of(alone(ids, dense(segments, polarity="bias", dtype=torch.float64)), labels, count)
+    right.backward()
+
+    offsets = cu_seqlens_of(batch)
+    shard = split_batch({"input_ids": ids, "shift_labels": labels}, cp, cu_seqlens=offsets)
+    model = Attention()
+    logits = model(shard["input_ids"], own_bias(segments, cp, offsets), cp, offsets)
+    if loss == "local":  # each rank sums the loss of its own tokens
+        ours = loss_of(logits, shard["shift_labels"], count)
+        ours.backward()
+        dist.all_reduce(total := ours.detach().clone())
+    else:  # every rank computes the whole loss from the gathered logits
+        ours = loss_of(gather_sequence(logits, cp, segments, cu_seqlens=offsets, loss="same"), labels, count)
+        ours.backward()
+        total = ours.detach()
+    assert abs(float(total - right)) < 1e-5, (float(total), float(right))
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, atol=1e-5, rtol=1e-5, msg=name)
+
+
+# --- outputs --------------------------------------------------------------------------------------------------------------
+
+
+def outputs(settings: dict[str, Any], lengths: list[list[int]], width: int, side: str) -> None:
+    """Pooling after the gather reads the whole, unsplit truth, and its gradient reaches the rank that holds the token."""
+    cp = place(**settings)
+    batch, segments = whole_batch(cp, lengths, width, side)
+    offsets = cu_seqlens_of(batch)
+    values = torch.arange(1.0, segments.ids.numel() * 2 + 1).view(*segments.shape, 2)
+    mine = split_tensor(values, cp, cu_seqlens=offsets).clone().requires_grad_()
+    whole = gather_sequence(mine, cp, segments, cu_seqlens=offsets)
+    assert all(map(torch.equal, per_sequence(whole, segments), per_sequence(values, segments)))
+    assert torch.equal(to_nested(whole, segments).values(), to_nested(values, segments).values())
+    if segments.empty_rows:
+        return
+    pooled = last_token(whole, segments)
+    assert torch.equal(pooled, last_token(values, segments))
+    pooled.sum().backward()
+    touched = torch.zeros(segments.shape, dtype=torch.float32)
+    for row, _, stop in segments.spans:
+        touched[row, stop - 1] = 1
+    assert torch.equal(mine.grad, split_tensor(touched, cp, cu_seqlens=offsets)[..., None].expand_as(mine))
+
+
+def jagged(settings: dict[str, Any], lengths: list[int]) -> None:
+    cp = place(**settings)
+    batch, segments = pad_documents(
+        {"input_ids": torch.arange(1, sum(lengths) + 1)[None]}, cp, segments=Segments.from_lengths([lengths])
+    )
+    row = torch.stack([batch["input_ids"][0].double(), -batch["input_ids"][0].double()], -1)
+    documents = torch.nested.nested_tensor_from_jagged(row, cu_seqlens_of(batch).long())
+    shard = split_tensor(documents, cp)
+    assert shard.is_nested
+    assert torch.equal(gather_sequence(shard, cp).values(), row)
+    real = gather_sequence(shard, cp, segments)
+    assert real.offsets().diff().tolist() == lengths
+    assert real.values()[:, 0].tolist() == list(range(1, sum(lengths) + 1))
+
+
+def meaning_of_loss() -> tuple[list[float], list[float]]:
+    """Each rank weighs the gathered row by its rank + 1: what `same` and `local` give to rank r's shard."""
+    cp = place(layout="contiguous")
+    grads = []
+    for loss in ("same", "local"):
+        shard = torch.zeros(1, 1, requires_grad=True)
+        (gather_sequence(shard, cp, loss=loss).sum() * (cp.rank + 1)).backward()
+        grads.append(float(shard.grad))
+    return grads[0], grads[1]
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------------
+
+
+def wrong_groups() -> list[str]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    said = []
+    for make in (
+        lambda: ContextParallel(size + 1, rank, group=dist.group.WORLD),
+        lambda: ContextParallel(size, (rank + 1) % size, group=dist.group.WORLD),
+        lambda: ContextParallel(size, size, group=dist.group.WORLD),
+        lambda: gather_sequence(torch.zeros(1, 2), ContextParallel(size, rank)),
+        lambda: gather_sequence(torch.zeros(1, 2), place(), Segments.from_lengths([7])),
+        lambda: gather_sequence(torch.zeros(1, 3), place()),
+    ):
+        try:
+            make()
+            said.append("nothing")
+        except CollateError as error:
+            said.append(str(error))
+    return said
+
+
+def meshes() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = dist.get_world_size()
+    x = torch.arange(4 * size * 2).view(2, -1)
+    flat = ContextParallel.from_mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
+    assert torch.equal(gather_sequence(split_tensor(x, flat), flat), x)
+    named = ContextParallel(size, dist.get_rank(), group=init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
+    assert torch.equal(gather_sequence(split_tensor(x, named), named), x)
+    if size == 4:
+        both = ContextParallel.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")))
+        assert (both.layout, both.ulysses, both.size) == ("ulysses_ring", 2, 4)
+        assert torch.equal(gather_sequence(split_tensor(x, both), both), x)
+        data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        half = ContextParallel.from_mesh(data["cp"])
+        assert half.size == 2
+        mine = x + dist.get_rank() // 2  # another batch in each data-parallel group
+        assert torch.equal(gather_sequence(split_tensor(mine, half), half), mine)
+
+
+def objects() -> list[Any]:
+    group = gloo_group(dist.group.WORLD)
+    assert group is dist.group.WORLD
+    return gather_objects({"rank": dist.get_rank()}, group)
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise RuntimeError("on purpose")
+    dist.barrier()

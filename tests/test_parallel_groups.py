@@ -1,0 +1,105 @@
+"""Groups: what is wrong with one is said at once, and Python objects never travel by HCCL or NCCL."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch.distributed as dist
+
+from collate_npu import CollateError
+from collate_npu.parallel import ContextParallel, gather_objects, gloo_group
+from collate_npu.parallel.groups import is_gloo, mesh_group
+
+
+@pytest.fixture
+def fake_world():
+    """A world of 4 of which this process is rank 1; its backend computes nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_without_torch_distributed():
+    with pytest.raises(CollateError, match="not initialised"):
+        ContextParallel(2, 0, group=object())
+    with pytest.raises(CollateError, match="Gathering needs the process group"):
+        ContextParallel.from_group(None)
+    with pytest.raises(CollateError, match="Gathering needs the process group"):
+        gloo_group(None)
+
+
+def test_size_and_rank_are_checked_against_the_group(fake_world):
+    assert ContextParallel.from_group(fake_world) == ContextParallel(4, 1)
+    assert ContextParallel(4, 1, group=fake_world).group is fake_world
+    with pytest.raises(CollateError, match="The group has 4 ranks and this process is its rank 1"):
+        ContextParallel(2, 1, group=fake_world)
+    with pytest.raises(CollateError, match="rank 1"):
+        ContextParallel(4, 2, group=fake_world)
+
+
+def test_a_group_of_others_is_refused(fake_world):
+    others = dist.new_group([2, 3])
+    with pytest.raises(CollateError, match="group"):
+        ContextParallel.from_group(others)
+
+
+def test_objects_do_not_travel_by_the_device_backend(fake_world):
+    assert not is_gloo(fake_world)
+    with pytest.raises(CollateError, match="never through HCCL"):
+        gather_objects([1, 2], fake_world)
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"),
+    [
+        ("cpu:gloo,cuda:gloo", True),
+        ("cpu:gloo,npu:hccl", True),
+        ("npu:hccl", False),
+        ("cuda:nccl", False),
+        ("cpu:hccl", False),
+    ],
+)
+def test_only_a_cpu_side_on_gloo_counts(monkeypatch, config, answer):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert is_gloo(object()) is answer
+
+
+def test_a_gloo_group_is_made_on_purpose_for_the_same_ranks(monkeypatch, fake_world):
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append((ranks, settings)) or "the gloo group")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "npu:hccl")
+    assert gloo_group(fake_world) == "the gloo group"
+    assert made == [([0, 1, 2, 3], {"backend": "gloo", "use_local_synchronization": True})]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,npu:hccl")
+    assert gloo_group(fake_world) is fake_world
+    assert len(made) == 1
+
+
+def test_a_mesh_of_three_dimensions_is_refused():
+    with pytest.raises(CollateError, match="mesh\\['cp'\\]"):
+        mesh_group(types.SimpleNamespace(mesh_dim_names=("dp", "ring", "ulysses"), ndim=3))
+
+
+def test_megatron(monkeypatch, fake_world):
+    state = types.SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_context_parallel_group=lambda: fake_world,
+        get_tensor_model_parallel_world_size=lambda: 2,
+    )
+    core = types.SimpleNamespace(parallel_state=state)
+    monkeypatch.setitem(sys.modules, "megatron", types.SimpleNamespace(core=core))
+    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    cp = ContextParallel.from_megatron()
+    assert cp == ContextParallel(4, 1, tensor_parallel=2)
+    assert cp.multiple == 16
+    assert ContextParallel.from_megatron(tensor_parallel=1, layout="contiguous").multiple == 4
+    state.model_parallel_is_initialized = lambda: False
+    with pytest.raises(CollateError, match="initialize_model_parallel"):
+        ContextParallel.from_megatron()
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(CollateError, match="megatron-core is not installed"):
+        ContextParallel.from_megatron()
