@@ -1,0 +1,43 @@
+"""The package beside the wheel: with CANN, without CANN, with CANN and no card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import cann_stub
+
+RUNS_WITHOUT = """
+import collate_npu, collate_npu.npu, sys
+from collate_npu import Segments
+from collate_npu.npu import check_contract, fusion_attention_kwargs
+kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5]))
+check_contract(kwargs, B=2, N=4, Nkv=4, Sq=5, Skv=5, D=8)
+assert not [name for name in sys.modules if name.startswith("torch_npu")]
+try:
+    import torch_npu
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_cann_the_package_works_and_only_torch_npu_does_not(without_cann: Callable[..., str]) -> None:
+    said = without_cann(RUNS_WITHOUT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert ".so: cannot open shared object file" in said, "is CANN installed after all?"
+
+
+def test_without_cann_torch_itself_names_the_switch(without_cann: Callable[..., str]) -> None:
+    code = "try:\n    import torch\nexcept RuntimeError as error:\n    print(error)"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+
+
+def test_cann_without_a_card_is_no_device(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
+    code = "import torch, collate_npu.npu; print(torch.npu.is_available(), torch.npu.device_count())"
+    said = without_cann(code, LD_LIBRARY_PATH=str(stand_ins[0].parent), TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    assert said.endswith("False 0")
+
+
+def test_two_pretended_devices(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
+    code = "import torch; print(torch.npu.is_available(), torch.npu.device_count(), torch.npu.get_device_name(0))"
+    environment = {"LD_LIBRARY_PATH": str(stand_ins[0].parent), cann_stub.DEVICES: "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    assert without_cann(code, **environment).endswith("True 2 Ascend910B1")

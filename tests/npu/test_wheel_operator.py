@@ -1,0 +1,97 @@
+"""The real operator's schema, its meta kernel, and where our arguments are placed.
+
+That meta and FakeTensor take a call says its argument names and types are right; about masks it says nothing, for they
+take a mask of any shape. That is what `check_contract` is for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from collate_npu import Pattern, Segments, UnsupportedFormError
+from collate_npu.npu import check_contract, fusion_attention_kwargs, reference_fusion_attention
+from collate_npu.npu.call import DEFAULTS
+
+HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
+OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_v3")
+LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND")
+PATTERNS = ("causal", "bidirectional", Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix([1, 2]))
+BATCHES = [Segments.from_lengths([3, 5], side="right"), Segments.from_lengths([3, 5], side="left")]
+
+pytestmark = pytest.mark.usefixtures("torch_npu")
+
+
+def tensors(layout: str, batch: Segments, device: str) -> list[torch.Tensor]:
+    B, S = batch.shape
+    made = []
+    for heads in (HEADS, KEY_HEADS, KEY_HEADS):
+        shapes = {
+            "BSND": (B, S, heads, HEAD_DIM),
+            "BNSD": (B, heads, S, HEAD_DIM),
+            "BSH": (B, S, heads * HEAD_DIM),
+            "SBH": (S, B, heads * HEAD_DIM),
+            "TND": (batch.num_tokens, heads, HEAD_DIM),
+        }
+        made.append(torch.zeros(shapes[layout], device=device))
+    return made
+
+
+def shapes(outputs: tuple[Any, ...]) -> list[list[int]]:
+    return [list(x.shape) for x in outputs[:4]]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_our_argument_names_and_defaults_are_the_wheels(name: str) -> None:
+    wheels = getattr(torch.ops.npu, name).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in wheels}
+    assert list(defaults)[:5] == ["query", "key", "value", "head_num", "input_layout"]
+    ours = {key: value for key, value in DEFAULTS.items() if key in defaults}
+    assert ours == {key: value for key, value in defaults.items() if key not in ("query", "key", "value", "head_num")}
+    assert DEFAULTS.keys() - defaults.keys() == (set() if name == OPERATORS[0] else {"dropout_mask", "seed", "offset"})
+
+
+@pytest.mark.parametrize(("name", "layout"), itertools.product(OPERATORS, LAYOUTS))
+def test_meta_and_fake_tensors_take_every_argument_set(name: Any, layout: Any) -> None:
+    operator = getattr(torch.ops.npu, name)
+    for pattern, batch in itertools.product(PATTERNS, BATCHES):
+        kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name)
+        ours = reference_fusion_attention(*tensors(layout, batch, "cpu"), HEADS, **kwargs)
+        on_meta = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name, device="meta")
+        assert shapes(operator(*tensors(layout, batch, "meta"), HEADS, **on_meta)) == shapes(ours)
+        # FakeTensorMode takes one device a call, and _v3 wants its lists on the host.
+        device = "cpu" if name == OPERATORS[1] and layout == "TND" else "npu"
+        placed = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name, device=device)
+        with FakeTensorMode() as mode:
+            faked = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in placed.items()}
+            assert shapes(operator(*tensors(layout, batch, device), HEADS, **faked)) == shapes(ours)
+
+
+def test_meta_takes_any_mask_and_refuses_only_names_and_types() -> None:
+    """The control: without `check_contract` nothing says a word about these masks."""
+    q, k, v = tensors("BSND", BATCHES[0], "meta")
+    for wrong in (torch.zeros(2, 5, device="meta"), torch.zeros(3, 5, 7, device="meta")):
+        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", atten_mask=wrong)
+        dims = {"B": 2, "N": HEADS, "Nkv": KEY_HEADS, "Sq": 5, "Skv": 5, "D": HEAD_DIM}
+        with pytest.raises(UnsupportedFormError):
+            check_contract({"input_layout": "BSND", "atten_mask": wrong}, **dims)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", pre_tokens=1)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.ops.npu.npu_fusion_attention_v3(q, k, v, HEADS, "BSND", actual_seq_qlen=[3, 8])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_masks_are_placed_on_the_device_and_are_there_what_they_are_here(batch: Segments) -> None:
+    """Placement and copies alone: arithmetic on the pretended device returns nothing of meaning."""
+    there = fusion_attention_kwargs(batch, device="npu:1")["atten_mask"]
+    assert there.device == torch.device("npu:1")
+    assert torch.equal(there.cpu(), fusion_attention_kwargs(batch)["atten_mask"])
+    check_contract(
+        {"input_layout": "BSND", **fusion_attention_kwargs(batch, device="npu:1")},
+        B=2, N=HEADS, Nkv=KEY_HEADS, Sq=5, Skv=5, D=HEAD_DIM,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""`collate-npu audit --device npu`, as far as placement goes: the pretended device holds tensors and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from collate_npu.audit import audit
+from collate_npu.testing import tiny_model
+
+pytestmark = pytest.mark.usefixtures("torch_npu")
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def test_the_device_computes_nothing() -> None:
+    """Why no number from it counts, and why an audit must not pass on it: all its differences would be 0."""
+    ones = torch.ones(3).to("npu")
+    assert torch.equal(ones.cpu(), torch.ones(3))
+    assert not torch.equal((ones + ones).cpu(), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+def test_everything_the_audit_hands_the_model_is_where_the_model_is(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(model_type, vocab_size=64).to("npu:0")  # type: ignore[arg-type]
+    assert {parameter.device for parameter in model.parameters()} == {torch.device("npu:0")}
+    given: list[dict[str, Any]] = []
+
+    def forward(**kwargs: Any) -> SimpleNamespace:
+        given.append(kwargs)
+        return SimpleNamespace(logits=torch.zeros(*kwargs["input_ids"].shape, 64).to("npu:0"))
+
+    monkeypatch.setattr(model, "forward", forward)
+    list(audit(model, [[1, 2, 3], [4, 5, 6, 7, 8]], pad_token_id=60, gradients=False))
+    seen = list(tensors(dict(enumerate(given))))
+    assert any(isinstance(call.get("attention_mask"), dict) for call in given)
+    assert {tensor.device for tensor in seen} == {torch.device("npu:0")}
