@@ -1,0 +1,122 @@
+"""mcore-bridge 1.6.5: the 2D mask and the router's padding mask, handed on until the layer that reads them.
+
+Measured on 1.6.5 with megatron-core 0.16.1, such a key gets lost or crashes at three places: the text model's forward has
+no `**kwargs` (gpt_model.py:255-269), the multimodal forward empties its own where there is a vision tower and on later
+pipeline stages (mm_gpt_model.py:71, 123), and every layer refuses it, because megatron-core's `_forward_attention` lists
+its arguments (core/transformer/transformer_layer.py:521-538). `deliver` picks the door, `install` opens the other two.
+Costs nothing per token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any
+
+from collate_npu.errors import UnsupportedFormError, explain
+
+Undo = list[tuple[Any, str, Any]]
+"""What was patched: owner, name, original."""
+
+_EXTRAS = ("attention_mask_2d", "padding_mask")
+_undo: Undo = []
+
+
+def install() -> None:
+    """Let the multimodal forward keep the two masks, and each layer hand the 2D one to the attention that takes it."""
+    from mcore_bridge.model import MultimodalGPTModel
+    from mcore_bridge.model.modules import TransformerLayer
+
+    if not _undo:
+        patch(MultimodalGPTModel, "forward", _multimodal_forward, _undo)
+        patch(TransformerLayer, "forward", _layer_forward, _undo)
+
+
+def uninstall() -> None:
+    """Put mcore-bridge's own forwards back."""
+    restore(_undo)
+
+
+def deliver(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it has no such door.
+
+    Warns, once for each class, where the forward takes them and then drops them, as a multimodal one does that has
+    no `extra_forward_keys` for `install` to use.
+    """
+    if not extras:
+        return dict(batch)
+    parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _warn_if_dropped(model_class)
+        return {**batch, **extras}
+    if "extra_block_kwargs" in parameters:
+        return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
+    rule = f"{model_class.__qualname__}.forward takes neither it nor extra_block_kwargs, so no layer would see it."
+    raise UnsupportedFormError(explain(", ".join(extras), "a mask", rule, "Pad right, or use padding_free=True."))
+
+
+@cache
+def _warn_if_dropped(model_class: Any) -> None:
+    language = getattr(model_class, "language_model_cls", None)
+    if language is not None and not (_undo and hasattr(language, "extra_forward_keys")):
+        warnings.warn(
+            f"{model_class.__qualname__}.forward drops attention_mask_2d and padding_mask on their way to the layers. Real "
+            "tokens stay exact while padding is on the right; MoE routers count padding. Remedy: collate_npu.integrations."
+            f"swift.install() with mcore-bridge >= 1.6.5, or {language.__qualname__}.extra_forward_keys += {[*_EXTRAS]}.",
+            stacklevel=2,
+        )
+
+
+def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`extra_forward_keys` name what survives (mm_gpt_model.py:105, 124); a missing one is a KeyError, hence per call."""
+    language = self.language_model
+    before = getattr(language, "extra_forward_keys", None)
+    if before is None:
+        return original(self, *args, **kwargs)
+    language.extra_forward_keys = [*before, *(key for key in _EXTRAS if key in kwargs)]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        language.extra_forward_keys = before
+
+
+def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Past `_forward_attention`, straight to an attention that takes `**kwargs` (gpts/qwen3_next.py:58-66 reads it)."""
+    keep = kwargs.pop("attention_mask_2d", None)
+    attention = self.self_attention
+    if keep is None or not _takes_any(type(attention).forward):
+        return original(self, *args, **kwargs)
+    hook = attention.register_forward_pre_hook(
+        lambda module, given, named: (given, {**named, "attention_mask_2d": keep}), with_kwargs=True
+    )
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
+@cache
+def _takes_any(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def patch(owner: Any, name: str, ours: Callable[..., Any], undo: Undo) -> None:
+    """Replace a method by `ours(original, *args, **kwargs)`, and note the original for `restore`."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    undo.append((owner, name, original))
+    setattr(owner, name, wrapped)
+
+
+def restore(undo: Undo) -> None:
+    """Undo `patch`, the last one first."""
+    while undo:
+        owner, name, original = undo.pop()
+        setattr(owner, name, original)

@@ -1,0 +1,136 @@
+"""ms-swift 4.6.0 on a CPU: real template, arguments, trainers; an NPU and ranks that are only said to be there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import te_stub  # noqa: F401  (before megatron, mcore_bridge and swift.megatron)
+import torch
+from mcore_bridge.model import get_mcore_model_type, get_model_meta
+from swift.megatron.arguments import MegatronSftArguments
+from swift.megatron.trainers import MegatronTrainer
+from swift.megatron.trainers import utils as trainer_utils
+from swift.megatron.utils import get_padding_to
+from swift.template import TEMPLATE_MAPPING
+from swift.template.base import Template
+from torch import Tensor
+
+from collate_npu.testing import byte_tokenizer, tiny_config
+
+MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+NEEDS_2D = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+MULTIMODAL = frozenset({"qwen3_5", "qwen3_5_moe"})
+VOCABULARY = 258
+PAD = 257
+
+
+@functools.cache
+def config(model_type: str) -> Any:
+    return tiny_config(model_type, vocab_size=VOCABULARY)
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Every field of ms-swift's own dataclass, so that a renamed one shows."""
+    fields = dataclasses.fields(MegatronSftArguments)
+    return {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def arguments(model_type: str, *, cp: int = 1, **changed: Any) -> SimpleNamespace:
+    """ms-swift's namespace as it is after its own `__post_init__`, without a checkpoint on disk."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    unknown = set(changed) - set(_defaults()) - {"use_flash_attn"}
+    assert not unknown, f"not a field of MegatronSftArguments: {unknown}"
+    values = _defaults() | {"padding_free": False, "task_type": "causal_lm", "context_parallel_size": cp} | changed
+    args = SimpleNamespace(**values)
+    args.attention_backend = AttnBackend[args.attention_backend]
+    if args.attention_backend.name != "local":
+        args.use_flash_attn = True  # set by the pipeline where MindSpeed is installed (pipelines/train/sft.py:46-49)
+    args.fp8, args.fp4 = args.fp8_format, args.fp4_format
+    args.model_type, args.is_multimodal = model_type, model_type in MULTIMODAL
+    args.model_info = SimpleNamespace(
+        config=config(model_type), model_type=model_type, is_moe_model=model_type not in ("qwen3", "qwen3_5")
+    )
+    args.megatron_model_meta = get_model_meta(get_mcore_model_type(model_type))
+    return args
+
+
+def template(*, cp: int = 1, padding_free: bool = False, task: str = "causal_lm") -> Template:
+    """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it."""
+    tokenizer = byte_tokenizer(pad_is_eos=False)
+    tokenizer.model_info = SimpleNamespace(
+        config=SimpleNamespace(problem_type=None), task_type=task, max_model_len=512, model_dir="."
+    )
+    tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml")
+    built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], sequence_parallel_size=cp, padding_free=padding_free)
+    built.set_mode("train")
+    built.use_megatron = True
+    return built
+
+
+def samples(*lengths: int) -> list[dict[str, Any]]:
+    ids = [[(7 * i + b) % 200 + 3 for i in range(length)] for b, length in enumerate(lengths)]
+    return [{"input_ids": row, "labels": [-100, *row[1:]], "length": len(row)} for row in ids]
+
+
+def collate(args: Any, *lengths: int, task: str = "causal_lm") -> dict[str, Any]:
+    """What the trainer's own dataloader would be given."""
+    made = template(cp=args.context_parallel_size, padding_free=args.padding_free, task=task)
+    rows = samples(*lengths) if task == "causal_lm" else [{**row, "label": b} for b, row in enumerate(samples(*lengths))]
+    return made.data_collator(rows, padding_to=get_padding_to(args))
+
+
+class World:
+    """An NPU and context-parallel ranks that the peers believe in; set through pytest's monkeypatch."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self._set = monkeypatch.setattr
+
+    def npu(self, there: bool = True) -> None:
+        import transformers.utils
+
+        self._set(transformers.utils, "is_torch_npu_available", lambda *args, **kwargs: there)
+        for name, module in list(sys.modules.items()):
+            ours = name.startswith(("swift.megatron", "mcore_bridge"))  # not what moves tensors to torch.npu
+            if ours and "is_torch_npu_available" in vars(module):
+                self._set(module, "is_torch_npu_available", lambda *args, **kwargs: there)
+
+    def rank(self, rank: int, size: int) -> None:
+        from megatron.core import mpu
+
+        self._set(mpu, "get_context_parallel_world_size", lambda: size)
+        self._set(mpu, "get_context_parallel_rank", lambda: rank)
+
+
+class Recorder(torch.nn.Module):
+    """Stands where the model stands in `model(**batch)`."""
+
+    vp_stage = None
+
+    def forward(self, **batch: Any) -> Tensor:
+        self.batch = batch
+        return torch.zeros(1)
+
+
+def reaches_model(args: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """What `MegatronTrainer.forward_step` hands to `model(**batch)`, extras out of the door they came through."""
+    trainer, model = trainer_of(args), Recorder()
+    trainer.forward_step(iter([dict(data)]), model)
+    model.batch.update(model.batch.pop("extra_block_kwargs", None) or {})
+    return model.batch
+
+
+def trainer_of(args: Any, kind: type = MegatronTrainer) -> Any:
+    """A trainer without the model and optimizer that its constructor builds."""
+    trainer = kind.__new__(kind)
+    trainer.args = args
+    return trainer
+
+
+def prepare(args: Any, data: dict[str, Any]) -> dict[str, Any]:
+    return trainer_utils.prepare_batch(args, dict(data))

@@ -1,0 +1,453 @@
+"""twinkle-kit 0.5.1: its real InputProcessor with our stages, what reaches the model, and what twinkle gets wrong.
+
+Tests named `test_upstream_*` pin a failure of twinkle itself beside our answer: one that goes red says that it changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+why = "twinkle-kit 0.5.1 is not installed (nox -s peers_misc)"
+base = pytest.importorskip("twinkle.processor.base", reason=why, exc_type=ImportError)
+from twinkle import Platform, torch_util  # noqa: E402
+
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense, last_token  # noqa: E402
+from collate_npu.integrations import twinkle  # noqa: E402
+from collate_npu.parallel import join_shards, query_rows  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+
+LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=4)
+KEYS = ("input_ids", "labels", "completion_mask", "mm_token_type_ids", "loss_scale")
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch):
+    """twinkle knows GPU, NPU and MPS; tensors go to the CPU here, and the device's name is what a test says."""
+    monkeypatch.setattr(Platform, "get_local_device", staticmethod(lambda *_, **__: "cpu"))
+    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "cuda"))
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "npu"))
+
+
+def grid(tp=1, cp=1, rank=0):
+    return SimpleNamespace(
+        tp_world_size=tp, cp_world_size=cp, cp_rank=rank, tp_rank=0, sequence_parallel=tp > 1, has_dim=lambda _: False
+    )
+
+
+def processor(mesh=None, *, ours=True, needs=True, **settings):
+    made = base.InputProcessor(**{"framework": "megatron", **settings})
+    made.device_mesh = mesh
+    if ours:
+        twinkle.install(made, needs_mask_2d=needs)
+    return made
+
+
+def feature(length, start=1, mask=None, positions=None):
+    """What twinkle's template emits for one sample: labels are shifted already."""
+    ids = list(range(start, start + length))
+    return {
+        "input_ids": ids,
+        "labels": [*ids[1:], -100],
+        "completion_mask": [1] * length,
+        "attention_mask": [1] * length if mask is None else mask,
+        "position_ids": list(range(length)) if positions is None else positions,
+    }
+
+
+def features(lengths):
+    return [feature(length, 10 * (b + 1)) for b, length in enumerate(lengths)]
+
+
+def whole(mesh, rows, key, **settings):
+    """The key as all ranks of the mesh hold it together."""
+    ranks = [grid(mesh.tp_world_size, mesh.cp_world_size, rank) for rank in range(mesh.cp_world_size)]
+    shards = [processor(rank, **settings)(copy.deepcopy(rows))[0][key] for rank in ranks]
+    return join_shards(shards, ContextParallel(mesh.cp_world_size, 0))
+
+
+# --- the same as twinkle, where twinkle is right
+
+
+@given(LENGTHS, st.sampled_from([None, 1, 2]), st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_rows_padded_right_are_twinkles(lengths, micro, variable):
+    if micro is not None and len(lengths) % micro:
+        lengths = lengths + lengths[:1]
+    args = {"micro_batch_size": micro, "variable_seq_lengths": variable}
+    theirs = processor(ours=False)(features(lengths), **args)
+    ours = processor()(features(lengths), **args)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs):
+        for key in (*KEYS[:3], "position_ids"):
+            assert torch.equal(mine[key], other[key]), key
+        truth = Segments.from_keep(mine["attention_mask_2d"])
+        assert torch.equal(dense(truth, polarity="masked"), other["attention_mask"])
+        assert mine["attention_mask"] is None
+
+
+def test_transformers_batches_are_twinkles():
+    for side in ("left", "right"):
+        settings = {"framework": "transformers", "padding_side": side}
+        theirs = processor(ours=False, **settings)(features([5, 2, 7]))
+        ours = processor(**settings)(features([5, 2, 7]))
+        assert set(ours) == set(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_flat_rows_are_twinkles():
+    rows = [feature(5), feature(7, 20, positions=[0, 1, 2, 0, 1, 2, 3])]
+    theirs = processor(ours=False, padding_free=True)(copy.deepcopy(rows))[0]
+    ours = processor(padding_free=True)(copy.deepcopy(rows))[0]
+    assert all(torch.equal(ours[key], theirs[key]) for key in (*KEYS[:3], "position_ids"))
+    assert ours["packed_seq_params"].cu_seqlens_q.tolist() == [0, 5, 8, 12]
+    assert ours.get("attention_mask") is None
+    assert "attention_mask_2d" not in ours
+
+
+# --- padding side, zeros inside a mask, both multiples
+
+
+@given(st.data(), st.sampled_from(["left", "right"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_side_zeros_and_multiples(data, side, tp, cp):
+    lengths = data.draw(LENGTHS)
+    masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
+    for mask in masks:
+        mask[0] = 1
+    rows = [feature(n, 10 * (b + 1), mask) for b, (n, mask) in enumerate(zip(lengths, masks))]
+    mesh = grid(tp, cp)
+    multiple = tp * (2 * cp if cp > 1 else 1)
+    out = processor(mesh, padding_side=side)(copy.deepcopy(rows))[0]
+    S = -(-max(lengths) // multiple) * multiple
+    keep = out["attention_mask_2d"]
+    assert keep.shape == (len(lengths), S), "the whole row on every rank: its layers gather the sequence"
+    for b, (n, mask) in enumerate(zip(lengths, masks)):
+        at = slice(S - n, S) if side == "left" else slice(0, n)
+        assert keep[b, at].tolist() == [bool(m) for m in mask]
+        assert keep[b].sum() == sum(mask)
+    ids = whole(mesh, rows, "input_ids", padding_side=side)
+    assert all(ids[b][keep[b]].tolist() == [i for i, m in zip(row["input_ids"], row["attention_mask"]) if m]
+               for b, row in enumerate(rows))  # fmt: skip
+    truth = Segments.from_keep(keep)
+    if out["attention_mask"] is not None:
+        rows_of_rank = query_rows(S, ContextParallel(cp, 0, tensor_parallel=tp))
+        assert torch.equal(out["attention_mask"], dense(truth, polarity="masked", rows=rows_of_rank))
+    else:
+        assert truth.padding_side in ("none", "right")
+
+
+def test_every_token_key_keeps_its_places_under_cp():
+    rows = features([5, 3])
+    for b, row in enumerate(rows):
+        row["mm_token_type_ids"] = [1 + b] * len(row["input_ids"])
+        row["loss_scale"] = [0.5 + i for i in range(len(row["input_ids"]))]
+        row["routed_experts"] = torch.arange(1, 1 + (len(row["input_ids"]) - 1) * 4).view(-1, 2, 2)
+    made = processor(padding_side="left")
+    # twinkle's list of keys has no loss_scale: it is padded and stacked, and then left out by twinkle's own stage
+    out = made(copy.deepcopy(rows))[0]
+    assert "loss_scale" not in out
+    assert out["mm_token_type_ids"].tolist() == [[1] * 5, [0, 0, 2, 2, 2]]
+    assert out["routed_experts"].shape == (2, 5, 2, 2)
+    assert out["routed_experts"][1, :, 0, 0].tolist() == [0, 0, 1, 5, 0], "the last token's experts are not known"
+    for key in ("labels", "mm_token_type_ids", "routed_experts", "position_ids", "completion_mask"):
+        unsplit = processor(grid(4, 1), padding_side="left")(copy.deepcopy(rows))[0][key]
+        assert torch.equal(whole(grid(1, 2), rows, key, padding_side="left"), unsplit), key
+
+
+def test_positions_of_three_axes():
+    rows = features([5, 3])
+    for row in rows:
+        row["position_ids"] = torch.arange(len(row["input_ids"])).expand(3, -1).clone()
+    out = processor(grid(1, 2), padding_side="left")(copy.deepcopy(rows))[0]
+    assert out["position_ids"].shape == (2, 2, 4), "Megatron gets two axes of this rank's tokens"
+
+
+def test_one_token_rows_beside_longer_ones():
+    out = processor()(features([1, 3]))[0]
+    assert out["attention_mask_2d"].tolist() == [[True, False, False], [True] * 3]
+
+
+def test_micro_batches_of_their_own_width():
+    out = processor(grid(2))(features([3, 2, 9, 8]), micro_batch_size=2, variable_seq_lengths=True)
+    assert [tuple(batch["attention_mask_2d"].shape) for batch in out] == [(2, 4), (2, 10)]
+    out = processor(grid(2))(features([3, 2, 9, 8]), micro_batch_size=2)
+    assert [tuple(batch["attention_mask_2d"].shape) for batch in out] == [(2, 10), (2, 10)]
+
+
+# --- flat rows
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3), st.sampled_from([1, 2]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_documents_are_shared_out_one_by_one(documents, tp):
+    rows, start = [], 1
+    for lengths in documents:
+        rows.append(feature(sum(lengths), start, positions=[i for n in lengths for i in range(n)]))
+        start += sum(lengths)
+    flat = [n for lengths in documents for n in lengths]
+    shards = [processor(grid(tp, 2, rank), padding_free=True)(copy.deepcopy(rows))[0] for rank in (0, 1)]
+    offsets = shards[0]["packed_seq_params"].cu_seqlens_q
+    assert all(shard["input_ids"].shape[1] % tp == 0 for shard in shards)
+    assert len(offsets) == len(flat) + 1, "no document is invented by padding"
+    cp = ContextParallel(2, 0, layout="document_zigzag")
+    ids, labels, positions = (
+        join_shards([shard[key] for shard in shards], cp, cu_seqlens=offsets)
+        for key in ("input_ids", "labels", "position_ids")
+    )
+    real = positions[0] >= 0
+    assert ids[0][real].tolist() == list(range(1, start))
+    assert (labels[0][~real] == -100).all()
+    assert positions[0][real].tolist() == [i for n in flat for i in range(n)]
+
+
+def test_zeros_leave_a_flat_row_and_positions_start_again():
+    rows = [feature(5, 1, [0, 0, 1, 1, 1]), feature(6, 20, [1, 0, 1, 0, 1, 1], [0, 1, 2, 0, 1, 2])]
+    out = processor(padding_free=True)(copy.deepcopy(rows))[0]
+    assert out["input_ids"].tolist() == [[3, 4, 5, 20, 22, 24, 25]]
+    assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5, 7]
+
+
+# --- what reaches the model
+
+
+class Hybrid(nn.Module):
+    """Causal attention by Megatron's mask (True = blocked), then a recurrence whose input padding is zeroed, as GDN's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(128, 16)
+
+    def forward(self, input_ids, attention_mask=None, attention_mask_2d=None, **_):
+        h = self.tokens(input_ids)[:, None]
+        if attention_mask is None:
+            h = scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
+        else:
+            h = scaled_dot_product_attention(h, h, h, attn_mask=~attention_mask)[:, 0]
+        if attention_mask_2d is not None:
+            h = h * attention_mask_2d[..., None]
+        return torch.stack([h[:, : t + 1].cumsum(1)[:, -1].tanh() for t in range(h.shape[1])], 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_hybrid_model_computes_each_sample_alone(side, tp):
+    rows = [feature(6, 10), feature(3, 30), feature(5, 50, [1, 1, 0, 1, 1])]
+    out = processor(grid(tp), padding_side=side)(copy.deepcopy(rows))[0]
+    model = Hybrid()
+    logits = model(**{key: value for key, value in out.items() if key != "labels"})
+    for b, row in enumerate(rows):
+        real = [i for i, m in zip(row["input_ids"], row["attention_mask"]) if m]
+        alone = model(torch.tensor([real]))[0]
+        torch.testing.assert_close(logits[b][out["attention_mask_2d"][b]], alone, atol=1e-5, rtol=0)
+    pooled = last_token(logits, Segments.from_keep(out["attention_mask_2d"]))
+    torch.testing.assert_close(pooled[1], model(torch.tensor([rows[1]["input_ids"]]))[0, -1], atol=1e-5, rtol=0)
+
+
+def test_a_model_without_recurrent_layers_gets_no_2d_mask():
+    assert "attention_mask_2d" not in processor(needs=False)(features([5, 3]))[0]
+    with pytest.raises(CollateError, match="needs_mask_2d="):
+        twinkle.install(processor(ours=False))
+
+
+DotProductAttention, TEDotProductAttention, GatedDeltaNet = (
+    type(name, (nn.Module,), {}) for name in ("DotProductAttention", "TEDotProductAttention", "GatedDeltaNet")
+)
+
+
+def gpt_model(*layers, forward, **config):
+    """A wrapped model with layers of these kinds, as Megatron-core names them."""
+    model = type("GPTModel", (nn.Module,), {"forward": forward})()
+    model.layers = nn.ModuleList(layer() for layer in layers)
+    model.config = SimpleNamespace(**config)
+    return SimpleNamespace(module=model)
+
+
+def through_extras(self, input_ids, extra_block_kwargs=None): ...
+def through_keywords(self, input_ids, **kwargs): ...
+def through_nothing(self, input_ids): ...
+
+
+def installed(model, mesh=None, **settings):
+    made = processor(mesh, ours=False, **settings)
+    twinkle.install(made, model, needs_mask_2d=True)
+    return made
+
+
+def test_the_2d_mask_goes_through_the_door_the_model_has():
+    rows = features([5, 3])
+    for forward, reach in ((through_extras, lambda out: out["extra_block_kwargs"]), (through_keywords, lambda out: out)):
+        out = installed(gpt_model(forward=forward))(copy.deepcopy(rows))[0]
+        assert reach(out)["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+        assert ("attention_mask_2d" in out) == (reach(out) is out)
+    with pytest.raises(UnsupportedFormError, match="no layer would see it"):
+        installed(gpt_model(forward=through_nothing))(copy.deepcopy(rows))
+
+
+def test_routers_of_moe_models_are_told_the_padding():
+    model = gpt_model(DotProductAttention, forward=through_extras, num_moe_experts=4, sequence_parallel=True)
+    out = installed(model)(features([5, 3]))[0]
+    assert out["extra_block_kwargs"]["padding_mask"].tolist() == [[False] * 5, [False] * 3 + [True] * 2]
+    parts = []
+    for tp_rank in (0, 1):
+        mesh = grid(2, 2, 1)
+        mesh.tp_rank = tp_rank
+        parts.append(installed(model, mesh)(features([5, 3]))[0]["extra_block_kwargs"]["padding_mask"])
+    padding = torch.arange(8) >= torch.tensor([5, 3])[:, None]
+    assert torch.equal(torch.cat(parts, 1), padding[:, query_rows(8, ContextParallel(2, 1))])
+    left = installed(model, padding_side="left")(features([5, 3]))[0]
+    assert "padding_mask" not in left["extra_block_kwargs"], "the dense mask says it"
+
+
+@pytest.mark.parametrize(
+    ("layers", "reader"),
+    [((TEDotProductAttention,), "its attention kernel"), ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet")],
+)
+def test_padding_that_no_kernel_reads_is_refused(layers, reader):
+    made = installed(gpt_model(*layers, forward=through_keywords), padding_side="left")
+    with pytest.raises(UnsupportedFormError, match=f"In GPTModel, {reader} reads no padding mask"):
+        made(features([5, 3]))
+    assert made(features([4, 4]))[0]["attention_mask"] is None
+    right = installed(gpt_model(*layers, forward=through_keywords))
+    assert right(features([5, 3]))[0]["attention_mask"] is None
+
+
+def test_npu_drops_the_mask_only_where_that_is_exact(npu):
+    causal = {"attention_mask_type": "causal"}
+    out = processor()(features([5, 3]), **causal)[0]
+    assert out["attention_mask"] is None
+    assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    with pytest.raises(UnsupportedFormError, match="Pad right"):
+        processor(padding_side="left")(features([5, 3]), **causal)
+    general = processor(padding_side="left")(features([5, 3]), attention_mask_type="general")[0]
+    assert general["attention_mask"].shape == (2, 1, 5, 5)
+
+
+def test_install_twice_and_uninstall():
+    made = processor(ours=False)
+    names = [stage.__name__ for stage in made.process_pipeline]
+    before = list(made.process_pipeline)
+    twinkle.install(made, needs_mask_2d=True)
+    twinkle.install(made, needs_mask_2d=True)
+    assert [stage.__name__ for stage in made.process_pipeline] == names
+    twinkle.uninstall(made)
+    assert made.process_pipeline == before
+    twinkle.uninstall(made)
+    made.process_pipeline = before[2:]
+    with pytest.raises(CollateError, match="pad_cp"):
+        twinkle.install(made, needs_mask_2d=True)
+
+
+def test_a_mesh_that_knows_no_rank_is_refused():
+    with pytest.raises(CollateError, match="torchrun"):
+        processor(grid(1, 2, None))(features([4, 4]))
+
+
+# --- what twinkle gets wrong
+
+
+def test_upstream_drops_the_2d_mask():
+    rows = [{**row, "attention_mask_2d": row["attention_mask"]} for row in features([5, 3])]
+    assert "attention_mask_2d" not in processor(ours=False)(rows)[0]
+
+
+def test_upstream_ignores_zeros_in_a_rows_mask():
+    out = processor(ours=False)([feature(4, 1, [1, 0, 1, 1]), feature(4, 9)])[0]["attention_mask"]
+    assert torch.equal(out[0], out[1])
+    out = processor()([feature(4, 1, [1, 0, 1, 1]), feature(4, 9)])[0]["attention_mask"]
+    assert out[0, 0, :, 1].all()
+
+
+def test_upstream_pads_ids_left_and_its_4d_mask_right():
+    out = processor(ours=False, padding_side="left")(features([5, 3]))[0]
+    assert out["input_ids"][1].tolist() == [0, 0, 20, 21, 22]
+    assert out["attention_mask"][1, 0, -1].tolist() == [False, False, False, True, True], "it blocks real tokens"
+    out = processor(padding_side="left")(features([5, 3]))[0]
+    assert out["attention_mask"][1, 0, -1].tolist() == [True, True, False, False, False]
+
+
+def test_upstream_counts_alignment_padding_as_real_and_leaves_the_mask_unsplit():
+    out = processor(grid(1, 2), ours=False)(features([7, 3, 5]))[0]
+    assert out["input_ids"].shape == (3, 4)
+    assert out["attention_mask"].shape == (3, 1, 8, 8)
+    assert out["attention_mask"][1, 0, -1].tolist() == [False] * 4 + [True] * 4, "3 real tokens, 4 attended"
+    ours = processor(grid(1, 2), padding_side="left")(features([7, 3, 5]))[0]
+    assert ours["attention_mask"].shape == (3, 1, 4, 8)
+    assert ours["attention_mask_2d"].sum(1).tolist() == [7, 3, 5]
+
+
+def test_upstream_pads_to_cp_and_forgets_tp():
+    out = processor(grid(4, 2), ours=False)(features([9, 3]))[0]
+    assert out["input_ids"].shape[1] == 6, "this rank's tokens are cut by tp again, which is 4"
+    assert processor(grid(4, 2))(features([9, 3]))[0]["input_ids"].shape[1] == 8
+
+
+def test_upstream_drops_the_mask_of_left_padding_on_npu(npu):
+    out = processor(ours=False, padding_side="left")(features([5, 3]), attention_mask_type="causal")[0]
+    assert out["attention_mask"] is None
+    assert "attention_mask_2d" not in out, "nothing says any more which tokens are padding"
+
+
+def test_upstream_fails_on_a_row_of_one_token():
+    with pytest.raises(IndexError):
+        processor(ours=False)(features([1, 3]))
+
+
+def test_upstream_pools_by_the_first_row_of_a_4d_mask():
+    made = processor(ours=False)
+    out = made(features([5, 3]))[0]
+    features_BTH = torch.arange(1, 11.0).view(2, 5, 1) * torch.tensor([1.0, -1.0])
+    inputs = {"attention_mask": out["attention_mask"]}
+    pooled = made._postprocess_embedding(inputs, {"features": features_BTH + torch.tensor([0.0, 50.0])})[1]["embeddings"]
+    ours = processor()(features([5, 3]))[0]
+    right = last_token(features_BTH + torch.tensor([0.0, 50.0]), Segments.from_keep(ours["attention_mask_2d"]))
+    assert not torch.allclose(pooled, nn.functional.normalize(right, dim=-1), atol=1e-3)
+
+
+# --- objects
+
+
+def on_two_ranks():
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    rank = dist.get_rank()
+    told = [{"rank": rank}] if rank else None
+    gathered = twinkle.gather_object(told)
+    assert gathered == torch_util.gather_object(told, grid())
+    with pytest.MonkeyPatch.context() as patch:  # the default group is HCCL, as far as we can see
+        for module in ("groups", "gather"):
+            patch.setattr(f"collate_npu.parallel.{module}.is_gloo", lambda group: group is not dist.group.WORLD)
+        with pytest.raises(CollateError, match="gloo_group"):
+            twinkle.gather_object(rank)
+        parallel_state.initialize_model_parallel(context_parallel_size=2)
+        assert twinkle.gather_object(told, grid(cp=2)) == gathered, "Megatron's Gloo group of both ranks"
+        assert twinkle.gather_object(told, grid(cp=1)) == (told or []), "without cp each rank is its own group"
+    return gathered
+
+
+def test_objects_travel_by_gloo_or_not_at_all():
+    from gloo_pool import Pool
+
+    assert twinkle.gather_object(["a"]) == ["a"]
+    pool = Pool(2)
+    try:
+        assert pool("test_twinkle.on_two_ranks", seconds=300) == [[{"rank": 1}]] * 2
+    finally:
+        pool.close()
