@@ -1,5 +1,7 @@
 """Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command); `nox -l` lists the rest.
 
+`npu`, `peers_swift` and `peers_misc` run the released packages of other stacks, each set in an environment of its own.
+
 torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. Triton
 and flash-linear-attention stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
 """
@@ -19,6 +21,17 @@ OLDEST_TRANSFORMERS = "transformers==4.57.1"
 """The first release with Qwen3-Next that is not withdrawn."""
 TEST = ("pytest==9.2.0", "hypothesis==6.170.15")
 AUDIT = ("typer==0.29.1", "rich==15.0.0")
+ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+SWIFT_NEEDS = (
+    "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
+    "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",
+    "json_repair",
+)  # fmt: skip
+"""What ms-swift imports on the paths tested, without the gigabyte it would otherwise bring."""
+MISC_NEEDS = (
+    "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
+    "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
+)  # fmt: skip
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "datasets==5.2.0")
 
 
@@ -58,4 +71,36 @@ def tests(session: nox.Session, transformers: str) -> None:
         install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS)
     else:
         install(session, *TEST, *AUDIT, OLDEST_TRANSFORMERS, "accelerate==1.10.1")
-    session.run("pytest", *session.posargs, env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"})
+    session.run("pytest", *session.posargs, env=ENV)
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """The real torch_npu wheel with stand-ins for CANN, and the vendor's own benchmark (needs cc, nm and readelf)."""
+    install(session, "torch_npu==2.13.0", TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.1", *TEST, *AUDIT)
+    session.install("--no-deps", "mindstudio-probe==26.2.0")
+    env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
+    names = ("geometry", "arguments", "contract", "reference")
+    session.run("pytest", *(f"tests/test_npu_{name}.py" for name in names), "tests/test_imports.py", env=env)
+    session.run("pytest", "tests/npu", env=env)  # a process of its own: it preloads the stand-ins
+
+
+@nox.session
+def peers_swift(session: nox.Session) -> None:
+    """ms-swift, mcore-bridge and megatron-core, and what both splits of a batch agree on."""
+    old = ("transformers==5.19.0", "huggingface_hub==1.33.0", "accelerate==1.15.0", "aiohttp")
+    install(session, "megatron-core==0.16.1", *old, *TEST)
+    session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
+    session.install("--no-deps", "verl==0.9.1")
+    session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
+    names = ("swift", "megatron", "absent", "parallel_peers")
+    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
+
+
+@nox.session
+def peers_misc(session: nox.Session) -> None:
+    """verl, twinkle and torchtitan (FlexAttention on a CPU needs g++)."""
+    install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
+    session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
+    session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
+    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("verl", "twinkle", "torchtitan")), env=ENV)
