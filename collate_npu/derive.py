@@ -29,13 +29,10 @@ from collate_npu.errors import (
 from collate_npu.evidence import CARRY, Bools, UnexplainedError, read_square
 from collate_npu.forms import Polarity
 from collate_npu.patterns import Pattern
+from collate_npu.polarity import DECLARE, KEY, MaskValues
 from collate_npu.segments import Segments
 
-KEY = "attention_mask"
-BLOCKED_BELOW = -9984.0
-"""A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
 SAME_TOKENS = "All masks of a batch describe the same tokens."
-DECLARE = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
 
 
 def derive_segments(
@@ -68,24 +65,24 @@ def derive_segments(
     keep_BS = None if keep is None else keep.detach().cpu().numpy() != 0
     batch_size = batch_size if keep_BS is None else len(keep_BS)
 
-    def square(values: _Values) -> Segments:
+    def square(values: MaskValues) -> Segments:
         how = None if pattern is None else Pattern.of(pattern)
         return _square(values, _Given(keep_BS, how, prove, unmasked_rows))
 
     full = attention_mask.detach().cpu()
     if keep_BS is None:
         _refuse_compressed(full)
-        return _by_shape(_Values(full, polarity), batch_size, square)
+        return _by_shape(MaskValues(full, polarity), batch_size, square)
     if full.ndim and keep_BS.shape[-1] != full.shape[-1]:
         got = f"{list(keep_BS.shape)} beside {[full.shape[0], full.shape[-1]]}"
         raise CollateError(explain("attention_mask_2d", got, SAME_TOKENS, "Build them together, and split them together."))
-    values = _Values(full, polarity)
+    values = MaskValues(full, polarity)
     segments = _with_truth(values, keep_BS, square)
     agree(segments, {"attention_mask_2d": Segments.from_keep(keep_BS)})
     return segments
 
 
-def _with_truth(values: _Values, keep_BS: Bools, square: Callable[[_Values], Segments]) -> Segments:
+def _with_truth(values: MaskValues, keep_BS: Bools, square: Callable[[MaskValues], Segments]) -> Segments:
     """Key masks may have either polarity here: one that tells the truth is right."""
     if values.full.shape[:-1] not in ((len(keep_BS),), (len(keep_BS), 1, 1)) or values.high > 1:
         return _by_shape(values, len(keep_BS), square)
@@ -94,7 +91,7 @@ def _with_truth(values: _Values, keep_BS: Bools, square: Callable[[_Values], Seg
     return Segments.from_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
-def _by_shape(values: _Values, batch_size: int | None, square: Callable[[_Values], Segments]) -> Segments:
+def _by_shape(values: MaskValues, batch_size: int | None, square: Callable[[MaskValues], Segments]) -> Segments:
     shape = values.full.shape
     if not values.full.numel() and len(shape) in (2, 3, 4):
         return Segments(torch.zeros(batch_size or shape[0], shape[-1], dtype=torch.int32))
@@ -122,7 +119,7 @@ def key_segments(attention_mask_2d: Tensor) -> Segments:
 
     Zeros alone are padding throughout. Unlike `derive_segments`, never takes a square one for `[S, S]`.
     """
-    values = _Values(attention_mask_2d.detach().cpu(), None)
+    values = MaskValues(attention_mask_2d.detach().cpu(), None)
     if values.array.ndim != 2:
         _refuse_shape(values.full)
     if values.array.dtype.kind in "iu" and values.high > 1:
@@ -144,74 +141,10 @@ def agree(segments: Segments, others: dict[str, Segments]) -> None:
             raise CollateError(explain_rows(name, rows, rule, remedy))
 
 
-# --- values: any dtype and polarity to True = attends
-
-
-class _Values:
-    """A mask as numbers, and the polarities it can have: `readings` maps each to bool arrays, True = attends."""
-
-    def __init__(self, full: Tensor, declared: Polarity | None) -> None:
-        self.full = full
-        if full.is_floating_point():
-            _refuse_nan(full)
-            full = full.to(torch.float32) if full.dtype in (torch.bfloat16, torch.float16) else full
-        array = full.numpy()
-        self.array = array
-        self.low: float = array.min() if array.size else 0
-        self.high: float = array.max() if array.size else 0
-        self.binary = array.dtype == bool or bool(((array == 0) | (array == 1)).all())
-        self.additive = array.dtype.kind == "f" and self.low <= BLOCKED_BELOW
-        self._refuse_values(declared)
-        self.declared: Polarity | None = "bias" if self.additive else declared
-
-    def read(self, polarity: Polarity) -> Bools:
-        if polarity == "bias":
-            attends: Bools = self.array > self._threshold()
-            return attends
-        equal: Bools = np.equal(self.array, polarity == "keep")
-        return equal
-
-    def _threshold(self) -> float:
-        """Half-way to the fill value where it is a dtype's minimum, so that a bias added to it changes nothing."""
-        return BLOCKED_BELOW if self.low > -6e4 else max(float(self.low) / 2, -1e9)
-
-    def _refuse_values(self, declared: Polarity | None) -> None:
-        got = f"{shape_of(self.full)} with values from {self.low} to {self.high}"
-        if self.array.dtype.kind in "iu" and self.low < 0:
-            rule = "An additive mask is a float tensor; ints are 1 and 0."
-            raise CollateError(explain(KEY, got, rule, "Convert it with .to(torch.float32), or pass the keep mask."))
-        if self.array.dtype.kind in "iu" and self.high > 1 and self.array.ndim != 2:
-            rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
-            raise CollateError(explain(KEY, got, rule, "Convert it to bool, or pass the ids as [B, S]."))
-        if self.array.dtype.kind == "f" and self.high == np.inf:
-            rule = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row."
-            raise CollateError(explain(KEY, got, rule, "Fill blocked places with torch.finfo(dtype).min."))
-        if self.additive and declared in ("keep", "masked"):
-            raise PolarityError(explain(KEY, got, f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
-        if self.array.dtype.kind == "f" and not self.additive and not self.binary:
-            rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
-            raise AmbiguousMaskError(explain(KEY, got, rule, "Fill blocked places with torch.finfo(dtype).min."))
-        if declared == "bias" and self.array.dtype.kind != "f":
-            raise PolarityError(explain(KEY, got, "A bias is a float tensor.", "Pass 'keep' or 'masked'."))
-        if declared == "bias" and self.high > 0:
-            rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
-            raise PolarityError(explain(KEY, got, rule, "Pass polarity='keep' or 'masked'."))
-        if declared not in (None, "keep", "masked", "bias"):
-            raise CollateError(explain("polarity", repr(declared), "There are three polarities.", DECLARE))
-
-
-def _refuse_nan(full: Tensor) -> None:
-    bad = torch.isnan(full.reshape(full.shape[0], -1)).any(dim=1) if full.numel() else torch.zeros(0)
-    rows = [(b, "NaN") for b in bad.nonzero().flatten().tolist()]
-    if rows:
-        rule = "An additive mask holds finite numbers or -inf."
-        raise CollateError(explain_rows(KEY, rows, rule, "Look for inf - inf or 0 * inf where it was built."))
-
-
 # --- shapes
 
 
-def _from_two_dims(values: _Values, batch_size: int | None, square: Callable[[_Values], Segments]) -> Segments:
+def _from_two_dims(values: MaskValues, batch_size: int | None, square: Callable[[MaskValues], Segments]) -> Segments:
     rows, S = values.array.shape
     if rows != S or values.low == values.high or values.high > 1:
         if batch_size not in (None, rows):
@@ -229,7 +162,7 @@ def _from_two_dims(values: _Values, batch_size: int | None, square: Callable[[_V
     raise AmbiguousMaskError(explain(KEY, shape_of(values.full), rule, "Pass [B, 1, S, S], or attention_mask_2d."))
 
 
-def _from_keys(values: _Values) -> Segments:
+def _from_keys(values: MaskValues) -> Segments:
     """`[B, S]`: keep unless declared otherwise, or packing ids."""
     if values.array.dtype.kind in "iu" and values.high > 1:
         if values.declared not in (None, "keep"):
@@ -243,7 +176,7 @@ def _from_keys(values: _Values) -> Segments:
     return Segments.from_keep(values.read(values.declared or "keep"))
 
 
-def _from_key_row(values: _Values) -> Segments:
+def _from_key_row(values: MaskValues) -> Segments:
     """`[B, 1, 1, S]` holds keys alone, so nothing in it proves a polarity."""
     if values.declared is None:
         rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
@@ -251,7 +184,7 @@ def _from_key_row(values: _Values) -> Segments:
     return Segments.from_keep(values.read(values.declared)[:, 0, 0])
 
 
-def _square(values: _Values, given: _Given) -> Segments:
+def _square(values: MaskValues, given: _Given) -> Segments:
     """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
 
     def read(polarity: Polarity) -> Segments:
@@ -276,7 +209,7 @@ def _square(values: _Values, given: _Given) -> Segments:
     return _proved(values, read)
 
 
-def _proved(values: _Values, read: Callable[[Polarity], Segments]) -> Segments:
+def _proved(values: MaskValues, read: Callable[[Polarity], Segments]) -> Segments:
     found: dict[str, Segments | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
     polarities: tuple[Polarity, Polarity] = ("keep", "masked")
@@ -304,7 +237,7 @@ def _told(result: Segments | AmbiguousMaskError) -> str:
     return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result!r}"
 
 
-def _refuse_unexplained(values: _Values, failed: dict[Any, UnexplainedError]) -> NoReturn:
+def _refuse_unexplained(values: MaskValues, failed: dict[Any, UnexplainedError]) -> NoReturn:
     rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
     rule = f"{shape_of(values.full)} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
     remedy = f"{CARRY} Custom attention: prove=False. Wrong way round: polarity=. Padding that attends itself: neither."

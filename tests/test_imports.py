@@ -20,7 +20,7 @@ ORDER = (
     ("segments",),
     ("patterns",),
     ("forms",),
-    ("evidence", "derive", "padding", "features", "outputs"),
+    ("evidence", "polarity", "derive", "padding", "features", "outputs"),
     ("npu", "consumers", "parallel"),
     ("adapters",),
     ("emission",),
