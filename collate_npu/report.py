@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,9 @@ from rich.text import Text
 from collate_npu.audit import OTHERS, OURS, Finding
 
 K = TypeVar("K")
+
+WIDTH = 110
+"""Columns the tables need: a narrower terminal wraps lines, which reads better than numbers cut short."""
 
 
 def passes(ours: Sequence[Finding], tolerance: float) -> bool:
@@ -23,6 +27,7 @@ def print_findings(
     console: Console, findings: Sequence[Finding], left_out: Mapping[str, str], settings: Mapping[str, Any], tolerance: float
 ) -> None:
     """A table of logits and one of gradients, what was refused, raised or left out and why, and the verdict."""
+    console.width = max(console.width, WIDTH)
     for title, measure in (("largest difference of a logit", "logits"), ("relative error of the gradient", "gradient")):
         if any(getattr(finding, measure) is not None for finding in findings):
             console.print(_table(findings, measure, title, tolerance))
@@ -42,11 +47,14 @@ def _grouped(pairs: Iterable[tuple[K, str]]) -> dict[K, list[str]]:
 
 
 def _table(findings: Sequence[Finding], measure: str, title: str, tolerance: float) -> Table:
-    table = Table(title=f"Padded batch against each sample alone: {title}", title_justify="left", header_style="bold")
-    for name in ("model", "attention", "padding"):
+    title = f"Padded batch against each sample alone: {title}"
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
+    for name in ("model", "attn", "side"):
         table.add_column(name, no_wrap=True)
     for column in (*OURS, *OTHERS):
-        table.add_column(column, justify="right", header_style="green" if column in OURS else "yellow")
+        table.add_column(column, justify="right", min_width=8, header_style="green" if column in OURS else "yellow")
     last = ""
     for (name, attn, side), row in _rows(findings):
         if last and name != last:

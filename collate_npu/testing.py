@@ -119,7 +119,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     # Logits are divided by the width of the real model.
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
     # Attention by an indexer: its sizes have no default, or a budget no tiny text exceeds.
-    "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
+    # glm5_next keeps a budget no tiny text exceeds: its scores pass a ReLU (modeling_glm5_next.py:863), and which of many
+    # zeros win a place depends on the width of the tensor, with real tokens appended as with padding.
+    "glm5_next_text": {"index_topk": 1024, "index_kpool": 4},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
