@@ -41,3 +41,10 @@ def test_two_pretended_devices(without_cann: Callable[..., str], stand_ins: list
     code = "import torch; print(torch.npu.is_available(), torch.npu.device_count(), torch.npu.get_device_name(0))"
     environment = {"LD_LIBRARY_PATH": str(stand_ins[0].parent), cann_stub.DEVICES: "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     assert without_cann(code, **environment).endswith("True 2 Ascend910B1")
+
+
+def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str]) -> None:
+    code = "from collate_npu.env import environment as e; found = e(); print(found.npu, '|', *found.hazards)"
+    said = without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "torch_npu does not load" in said
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh" in said

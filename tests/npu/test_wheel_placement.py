@@ -47,3 +47,22 @@ def test_everything_the_audit_hands_the_model_is_where_the_model_is(
     seen = list(tensors(dict(enumerate(given))))
     assert any(isinstance(call.get("attention_mask"), dict) for call in given)
     assert {tensor.device for tensor in seen} == {torch.device("npu:0")}
+
+
+def test_the_command_line_refuses_a_device_that_does_not_compute() -> None:
+    """On a pretended device every case would pass: the command says so instead, and exits with an error."""
+    from typer.testing import CliRunner
+
+    import collate_npu.cli as cli
+
+    result = CliRunner().invoke(cli.app, ["audit", "--device", "npu", "--model", "qwen3_5_text"])
+    assert result.exit_code == 2
+    assert "One and one is not two there" in result.output
+
+
+def test_the_environment_names_the_pretended_card() -> None:
+    from collate_npu.env import environment
+
+    found = environment()
+    assert "npu x 2 (Ascend910B1)" in found.devices
+    assert found.npu.startswith("torch_npu loads")
