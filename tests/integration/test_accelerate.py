@@ -111,3 +111,10 @@ def test_what_accelerate_cannot_carry_is_named():
     assert set(dispatch_problems(flat)) == {
         "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lens",
     }  # fmt: skip
+
+
+def test_a_none_mask_is_left_out_and_the_rest_survives():
+    batch = DispatchCollator(PaddingCollator(pad_token_id=0))(FEATURES)
+    assert "attention_mask" not in batch
+    assert batch["attention_mask_2d"].tolist() == [[True] * 3, [True, False, False]]
+    assert len(concatenate([batch, batch])["input_ids"]) == 4
