@@ -107,7 +107,8 @@ def _npu_hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -
     if "does not load" in npu:
         yield (
             "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh."
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh. transformers imports it too "
+            "when it builds a model, and fails: uninstall torch_npu for that."
         )
     if settings.get("NPU_FA2_SPARSE_MODE") == "2":
         yield (

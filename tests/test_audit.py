@@ -12,6 +12,8 @@ from collate_npu import CollateError
 from collate_npu.audit import OURS, Finding, as_json, audit, read_text, sample_ids, shipped_text
 from collate_npu.testing import byte_tokenizer, tiny_model
 
+pytestmark = pytest.mark.models
+
 TOKENIZER = byte_tokenizer()
 SAMPLES = sample_ids(shipped_text(), TOKENIZER, count=4, max_length=96, seed=5)
 

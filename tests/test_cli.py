@@ -15,6 +15,8 @@ import collate_npu.cli as cli
 from collate_npu import audit as audit_module
 from collate_npu.testing import byte_tokenizer, tiny_model
 
+pytestmark = pytest.mark.models
+
 QUICK = ["--batches", "1", "--batch-size", "3", "--max-length", "96", "--attn", "sdpa", "--no-gradients"]
 
 

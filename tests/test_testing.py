@@ -18,6 +18,8 @@ transformers = pytest.importorskip("transformers")
 from collate_npu import testing  # noqa: E402
 from collate_npu.consumers import family_needs_mask_2d, needs_mask_2d  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 VOCAB = 257
 HYBRID = testing.hybrid_model_types()
 LENGTHS, WIDTH = (5, 9, 17), 17
