@@ -97,12 +97,14 @@ def _prepare(original: Callable[..., Any], args: Any, data: Any, vp_stage: int |
     return swift_masks.add_masks(args, original(args, bare, vp_stage), truth, _options["mask_2d"])
 
 
-def _last_tokens(original: Callable[..., Any], self: Any, output: Tensor, packed: Any = None, mask: Any = None) -> Any:
+def _last_tokens(
+    original: Callable[..., Any], self: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
+) -> Any:
     """The whole mask of the batch, whatever the model was given: None, or one rank's rows."""
     truth = _whole.get(id(self.args))
-    if packed is None and truth is not None:
-        mask = truth.keep.to(output.device)
-    return original(self, output, packed, mask)
+    if packed_seq_params is None and truth is not None:
+        attention_mask = truth.keep.to(output_tensor.device)
+    return original(self, output_tensor, packed_seq_params, attention_mask)
 
 
 if __name__.startswith("_swift_external_"):  # run by swift/utils/utils.py:409-429, in spawned workers too
