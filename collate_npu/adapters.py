@@ -83,11 +83,14 @@ class BatchAdapter:
         """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
 
         `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
-        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, and `cp_partition_mode`
-        (ms-swift 4.6.0 megatron arguments). The rank under context parallelism is Megatron's; pass `context_parallel=`
-        where it is not initialised.
+        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode`, and
+        `attention_backend`: only "local" kernels read dense masks (ms-swift 4.6.0 megatron arguments). The rank under
+        context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
         """
         named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
+        if (backend := getattr(args, "attention_backend", None)) is not None:
+            local = getattr(backend, "name", backend) == "local"  # an enum in Megatron's own arguments
+            named["consumer"] = "megatron" if local else "transformer_engine"
         if not {"model", "model_type", "needs_mask_2d"} & set(settings):
             config = getattr(getattr(args, "model_info", None), "config", None)
             named |= {"model": config} if config is not None else {"model_type": getattr(args, "model_type", None)}

@@ -33,11 +33,17 @@ class Consumer:
 
 CONSUMERS: dict[str, Consumer] = {
     "megatron": Consumer(
-        attention_mask="None where exact, else bool [B, 1, S, S], True = blocked",
+        attention_mask="None where exact, else bool [B, 1, S, S], True = blocked: its local kernels",
         padding="attention_mask_2d, for models with recurrent layers, when not padding_free",
-        refuses="an additive mask (it is never emitted); TE and fused kernels read no dense mask under causal attention",
+        refuses="an additive mask (it is never emitted)",
         source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
         "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
+    ),
+    "transformer_engine": Consumer(
+        attention_mask="None: its kernels compute causal attention whatever mask they are given",
+        padding="attention_mask_2d, as megatron",
+        refuses="every batch where None is not exact",
+        source="megatron-core core/extensions/transformer_engine.py:2307-2315, core/transformer/enums.py:40-48",
     ),
     "mindspeed": Consumer(
         attention_mask="None, which its kernel turns into a compressed causal triangle",
@@ -114,12 +120,19 @@ def route(
     if consumer == "verl":
         return _route_verl(segments, pattern)
     exact = none_is_exact(segments, pattern)
-    if consumer == "mindspeed" and not exact:
-        rule = f"MindSpeed's flash kernel runs a compressed causal triangle, and here {exact.why}."
-        remedy = "Pad right with one sequence a row, use padding_free=True, or set attention_mask_type=general."
+    if consumer in _CAUSAL_KERNELS and not exact:
+        kernel, otherwise = _CAUSAL_KERNELS[consumer]
+        rule = f"{kernel}, and here {exact.why}."
+        remedy = f"Pad right with one sequence a row, use padding_free=True, or {otherwise}."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
     mask_2d = needs_2d or consumer == "verl_npu"
     return Route(form="none" if exact else "masked", mask_2d=mask_2d, why=exact.why)
+
+
+_CAUSAL_KERNELS = {
+    "mindspeed": ("MindSpeed's flash kernel runs a compressed causal triangle", "set attention_mask_type=general"),
+    "transformer_engine": ("TransformerEngine's causal kernels read no dense mask", "run local kernels (megatron)"),
+}
 
 
 def check_consumer(consumer: str) -> None:

@@ -97,9 +97,11 @@ def _check_padding(attends_BQK: Bools, keep_BS: Bools) -> None:
     if (attends_BQK == np.tri(S, dtype=bool)).all():
         return
     filler_BQ = attends_BQK.all(axis=2) & ~keep_BS
-    filler_BQ[:, -1] &= filler_BQ[:, :-1].any()
+    diagonal_BS = np.diagonal(attends_BQK, axis1=1, axis2=2)
+    # A last row that sees everything may be a real token: a filler only where others are, or where it sees plain padding.
+    filler_BQ[:, -1] &= filler_BQ[:, :-1].any() | (~keep_BS & ~diagonal_BS)[:, :-1].any(axis=1)
     padding_BS = ~keep_BS & ~filler_BQ
-    own_BS = np.diagonal(attends_BQK, axis1=1, axis2=2) & padding_BS
+    own_BS = diagonal_BS & padding_BS
     forced = (own_BS == padding_BS).all()
     seen_BS = np.stack([rows[~filler].sum(axis=0) for rows, filler in zip(attends_BQK, filler_BQ)]) - own_BS
     wrong_BS = ~keep_BS & (seen_BS > 0) | own_BS & (not forced)

@@ -1,4 +1,7 @@
-"""Profiles of hypothesis: `ci` (the default) and `dev`; HYPOTHESIS_PROFILE chooses. Small tensors, so one thread."""
+"""Profiles of hypothesis: `ci` (the default, the same examples each time), `dev`, and `fuzz`, which looks further.
+
+HYPOTHESIS_PROFILE chooses. Small tensors, so one thread.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Slow generation is judged by the whole run, not by one loaded machine; examples need no database to be found again.
-settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=200, derandomize=True, **common)
+settings.register_profile("dev", max_examples=30, **common)
+settings.register_profile("fuzz", max_examples=2500, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 

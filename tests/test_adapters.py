@@ -342,6 +342,11 @@ def test_an_argument_namespace():
     assert adapter.padding_free
     assert adapter.context_parallel is None
     assert not BatchAdapter.from_args(args, model=HYBRID, padding_free=False).padding_free
+    for backend, consumer in (("local", "megatron"), ("flash", "transformer_engine"), (None, "megatron")):
+        given = SimpleNamespace(padding_free=False, attention_backend=backend)
+        assert BatchAdapter.from_args(given, model=HYBRID).consumer == consumer
+    enum = SimpleNamespace(attention_backend=SimpleNamespace(name="local"))
+    assert BatchAdapter.from_args(enum, model=HYBRID).consumer == "megatron"
     split = SimpleNamespace(padding_free=False, context_parallel_size=2)
     cp = ContextParallel(2, 1, mask_2d="local")
     assert BatchAdapter.from_args(split, needs_mask_2d=True, context_parallel=cp).context_parallel is cp

@@ -48,7 +48,8 @@ def add_masks(args: Any, out: Mapping[str, Any], truth: Segments, mask_2d: Scope
     device = next(value.device for value in out.values() if isinstance(value, Tensor))
     cp, npu, info = _context_parallel(args, mask_2d), bool(is_torch_npu_available()), getattr(args, "model_info", None)
     config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
-    adapter = BatchAdapter.from_args(args, context_parallel=cp, **config)
+    # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
+    adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer="megatron", **config)
     wants_dense = _wants_dense(args, truth, npu, recurrent=adapter.route(truth).mask_2d)
     masks = adapter.apply({KEEP_KEY: truth.keep.to(device)}, truth)
     # Off an NPU mcore-bridge's recurrent layers take the dense mask or none (model/gpts/qwen3_next.py:58-66).
