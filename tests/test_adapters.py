@@ -244,12 +244,15 @@ def test_torchtitan_reads_its_own_key():
     assert out["attention_masks"].shape == (2, 1, 5, 5)
 
 
-def test_mindspeed_refuses_left_padding():
-    out = BatchAdapter(HYBRID, consumer="mindspeed")(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
+@pytest.mark.parametrize(
+    ("consumer", "remedy"), [("mindspeed", "attention_mask_type=general"), ("transformer_engine", "local kernels")]
+)
+def test_causal_kernels_refuse_left_padding(consumer, remedy):
+    out = BatchAdapter(HYBRID, consumer=consumer)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
     assert out["attention_mask"] is None
     assert torch.equal(out["attention_mask_2d"], RIGHT.keep)
-    with pytest.raises(UnsupportedFormError, match=r"padding stands on the left.*attention_mask_type=general"):
-        BatchAdapter(HYBRID, consumer="mindspeed")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
+    with pytest.raises(UnsupportedFormError, match=f"padding stands on the left.*{remedy}"):
+        BatchAdapter(HYBRID, consumer=consumer)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

@@ -68,6 +68,7 @@ def form(consumer, segments, **settings):
     [
         ("megatron", "none", "masked", "masked", "masked"),
         ("mindspeed", "none", "refused", "refused", "refused"),
+        ("transformer_engine", "none", "refused", "refused", "refused"),
         ("transformers", "keep_2d", "keep_2d", "keep", "keep"),
         ("verl", "keep_2d", "keep_2d", "refused", "refused"),
         ("verl_npu", "none", "masked", "masked", "masked"),
@@ -86,6 +87,7 @@ def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
     [
         ("megatron", False, True),
         ("mindspeed", False, True),
+        ("transformer_engine", False, True),
         ("transformers", False, False),
         ("verl", True, True),
         ("verl_npu", True, True),
