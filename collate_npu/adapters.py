@@ -202,7 +202,8 @@ def find_segments(
     """The truth of a batch, from whatever it carries: `attention_mask_2d`, `attention_mask` of any rank, offsets, positions.
 
     All sources are checked against each other. A batch that carries none of them raises: no mask may mean no padding, or
-    that the mask was lost. With `padding_free` a single flat row is real throughout.
+    that the mask was lost (positions that count up once say nothing of padding). With `padding_free` a single flat row is
+    real throughout.
     """
     B, S = _shape(batch)
     carried, keep = batch.get("attention_mask"), batch.get(KEEP_KEY)
@@ -219,7 +220,7 @@ def find_segments(
     flat = _flat_segments(batch, S) if B == 1 else None
     if flat is None and padding_free:
         return Segments.from_lengths([S])
-    if flat is None:
+    if flat is None or not (padding_free or flat.packed or any(key in batch for key in OFFSET_KEYS)):
         rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
         remedy = "Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it)."
         raise AmbiguousMaskError(explain("batch", f"keys {', '.join(map(str, batch))}", rule, remedy))
@@ -251,11 +252,9 @@ def _flat_segments(batch: Mapping[str, Any], S: int) -> Segments | None:
     for key in OFFSET_KEYS:
         if isinstance(offsets := batch.get(key), Tensor):
             lengths = batch.get("seq_lens")  # real lengths, where the offsets count an alignment tail as a sequence
-            return (
-                Segments.from_lengths([lengths.tolist()], S)
-                if lengths is not None
-                else (Segments.from_cu_seqlens(offsets, S))
-            )
+            if lengths is not None:
+                return Segments.from_lengths([lengths.tolist()], S)
+            return Segments.from_cu_seqlens(offsets, S)
     positions = batch.get("position_ids")
     return Segments.from_position_ids(positions) if isinstance(positions, Tensor) and positions.ndim == 2 else None
 
@@ -267,7 +266,7 @@ def _split(segments: Segments, batch: Mapping[str, Any]) -> Segments:
         flat = _flat_segments(batch, segments.shape[1])
         if flat is not None and torch.equal(flat.keep, segments.keep):
             return flat
-        if flat is not None and segments.padding_side != "none":
+        if flat is not None:
             agree(segments, {next(iter(offsets)): flat})
     return _split_by_positions(segments, batch.get("position_ids"))
 

@@ -123,6 +123,20 @@ def test_offsets_beside_a_2d_mask_split_a_flat_row():
 # --- sources that contradict each other
 
 
+def test_positions_that_count_up_once_say_nothing_of_padding():
+    """One row whose mask was lost: its padding counts on, as ours does, or as a model makes it up."""
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "position_ids": torch.arange(8)[None]}
+    with pytest.raises(AmbiguousMaskError, match="a mask that was lost"):
+        find_segments(batch)
+    assert find_segments(batch, padding_free=True) == Segments.from_lengths([8])
+
+
+def test_offsets_that_end_before_a_mask_of_ones_disagree():
+    keys = {"attention_mask": torch.ones(1, 8), "cu_seq_lens_q": torch.tensor([0, 3, 6])}
+    with pytest.raises(CollateError, match="cu_seq_lens_q: 1 bad row"):
+        find_segments({"input_ids": torch.ones(1, 8, dtype=torch.int64), **keys})
+
+
 def test_no_source_is_an_error_that_names_the_keys():
     with pytest.raises(AmbiguousMaskError, match=r"batch: got keys input_ids, labels\. No key says.*attention_mask_2d"):
         find_segments(batch_of(RIGHT, labels=None))
