@@ -137,7 +137,7 @@ class BatchAdapter:
             self.consumer,
             segments,
             pattern=self.pattern,
-            needs_2d=bool(settings.needs_2d),
+            needs_2d=settings.needs_2d is not False if padding_free else bool(settings.needs_2d),
             padding_free=padding_free,
             attn_implementation=settings.attn_implementation,
             aux_loss=settings.aux_loss,

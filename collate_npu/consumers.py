@@ -107,6 +107,8 @@ def route(
     pattern = Pattern.of(pattern)
     check_consumer(consumer)
     if padding_free:
+        if consumer == "transformers":
+            _refuse_flat(segments, needs_2d)
         return Route(form="none", mask_2d=False, why="padding free: offsets carry the boundaries, and there is no padding")
     if consumer == "transformers":
         _refuse_deaf(segments, model_type)
@@ -201,6 +203,17 @@ def _refuse_single_row(segments: Segments, needs_2d: bool) -> None:
     if needs_2d and one_row and _transformers_version() < (5, 15):
         rule = "transformers before 5.15 drops the mask of a single row in recurrent layers (apply_mask_to_padding_states)."
         remedy = "Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+
+
+def _refuse_flat(segments: Segments, needs_2d: bool) -> None:
+    """Before 5.20 transformers' torch path ran packed rows through recurrent layers as one sequence, silently.
+
+    From then on it raises where it lacks kernels that read the offsets (5.20 integrations/hub_kernels.py).
+    """
+    if needs_2d and segments.packed and _transformers_version() < (5, 20):
+        rule = "transformers before 5.20 carries the state of a recurrent layer from one sequence of a flat row to the next."
+        remedy = "Upgrade transformers, or give each sequence its own row (padding_free=False)."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
 
 

@@ -141,6 +141,16 @@ def test_older_transformers(monkeypatch):
         assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
 
 
+def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
+    flat = Segments.from_lengths([[3, 5]])
+    for version, packed in (((4, 57), "refused"), ((5, 19), "refused"), ((5, 20), "none")):
+        monkeypatch.setattr("collate_npu.consumers._transformers_version", lambda version=version: version)
+        assert form("transformers", flat, needs_2d=True, padding_free=True) == packed
+        assert form("transformers", flat, padding_free=True) == "none"
+        assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
+        assert form("megatron", flat, needs_2d=True, padding_free=True) == "none"
+
+
 def test_older_transformers_take_no_mapping(monkeypatch):
     layers = config(layer_types=["conv", "full_attention"])
     monkeypatch.setattr("collate_npu.consumers._transformers_version", lambda: (5, 13))

@@ -245,7 +245,8 @@ def test_wrapped_collators_reach_the_layers(kind, name):
 def test_flattening_keeps_one_row_and_gets_all_its_offsets():
     inner = transformers.DataCollatorWithFlattening()
     features = [{"input_ids": ids, "labels": ids} for ids in IDS[:3]]
-    batch = wrap_collator(inner, consumer="transformers")(features)
+    dense_model = transformers.Qwen3Config()
+    batch = wrap_collator(inner, consumer="transformers", model=dense_model)(features)
     assert batch["attention_mask"] is None
     assert "attention_mask_2d" not in batch
     assert batch["cu_seq_lens_q"].tolist() == [0, *torch.tensor([len(ids) for ids in IDS[:3]]).cumsum(0).tolist()]
