@@ -25,6 +25,10 @@ PYTHON = [
 COMMANDS = [line for language, code in BLOCKS if language == "console" for line in code.splitlines()]
 
 
+GLOO_ABORT = "terminate called without an active exception"
+"""torch 2.13 now and then aborts a finished process that had a DeviceMesh over gloo (its three lines alone do so too)."""
+
+
 def test_every_block_is_of_a_known_kind():
     assert {language for language, _ in BLOCKS} <= {"python", "text", "console"}
     assert len(PYTHON) >= 4
@@ -42,7 +46,10 @@ def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
     script.write_text(code, encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if "torchrun" in before else []
     command = [sys.executable, *torchrun, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+    for _ in range(4):
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+        if not (torchrun and GLOO_ABORT in done.stderr):
+            break
     assert done.returncode == 0, done.stderr[-2000:]
     if output:
         lines = done.stdout.splitlines()
