@@ -25,7 +25,7 @@ PYTHON = [
 COMMANDS = [line for language, code in BLOCKS if language == "console" for line in code.splitlines()]
 
 
-GLOO_ABORT = "terminate called without an active exception"
+GLOO_ABORT = "SIGABRT"
 """torch 2.13 now and then aborts a finished process that had a DeviceMesh over gloo (its three lines alone do so too)."""
 
 
@@ -52,8 +52,7 @@ def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
             break
     assert done.returncode == 0, done.stderr[-2000:]
     if output:
-        lines = done.stdout.splitlines()
-        assert (sorted(lines) if torchrun else lines) == output.splitlines()
+        assert done.stdout == output
 
 
 def test_the_two_commands_are_what_ci_runs():
