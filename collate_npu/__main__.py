@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line, or say which extra it needs."""
     try:
-        from collate_npu.cli import app
+        from collate_npu.tools.cli import app
     except ModuleNotFoundError as error:
         sys.exit(f"collate-npu: {error.name} is not installed; the command line needs: pip install 'collate-npu[audit]'")
     app()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers import DEAF, family_needs_mask_2d, text_config
+from collate_npu.consumers.route import DEAF, family_needs_mask_2d, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

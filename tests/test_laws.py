@@ -41,7 +41,7 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-from collate_npu.consumers import CONSUMERS, route
+from collate_npu.consumers.route import CONSUMERS, route
 from collate_npu.parallel import join_shards
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")

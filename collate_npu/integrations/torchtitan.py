@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.forms import mask_mod
-from collate_npu.patterns import Pattern
+from collate_npu.masks.forms import mask_mod
+from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import IntArray, Segments
 
 Kind = str | Pattern | None

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers import needs_mask_2d
+from collate_npu.collate.features import TOKEN_KEYS, TRUTH_KEYS, VISION_KEYS
+from collate_npu.consumers.route import needs_mask_2d
 from collate_npu.errors import CollateError, explain
-from collate_npu.features import TOKEN_KEYS, TRUTH_KEYS, VISION_KEYS
 
 COLUMNS = tuple(sorted({*TOKEN_KEYS, *TRUTH_KEYS, *VISION_KEYS, "input_ids"}))
 """Every column that `PaddingCollator` reads by name."""

@@ -11,10 +11,10 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from collate_npu import BatchAdapter, PaddingCollator
-from collate_npu.audit import sample_ids, shipped_text
 from collate_npu.integrations.accelerate import DispatchCollator
 from collate_npu.integrations.transformers import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.tools.audit import sample_ids, shipped_text
 
 
 class Stream(torch.utils.data.IterableDataset):

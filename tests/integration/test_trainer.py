@@ -19,9 +19,9 @@ from collate_npu import (  # noqa: E402
     dense,
     wrap_collator,
 )
-from collate_npu.audit import sample_ids, shipped_text  # noqa: E402
 from collate_npu.integrations.transformers import check_delivery, declare_columns, received_masks  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
+from collate_npu.tools.audit import sample_ids, shipped_text  # noqa: E402
 
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos
 IDS = sample_ids(shipped_text(), TOKENIZER, count=8, max_length=90, seed=3)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from collate_npu import PaddingCollator, Segments, per_sequence
-from collate_npu.npu import fusion_attention_kwargs
-from collate_npu.npu.call import DEFAULTS
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
 from collate_npu.testing import tiny_model
 
 MODELS = ("qwen3", "qwen3_5_text")

@@ -8,9 +8,9 @@ from pathlib import Path
 import cann_stub
 
 RUNS_WITHOUT = """
-import collate_npu, collate_npu.npu, sys
+import collate_npu, collate_npu.kernels.fusion_attention, sys
 from collate_npu import Segments
-from collate_npu.npu import check_contract, fusion_attention_kwargs
+from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5]))
 check_contract(kwargs, B=2, N=4, Nkv=4, Sq=5, Skv=5, D=8)
 assert not [name for name in sys.modules if name.startswith("torch_npu")]
@@ -32,7 +32,7 @@ def test_without_cann_torch_itself_names_the_switch(without_cann: Callable[..., 
 
 
 def test_cann_without_a_card_is_no_device(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
-    code = "import torch, collate_npu.npu; print(torch.npu.is_available(), torch.npu.device_count())"
+    code = "import torch, collate_npu.kernels.fusion_attention; print(torch.npu.is_available(), torch.npu.device_count())"
     said = without_cann(code, LD_LIBRARY_PATH=str(stand_ins[0].parent), TORCH_DEVICE_BACKEND_AUTOLOAD="1")
     assert said.endswith("False 0")
 
@@ -44,7 +44,7 @@ def test_two_pretended_devices(without_cann: Callable[..., str], stand_ins: list
 
 
 def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str]) -> None:
-    code = "from collate_npu.env import environment as e; found = e(); print(found.npu, '|', *found.hazards)"
+    code = "from collate_npu.tools.env import environment as e; found = e(); print(found.npu, '|', *found.hazards)"
     said = without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert "torch_npu does not load" in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh" in said

@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collate_npu import Pattern, Segments, UnsupportedFormError
-from collate_npu.npu import check_contract, fusion_attention_kwargs, reference_fusion_attention
-from collate_npu.npu.call import DEFAULTS
+from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs, reference_fusion_attention
+from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
 OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_v3")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from collate_npu.audit import audit
 from collate_npu.testing import tiny_model
+from collate_npu.tools.audit import audit
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 
@@ -53,7 +53,7 @@ def test_the_command_line_refuses_a_device_that_does_not_compute() -> None:
     """On a pretended device every case would pass: the command says so instead, and exits with an error."""
     from typer.testing import CliRunner
 
-    import collate_npu.cli as cli
+    import collate_npu.tools.cli as cli
 
     result = CliRunner().invoke(cli.app, ["audit", "--device", "npu", "--model", "qwen3_5_text"])
     assert result.exit_code == 2
@@ -61,7 +61,7 @@ def test_the_command_line_refuses_a_device_that_does_not_compute() -> None:
 
 
 def test_the_environment_names_the_pretended_card() -> None:
-    from collate_npu.env import environment
+    from collate_npu.tools.env import environment
 
     found = environment()
     assert "npu x 2 (Ascend910B1)" in found.devices

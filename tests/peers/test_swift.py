@@ -54,8 +54,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
-from collate_npu.consumers import text_config  # noqa: E402
-from collate_npu.integrations import mcore_bridge, swift, swift_masks  # noqa: E402
+from collate_npu.consumers.route import text_config  # noqa: E402
+from collate_npu.integrations import swift  # noqa: E402
+from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
+from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
 from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
 
 LENGTHS = (7, 3, 5)
@@ -717,7 +719,7 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
 def test_as_external_plugins_file_it_installs_and_hides_no_package(tmp_path):
     original, path = utils.prepare_batch, list(sys.path)
     for _ in range(2):
-        import_external_file(swift.__file__)
+        import_external_file(str(Path(swift.__file__).with_name("plugin.py")))
         assert utils.prepare_batch is not original
         assert sys.path == path  # with its folder first, `import transformers` would find this package's file
     swift.uninstall()
@@ -729,7 +731,7 @@ def test_a_spawned_dataloader_worker_replays_the_plugin():
         assert hasattr(made.tokenizer, attribute)
     before = DataLoader.__init__, getattr(DataLoader, "_swift_external_plugins", False)
     try:
-        import_external_file(swift.__file__)
+        import_external_file(str(Path(swift.__file__).with_name("plugin.py")))
         patch_dataloader_external_plugins()
         rows = [{"input_ids": [5] * n, "labels": [5] * n, "length": n} for n in LENGTHS]
         loader = DataLoader(

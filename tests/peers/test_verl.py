@@ -22,7 +22,8 @@ util = pytest.importorskip("verl.models.mcore.util", reason=why, exc_type=Import
 mpu = pytest.importorskip("megatron.core.parallel_state", reason=why, exc_type=ImportError)
 
 from collate_npu import CollateError, ContextParallel, Pattern, UnsupportedFormError, dense  # noqa: E402
-from collate_npu.integrations import verl, verl_engine  # noqa: E402
+from collate_npu.integrations import verl  # noqa: E402
+from collate_npu.integrations.verl import engine as verl_engine  # noqa: E402
 from collate_npu.parallel import join_shards, query_rows  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))

@@ -1,0 +1,1 @@
+"""Collate: features in, a batch out whose masks agree with each other."""

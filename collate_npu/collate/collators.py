@@ -1,0 +1,181 @@
+"""The collator: features in, a batch out whose masks agree with each other, on the CPU, picklable.
+
+It emits `attention_mask` (4D or None) beside `attention_mask_2d`, or, with a consumer named, what that consumer reads.
+Costs one pass over the tokens; a 4D mask costs B * S * S bytes and is built only where nothing cheaper is exact.
+
+Legend: B batch rows, S width, T tokens of a flat row, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from collate_npu.collate import padding
+from collate_npu.collate.features import VISION_KEYS, Samples, read_features
+from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, emit, ignore_labels, offsets, predicts_next
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES
+from collate_npu.masks.patterns import Pattern
+from collate_npu.segments import Segments, Side
+
+Features = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
+
+    Every key with one value a token is padded together: `input_ids`, `labels`, `position_ids`, `loss_scale`,
+    `token_type_ids`, `routed_experts` and any other sequence of numbers as long as its row, in all rows. Of the rest,
+    tensors of the vision keys concatenate, numbers become `[B]`, anything else a list of B. What is real is told by the
+    lengths and by a row's own `attention_mask` (holes stay holes; `1 1 2 2 0`, or `seq_lengths`, mark several sequences),
+    never by `pad_token_id`, which is often a real eos.
+
+    With `consumer=None` the batch is for an adapter at the trainer: `attention_mask` is None exactly where that is exact,
+    else bool `[B, 1, S, S]`, True = blocked, beside bool `attention_mask_2d`. `attention_mask` may be "4d" (always
+    built), "none" (raises where None is not exact), "2d" (the keep mask), or "omit" (no such key: accelerate's gather
+    and TRL cannot carry None). With a `consumer` named, and `model` or `model_type` where its route depends on the
+    layers, that route is applied here and nothing else is needed.
+
+    `max_length` is a limit, and with `padding="max_length"` the width; longer rows raise, nothing is cut. Labels are not
+    shifted yet (unless `labels_shifted`), so the label of a token that follows padding or another sequence is ignored:
+    it would be predicted from there, and is not when the sample is alone.
+    """
+
+    tokenizer: Any = None
+    _: KW_ONLY
+    pad_token_id: int | None = None
+    padding_side: Side | None = None
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = -100
+    padding_free: bool = False
+    separator_id: int = -100
+    attention_mask: MaskMode = "auto"
+    consumer: str | None = None
+    return_tensors: str = "pt"
+    padding: bool | Literal["longest", "max_length"] = True
+    pattern: str | Pattern = "causal"
+    labels_shifted: bool = False
+    allow_empty: bool = False
+    max_mask_bytes: int = MAX_MASK_BYTES
+    model: InitVar[Any] = None
+    model_type: InitVar[str | None] = None
+    _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, model: Any, model_type: str | None) -> None:
+        check_mode(self.attention_mask, self.consumer, self.return_tensors)
+        given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
+        for name, value in given.items():
+            object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
+        object.__setattr__(self, "padding_side", self.padding_side or "right")
+        _check_padding(self)
+        if self.pad_token_id is None and (not self.padding_free or self.pad_to_multiple_of):
+            rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
+            remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
+            raise CollateError(explain("pad_token_id", "None", rule, remedy))
+        object.__setattr__(self, "_adapter", adapter_of(self, model, model_type))
+
+    def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
+        """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row."""
+        check_mode(self.attention_mask, self.consumer, return_tensors or self.return_tensors)
+        samples = read_features(features, allow_empty=self.allow_empty)
+        batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
+        return emit(self, batch, segments, padding_free=self.padding_free)
+
+
+def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
+    side: Side = collator.padding_side or "right"
+    width = _width(collator, max(samples.lengths), samples.lengths)
+    batch: dict[str, Any] = {}
+    for key, column in samples.columns.items():
+        if samples.kinds[key] == "tokens":
+            batch[key] = padding.pad_rows(key, column, width=width, side=side, fill=_fill(collator, key))
+        elif samples.kinds[key] == "axes":
+            batch[key] = padding.pad_positions([np.asarray(row) for row in column], width=width, side=side)
+        else:
+            batch[key] = _other(key, column, samples)
+    if samples.ids is None:
+        segments = Segments.from_lengths(samples.lengths, width, side)
+    else:
+        segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.ids, width=width, side=side))
+    if "position_ids" not in batch and not VISION_KEYS & set(batch):
+        batch["position_ids"] = segments.position_ids
+    return ignore_labels(collator, batch, segments), segments
+
+
+def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
+    """One row of real tokens; what padding does in the samples is left out, alignment comes at the end."""
+    _check_max_length(collator, samples.lengths)
+    keeps = None if samples.ids is None else [row > 0 for row in samples.ids]
+    ids = samples.ids or [np.ones(n, np.int32) for n in samples.lengths]
+    lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
+    width = padding.round_up(sum(lengths), collator.pad_to_multiple_of)
+    batch: dict[str, Any] = {}
+    for key, column in samples.columns.items():
+        if samples.kinds[key] == "tokens":
+            rows = column if keeps is None else [np.asarray(row)[keep] for row, keep in zip(column, keeps)]
+            batch[key] = padding.flatten_rows(key, rows, width=width, fill=_fill(collator, key))
+        elif samples.kinds[key] == "axes":
+            rule = "Multi-axis positions of a flat row are the trainer's to build, from its offsets."
+            raise UnsupportedFormError(explain(key, "[axes, L]", rule, "Drop them from the samples."))
+        else:
+            batch[key] = _other(key, column, samples)
+    segments = Segments.from_lengths([lengths], width)
+    batch |= offsets(segments)
+    if "labels" in batch and predicts_next(collator) and not batch["labels"].is_floating_point():
+        starts = [start for _, start, _ in segments.spans]
+        batch["labels"][0, starts] = collator.separator_id
+    return batch, segments
+
+
+def _other(key: str, column: list[Any], samples: Samples) -> Any:
+    if samples.kinds[key] == "vision":
+        return padding.concatenate_values(key, column)
+    if key == "labels" and all(padding.is_ragged(row) for row in column):
+        return torch.as_tensor(np.stack([np.asarray(row, np.float32) for row in column]))
+    return padding.stack_values(key, column)
+
+
+def _fill(collator: PaddingCollator, key: str) -> float:
+    """Padding holds the pad id, the ignored label, or 0."""
+    if key == "input_ids":
+        return collator.pad_token_id or 0
+    if key == "token_type_ids":
+        return getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
+    return collator.label_pad_token_id if key in ("labels", "shift_labels") else 0
+
+
+def _width(collator: PaddingCollator, longest: int, lengths: list[int]) -> int:
+    _check_max_length(collator, lengths)
+    if collator.padding is False and len(set(lengths)) > 1:
+        rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
+        raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
+    limit = collator.max_length
+    fixed = limit if collator.padding == "max_length" and limit is not None else longest
+    return padding.round_up(fixed, collator.pad_to_multiple_of)
+
+
+def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
+    limit = collator.max_length
+    too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if limit is not None and n > limit]
+    if too_long:
+        rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
+        raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
+
+
+def _check_padding(collator: PaddingCollator) -> None:
+    if collator.padding_side not in ("left", "right"):
+        rule = "Padding goes to one side."
+        raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
+    if collator.padding not in (True, False, "longest", "max_length"):
+        rule = "padding is True or 'longest', 'max_length', or False for rows of one length."
+        raise CollateError(explain("padding", repr(collator.padding), rule, "True suits most trainers."))
+    if collator.padding == "max_length" and collator.max_length is None:
+        raise CollateError(explain("max_length", "None", "padding='max_length' pads to it.", "Pass max_length=."))

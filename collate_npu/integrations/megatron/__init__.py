@@ -1,0 +1,80 @@
+"""megatron-core 0.16.1: any batch of ours as the arguments of `GPTModel`, cut for this rank.
+
+`GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones, wants
+labels that are shifted already and takes the router's `padding_mask` (True = padding); it has no place for a 2D mask, and
+its GatedDeltaNet reads none. Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from collate_npu.consumers.adapter import find_segments
+from collate_npu.consumers.route import config_of, needs_mask_2d
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.masks.forms import MAX_MASK_BYTES, Polarity, dense, none_is_exact
+from collate_npu.parallel import ContextParallel, query_rows, shift_labels, split_batch
+from collate_npu.segments import Segments
+
+
+def gpt_batch(
+    batch: Mapping[str, Any],
+    model: Any,
+    *,
+    context_parallel: ContextParallel | None = None,
+    polarity: Polarity | None = None,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> tuple[dict[str, Any], Segments]:
+    """`model(**inputs)` computes every real token as when its sample is alone; the whole truth comes with the inputs.
+
+    `inputs` are `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where ignored) and
+    `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
+    `parallel_state` has one. Pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels
+    have no right form for the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
+    """
+    truth = find_segments(batch, polarity=polarity)
+    cp, config = context_parallel or _megatron_parallel(model), config_of(model)
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "attention_mask": None}
+    device = batch["input_ids"].device
+    positions = batch.get("position_ids")
+    inputs["position_ids"] = truth.position_ids.to(device) if positions is None else positions
+    if isinstance(labels := batch.get("labels"), Tensor):
+        shifted = shift_labels(labels, truth)
+        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
+    if getattr(config, "num_moe_experts", None):
+        inputs["padding_mask"] = ~truth.keep.to(device)
+    if cp is not None:
+        inputs = split_batch(inputs, cp, segments=truth)
+    if _reads_dense(model, truth):
+        rows = None if cp is None else query_rows(truth.shape[1], cp)
+        inputs["attention_mask"] = dense(truth, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+    return inputs, truth
+
+
+def _megatron_parallel(model: Any) -> ContextParallel | None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized() or parallel_state.get_context_parallel_world_size() == 1:
+        return None
+    shared = bool(getattr(config_of(model), "sequence_parallel", False))
+    return ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
+
+
+def _reads_dense(model: Any, truth: Segments) -> bool:
+    """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35).
+
+    Raises where None is wrong and no dense mask is read: Transformer Engine ignores it under causal attention, the fused
+    local softmax too (core/fusions/fused_softmax.py:285-290), and GatedDeltaNet has no padding (core/ssm/gated_delta_net).
+    """
+    exact, config = none_is_exact(truth), config_of(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    reads = "DotProductAttention" in kinds and not getattr(config, "masked_softmax_fusion", False)
+    if not exact and (not reads or needs_mask_2d(model)):
+        reader = "GatedDeltaNet" if reads else "this model's attention kernel"
+        rule = f"{reader} of megatron-core reads no padding mask, and {exact.why}."
+        remedy = "Pad right, with one sequence a row."
+        raise UnsupportedFormError(explain("attention_mask", repr(truth), rule, remedy))
+    return reads

@@ -1,0 +1,71 @@
+"""twinkle-kit 0.5.1: an InputProcessor whose stages keep padding and the 2D mask, and a safe gather of objects.
+
+`install(processor)` swaps five stages of its `process_pipeline` for those of `twinkle_stages`; `uninstall` puts them back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.integrations.twinkle.stages import Stages
+from collate_npu.masks.patterns import Pattern
+from collate_npu.parallel import gather_objects
+
+
+def install(
+    processor: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal"
+) -> None:
+    """Replace the stages of one `InputProcessor`. `model` (or its config) tells whether its layers read the 2D mask.
+
+    With the model itself, `attention_mask_2d`, and on MoE models `padding_mask`, go where its forward passes them on
+    (`mcore_bridge.deliver`; `mcore_bridge.install()` lets its layers take them), and a batch whose padding its kernels
+    cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and kernels are not looked
+    at. Raises `CollateError` where none of them is given, or a stage is missing. Does nothing the second time.
+    """
+    if _installed(processor) is not None:
+        return
+    stages = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d, pattern)
+    ours = stages.by_name()
+    missing = set(ours) - {stage.__name__ for stage in processor.process_pipeline}
+    if missing:
+        rule = "The stages of twinkle-kit 0.5.1 are replaced by name."
+        raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, "Install twinkle-kit==0.5.1."))
+    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
+
+
+def uninstall(processor: Any) -> None:
+    """Put twinkle's own stages back."""
+    if (stages := _installed(processor)) is not None:
+        processor.process_pipeline = list(stages.before)
+
+
+def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
+    """twinkle's `torch_util.gather_object`, through Gloo alone: no object meets HCCL (twinkle utils/framework.py:41-71).
+
+    Uses `process_group` if it is Gloo, else Megatron's Gloo group of the data-parallel ranks; raises `CollateError` where
+    there is neither, instead of hanging. Lists of ranks are joined and None left out, as twinkle's callers expect.
+    """
+    import torch.distributed as dist
+
+    values = [value]
+    if dist.is_available() and dist.is_initialized():
+        values = gather_objects(value, _gloo_of(process_group or dist.group.WORLD, device_mesh))
+    return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
+
+
+def _installed(processor: Any) -> Stages | None:
+    owners = (getattr(stage, "__self__", None) for stage in processor.process_pipeline)
+    return next((owner for owner in owners if isinstance(owner, Stages)), None)
+
+
+def _gloo_of(group: Any, device_mesh: Any) -> Any:
+    from collate_npu.parallel.groups import is_gloo
+
+    try:
+        from megatron.core import parallel_state
+    except ImportError:
+        return group
+    if is_gloo(group) or not parallel_state.model_parallel_is_initialized():
+        return group
+    return parallel_state.get_data_parallel_group_gloo(getattr(device_mesh, "cp_world_size", 1) > 1)

@@ -1,0 +1,196 @@
+"""The five stages of twinkle's InputProcessor that lose padding, as `integrations.twinkle.install` puts them in place.
+
+twinkle-kit 0.5.1 (processor/base.py) builds its 4D mask from lengths alone (:488-499), pads to tp or to 2 * cp but never
+to both (:296-299), passes on no key outside its list (:659-677), drops the 4D mask whatever it says (:454-466) and splits
+no mask (:394). Costs one copy of each padded key. Legend: B rows, S width, L tokens of one row `[1, L]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from collate_npu.collate.padding import round_up
+from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter
+from collate_npu.consumers.route import config_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations.megatron.mcore_bridge import deliver
+from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.patterns import Pattern
+from collate_npu.parallel import (
+    KEY_TABLE,
+    MASK_2D_SCOPE,
+    TOKENS,
+    ContextParallel,
+    Rule,
+    pad_documents,
+    split_batch,
+    split_tensor,
+)
+from collate_npu.segments import Segments
+
+Row = dict[str, Any]
+Stage = Callable[..., list[Row]]
+
+_DOCUMENTS: Mapping[str, Rule] = {**KEY_TABLE, "position_ids": Rule("split", -1, -1)}  # -1: twinkle's fill, no new document
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Our stages of one processor; each takes and returns a list, as twinkle's do."""
+
+    processor: Any
+    before: tuple[Callable[..., Any], ...]
+    model: Any
+    needs_mask_2d: bool | None
+    pattern: str | Pattern
+
+    def by_name(self) -> dict[str, Stage]:
+        """Each stage under the name of twinkle's that it replaces. Raises where the model's need of the mask is unknown."""
+        self.adapter("megatron", ContextParallel(1, 0))
+        return {
+            "pad_cp": self.pad_cp,
+            "align_routed_experts": self.align_routed_experts,
+            "to_transformers_dict": self.to_transformers_dict,
+            "drop_causal_4d_mask": self.drop_causal_4d_mask,
+            "split_cp": self.split_cp,
+        }
+
+    def adapter(self, consumer: str, cp: ContextParallel) -> BatchAdapter:
+        return BatchAdapter(
+            self.model, needs_mask_2d=self.needs_mask_2d, consumer=consumer, pattern=self.pattern, context_parallel=cp
+        )
+
+    @property
+    def cp(self) -> ContextParallel:
+        """tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models by itself."""
+        mesh = self.processor.device_mesh
+        if mesh is None or self.processor.framework == "transformers":
+            return ContextParallel(1, 0)
+        size = mesh.cp_world_size or 1
+        if size > 1 and mesh.cp_rank is None:
+            rule = f"{size} ranks share each row, and the mesh does not know which this one is."
+            raise CollateError(explain("device_mesh", "cp_rank None", rule, "Start with torchrun, or twinkle.initialize."))
+        return ContextParallel(
+            size,
+            mesh.cp_rank if size > 1 else 0,
+            tensor_parallel=mesh.tp_world_size or 1,
+            mask_2d=MASK_2D_SCOPE["mcore_bridge"].scope,
+        )
+
+    def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
+        """Every row to its final width, on the processor's side, with its mask: twinkle's collate has only to stack."""
+        rows = self.processor.align_routed_experts(rows)
+        if self.processor.padding_free or self.processor._any_packing(rows):
+            return [self._documents(row) for row in rows]
+        if self.processor.framework == "transformers":
+            return rows
+        together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
+        groups = [rows[i : i + together] for i in range(0, len(rows), together)]
+        return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
+
+    def align_routed_experts(self, rows: list[Row], **_: Any) -> list[Row]:
+        """Done before padding, which may be on the left."""
+        return rows
+
+    def to_transformers_dict(self, batches: list[Row], **kwargs: Any) -> list[Row]:
+        """twinkle's list of keys, and the 2D mask."""
+        kept = [{KEEP_KEY: batch[KEEP_KEY]} if KEEP_KEY in batch else {} for batch in batches]
+        return [{**out, **keep} for out, keep in zip(self.processor.to_transformers_dict(batches, **kwargs), kept)]
+
+    def drop_causal_4d_mask(self, batches: list[Row], attention_mask_type: str | None = None, **_: Any) -> list[Row]:
+        """None where it is exact, this rank's rows of the 4D mask elsewhere, or an error; then this rank's tokens."""
+        from twinkle import Platform
+
+        if self.processor.framework == "transformers":
+            return batches
+        npu, cp = Platform.device_prefix() == "npu", self.cp
+        adapter = self.adapter("mindspeed" if npu and attention_mask_type == "causal" else "megatron", cp)
+        return [self._routed(batch, adapter, cp, npu) for batch in batches]
+
+    def split_cp(self, batches: list[Row], **_: Any) -> list[Row]:
+        """Done with the masks."""
+        return batches
+
+    def _routed(self, batch: Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> Row:
+        if KEEP_KEY not in batch:
+            flat = {**batch, "attention_mask": None}
+            offsets = batch["packed_seq_params"].cu_seqlens_q
+            return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
+        truth = Segments.from_keep(batch[KEEP_KEY])
+        out = adapter.apply(batch, truth)
+        model = self.model
+        while hasattr(model, "module"):
+            model = model.module
+        if not hasattr(model, "forward"):
+            return out
+        if not npu:
+            _check_kernels(model, truth)
+        extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
+        if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
+            extras["padding_mask"] = self._padding_mask(model, ~batch[KEEP_KEY], cp)
+        return deliver(type(model), out, extras)
+
+    def _padding_mask(self, model: Any, padding: Tensor, cp: ContextParallel) -> Tensor:
+        """This rank's part, cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316)."""
+        local = split_tensor(padding, cp)
+        if getattr(config_of(model), "sequence_parallel", False) and cp.tensor_parallel > 1:
+            local = local.chunk(cp.tensor_parallel, dim=1)[self.processor.device_mesh.tp_rank]
+        return local.contiguous()
+
+    def _token_keys(self, row: Row) -> list[str]:
+        names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
+        return [key for key in row if key in names and isinstance(row[key], Tensor)]
+
+    def _padded(self, row: Row, longest: int) -> Row:
+        out = {**row, KEEP_KEY: _keep(row)}
+        out.pop("attention_mask", None)
+        missing = round_up(longest, self.cp.multiple) - _length(row)
+        sides = (missing, 0) if self.processor.padding_side == "left" else (0, missing)
+        for key in [*self._token_keys(out), KEEP_KEY]:
+            after = out[key].ndim - 1 - _dim(key, out[key])
+            out[key] = pad(out[key], (0, 0) * after + sides, value=self.processor.padding_map.get(key, 0))
+        return out
+
+    def _documents(self, row: Row) -> Row:
+        """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
+        keep, positions = _keep(row), row.get("position_ids")
+        starts = torch.zeros_like(keep) if positions is None else positions[:1] == 0
+        segments = Segments.from_ids((starts.cumsum(-1) + 1) * keep)
+        where = segments.indices.to(keep.device)
+        keys = [key for key in self._token_keys(row) if key != "attention_mask"]
+        tokens = {key: row[key].index_select(_dim(key, row[key]), where) for key in keys}
+        if positions is not None and len(positions) == 1:  # a document begins where they are 0, for twinkle as for us
+            tokens["position_ids"] = segments.position_ids[:, segments.indices].to(positions)
+        padded, _ = pad_documents(tokens, self.cp, segments=Segments.from_lengths(segments.lengths), table=_DOCUMENTS)
+        return {key: padded.get(key, value) for key, value in row.items() if key != "attention_mask"}
+
+
+def _check_kernels(model: Any, truth: Segments) -> None:
+    """Raise where None is wrong and nothing reads a mask: Transformer Engine runs causal attention whatever it is given
+    (core/models/gpt/gpt_layer_specs.py:251), and megatron-core's GatedDeltaNet has no padding."""
+    exact = none_is_exact(truth)
+    kinds = set() if exact else {type(module).__name__ for module in model.modules()}
+    reader = "GatedDeltaNet" if "GatedDeltaNet" in kinds else "its attention kernel"
+    if not exact and ("DotProductAttention" not in kinds or "GatedDeltaNet" in kinds):
+        rule = f"In {type(model).__name__}, {reader} reads no padding mask, and {exact.why}."
+        raise UnsupportedFormError(explain("attention_mask", repr(truth), rule, "Pad right, or use padding_free=True."))
+
+
+def _keep(row: Row) -> Tensor:
+    held = row.get("attention_mask")
+    return torch.ones_like(row["input_ids"], dtype=torch.bool) if held is None else held.to(torch.bool)
+
+
+def _length(row: Row) -> int:
+    return int(row["input_ids"].shape[-1])
+
+
+def _dim(key: str, value: Tensor) -> int:
+    """Tokens are the last dimension of positions, `[1, L]` or `[3, L]`, and the second of anything else `[1, L, ...]`."""
+    return KEY_TABLE.get(key, TOKENS).dim % value.ndim

@@ -1,0 +1,110 @@
+"""verl 0.9.1, Megatron engine: jagged rows to padded ones, the mask the model takes, and the way back.
+
+`pad_jagged` and `to_jagged` are each other's inverse; `verl_engine` has the same under verl's own names. They differ from
+verl's models/mcore/util.py in that the 2D mask stays 2D on every device, and that no `[B, 1, S, S]` is built for an NPU
+where None is exact: always, for jagged rows and causal attention. Costs one pass over the tokens.
+
+Legend: B rows, S width, L = S / cp tokens of a row on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from collate_npu.collate.padding import round_up
+from collate_npu.consumers.route import route
+from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.masks.forms import dense
+from collate_npu.masks.patterns import Pattern
+from collate_npu.outputs import repad, unpad
+from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
+from collate_npu.segments import Segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """What one rank's model takes of a jagged batch, and the whole truth for the way back."""
+
+    values: Tensor
+    """`[B, L, ...]`: the ids, or whatever was jagged."""
+    attention_mask: Tensor | None
+    """None on an NPU where that is exact, else bool `[B, 1, L, S]`, True = blocked; elsewhere the 2D mask."""
+    attention_mask_2d: Tensor
+    """bool `[B, L]`, True = real."""
+    position_ids: Tensor
+    """int64 `[B, L]`."""
+    segments: Segments
+    """Of the whole batch, `[B, S]`."""
+
+
+def pad_jagged(
+    values: Tensor,
+    cp: ContextParallel | None = None,
+    *,
+    npu: bool | None = None,
+    width: int | None = None,
+    fp8: bool = False,
+    roll: bool = False,
+    fill: float = 0,
+    pattern: str | Pattern = "causal",
+) -> Padded:
+    """A jagged `[B, j, ...]` as this rank's padded rows. Inverse of `to_jagged`.
+
+    `cp` defaults to Megatron's groups and `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, the width
+    before alignment. `roll` moves every token one place to the left (labels), before the split.
+    """
+    cp = cp or ContextParallel.from_megatron()
+    segments = segments_of(values, cp, width=width, fp8=fp8)
+    whole = repad(values.values(), segments, fill)
+    keep = split_tensor(segments.keep.to(whole.device), cp)
+    consumer = "verl_npu" if (on_npu() if npu is None else npu) else "verl"
+    form = route(consumer, segments, pattern=pattern).form
+    masked = None
+    if form == "masked":
+        rows = query_rows(segments.shape[1], cp)
+        masked = dense(segments, polarity="masked", pattern=pattern, rows=rows, device=whole.device)
+    return Padded(
+        values=split_tensor(torch.roll(whole, -1, dims=1) if roll else whole, cp),
+        attention_mask=keep if form == "keep_2d" else masked,
+        attention_mask_2d=keep,
+        position_ids=split_tensor(segments.position_ids.to(whole.device), cp),
+        segments=segments,
+    )
+
+
+def to_jagged(output: Tensor, segments: Segments, cp: ContextParallel | None = None) -> Tensor:
+    """This rank's output `[B, L, ...]` as a jagged `[B, j, ...]` of the whole rows. Inverse of `pad_jagged`.
+
+    Every rank gets all rows; gradients reach this rank's own part, as with verl's (`loss="same"` of `gather_sequence`).
+    """
+    whole = gather_sequence(output, cp or ContextParallel.from_megatron(), segments)
+    offsets = torch.tensor((0, *segments.row_lengths)).cumsum(0).to(whole.device)
+    return torch.nested.nested_tensor_from_jagged(unpad(whole, segments), offsets)
+
+
+def segments_of(values: Tensor, cp: ContextParallel, *, width: int | None = None, fp8: bool = False) -> Segments:
+    """`[B, S]` of a jagged batch, S aligned: `tp * 2 * cp`, with fp8 also a rank's `B * S` tokens in blocks of 128.
+
+    Source: verl models/mcore/util.py:686-707.
+    """
+    jagged = cast(Any, values)
+    if not values.is_nested or values.layout != torch.jagged or jagged.lengths() is not None or values.ndim < 2:
+        rule = "verl carries ragged rows as a jagged nested tensor [B, j, ...] without gaps."
+        remedy = "Use torch.nested.nested_tensor(rows, layout=torch.jagged)."
+        raise CollateError(explain("input_ids", f"{shape_of(values)}, {values.layout}", rule, remedy))
+    lengths = jagged.offsets().diff().tolist()
+    blocks = 128 * cp.tensor_parallel * cp.size if fp8 else 1
+    multiple = lcm(cp.multiple, blocks // gcd(len(lengths), blocks))
+    return Segments.from_lengths(lengths, round_up(max(lengths, default=0) if width is None else width, multiple))
+
+
+def on_npu() -> bool:
+    """What verl itself found when it was imported."""
+    from verl.models.mcore import util
+
+    return bool(util.is_npu_available)

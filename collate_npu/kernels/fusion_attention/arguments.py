@@ -1,0 +1,220 @@
+"""The arguments of Ascend's fused attention from `Segments`: the cheapest form that computes exactly what they say.
+
+| form       | `atten_mask`           | sparse_mode | when                                                          |
+|------------|------------------------|-------------|---------------------------------------------------------------|
+| `full`     | None                   | 0           | bidirectional, nothing to block                               |
+| `triangle` | the 2048 triangle      | 2 or 3      | causal, padding on the right alone or TND                     |
+| `band`     | the 2048 triangle      | 4           | sliding window, likewise                                      |
+| `prefix`   | the 3072 triangle      | 6           | prefix, likewise                                              |
+| `shared`   | `[1, 1, S, S]`         | 0           | chunked, likewise (under TND chunks are sequences: triangle)  |
+| `dense`    | `[B, 1, S, S]`         | 0, 1 or 5   | everything else outside TND                                   |
+
+The first four cost at most 6 MiB whatever S is, and skip the blocks nobody attends. Dense masks block keys alone, so a
+padded query sees the real keys before it; where one sees none, `inner_precise=2` makes its output 0.
+
+Legend: B batch, S width, T tokens without padding, N sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
+from collate_npu.kernels.fusion_attention.geometry import UNLIMITED, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.refused import LAYOUTS
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
+from collate_npu.masks.patterns import Pattern
+from collate_npu.segments import Segments
+
+Layout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
+Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
+FormName = Literal["full", "triangle", "band", "prefix", "shared", "dense"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The form chosen for a batch, its sparse mode, and why it is exact and nothing cheaper is."""
+
+    name: FormName
+    sparse_mode: int
+    why: str
+
+
+def choose_form(
+    segments: Segments, *, pattern: str | Pattern = "causal", layout: Layout = "BSND", causal_mode: Literal[2, 3] = 3
+) -> Form:
+    """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none."""
+    pattern = _pattern(segments, Pattern.of(pattern))
+    _check(segments, layout, causal_mode)
+    form = _compressed_form(segments, pattern, layout, causal_mode)
+    if form is not None:
+        return form
+    reason = none_is_exact(segments).why if pattern.kind == "causal" or not none_is_exact(segments) else str(pattern)
+    if pattern.kind == "bidirectional":
+        return Form(name="dense", sparse_mode=1, why="bidirectional, and padding or another sequence to block")
+    if pattern.kind == "prefix":
+        few = segments.shape[0] <= MAX_PREFIX_ROWS
+        return Form(name="dense", sparse_mode=5 if few else 1, why=reason)
+    return Form(name="dense", sparse_mode=0, why=reason)
+
+
+def _compressed_form(segments: Segments, pattern: Pattern, layout: Layout, causal_mode: Literal[2, 3]) -> Form | None:
+    tnd = layout == "TND"
+    exact = none_is_exact(segments)
+    where = "packed sequences, each bounded by its length" if tnd else exact.why.replace("causal attention, ", "")
+    if pattern.kind == "bidirectional":
+        whole = tnd or (segments.padding_side == "none" and not segments.packed)
+        return Form(name="full", sparse_mode=0, why=f"full attention, {where}") if whole else None
+    if not tnd and not exact:
+        return None
+    if pattern.kind == "causal" or (tnd and pattern.kind == "chunked"):
+        what = "causal" if pattern.kind == "causal" else f"chunks of {pattern.size} are sequences of their own"
+        return Form(name="triangle", sparse_mode=causal_mode, why=f"{what}, {where}")
+    if pattern.kind == "sliding":
+        return Form(name="band", sparse_mode=4, why=f"sliding window of {pattern.size}, {where}")
+    if pattern.kind == "chunked":
+        return Form(name="shared", sparse_mode=0, why=f"chunks of {pattern.size} in one matrix for all rows, {where}")
+    few = tnd or segments.shape[0] <= MAX_PREFIX_ROWS
+    return Form(name="prefix", sparse_mode=6, why=f"prefix, {where}") if few else None
+
+
+def fusion_attention_kwargs(
+    segments: Segments,
+    *,
+    pattern: str | Pattern = "causal",
+    layout: Layout = "BSND",
+    operator: Operator = "npu_fusion_attention",
+    causal_mode: Literal[2, 3] = 3,
+    keep_tail: bool = False,
+    device: torch.device | str = "cpu",
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> dict[str, Any]:
+    """The mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch, as a plain dict.
+
+    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
+    arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
+
+    `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
+    end of one flat row as one more sequence. `causal_mode` 2 or 3 is transformers' `NPU_FA2_SPARSE_MODE`; here Sq = Skv
+    and both are the same attention. `_v3` takes its length lists as CPU tensors. Masks are built on `device`.
+
+    Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator
+    documents or a sliding window over a sequence with holes; and beyond `max_mask_bytes`.
+    Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
+    ops-transformer flash_attention_score_tiling_general.cpp:639-812.
+    """
+    pattern = _pattern(segments, Pattern.of(pattern))
+    form = choose_form(segments, pattern=pattern, layout=layout, causal_mode=causal_mode)
+    kwargs: dict[str, Any] = {"input_layout": layout}
+    if form.name in ("triangle", "band"):
+        kwargs |= {"atten_mask": triangle(device), "sparse_mode": form.sparse_mode}
+    if form.name == "band":
+        kwargs |= {"pre_tockens": pattern.size - 1, "next_tockens": 0}
+    if form.name == "prefix":
+        kwargs |= {"atten_mask": prefix_triangle(device), "sparse_mode": 6}
+    if form.name in ("shared", "dense"):
+        kwargs |= _dense_arguments(segments, pattern, form, device, max_mask_bytes)
+    if layout == "TND":
+        kwargs |= _packed_arguments(segments, pattern, operator, keep_tail)
+    elif form.sparse_mode in (5, 6):
+        kwargs["prefix"] = _row_prefixes(segments, pattern)
+    return kwargs
+
+
+def _pattern(segments: Segments, pattern: Pattern) -> Pattern:
+    """The simplest pattern that is the same attention over this batch."""
+    longest = max((end - start for _, start, end in segments.spans), default=0)
+    if pattern.kind in ("sliding", "chunked") and pattern.size >= longest:
+        return Pattern.of("causal")
+    if pattern.kind == "prefix" and not any(pattern.prefixes(segments.num_sequences)):
+        return Pattern.of("causal")
+    return pattern
+
+
+def _check(segments: Segments, layout: str, causal_mode: int) -> None:
+    if layout not in LAYOUTS:
+        rule, remedy = f"The operator's layouts are {', '.join(LAYOUTS)}.", "Name the layout of q, k and v."
+        raise CollateError(explain("layout", repr(layout), rule, remedy))
+    if causal_mode not in (2, 3):
+        rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
+        raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
+    if not segments.num_tokens:
+        rule, remedy = "The operator takes at least one token.", "Drop batches without tokens."
+        raise UnsupportedFormError(explain("segments", repr(segments), rule, remedy))
+
+
+# --- dense
+
+
+def _dense_arguments(
+    segments: Segments, pattern: Pattern, form: Form, device: torch.device | str, max_mask_bytes: int
+) -> dict[str, Any]:
+    if form.name == "shared":
+        segments = Segments.from_lengths([segments.shape[1]])
+    masked_B1SS = dense(segments, polarity="masked", pattern=pattern, max_mask_bytes=max_mask_bytes)
+    arguments: dict[str, Any] = {"atten_mask": masked_B1SS.to(device)}
+    if form.sparse_mode:
+        arguments["sparse_mode"] = form.sparse_mode
+    else:
+        reach = pattern.size - 1 if pattern.size else UNLIMITED
+        arguments |= {"pre_tockens": reach, "next_tockens": 0}
+    if bool(masked_B1SS.all(-1).any()):
+        arguments["inner_precise"] = SKIP_EMPTY_ROWS
+    return arguments
+
+
+def _row_prefixes(segments: Segments, pattern: Pattern) -> list[int]:
+    """For each row, how many keys from its left edge some query sees beyond the diagonal, and no padding after them."""
+    ends = [0] * segments.shape[0]
+    for (b, start, end), prefix in zip(segments.spans, pattern.prefixes(segments.num_sequences)):
+        if prefix:
+            ends[b] = max(ends[b], min(start + prefix, end))
+    return ends
+
+
+# --- TND
+
+
+def _packed_arguments(segments: Segments, pattern: Pattern, operator: Operator, keep_tail: bool) -> dict[str, Any]:
+    _check_holes(segments, pattern)
+    tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
+    lengths = [n for chunks in _chunk_lengths(segments, pattern) for n in chunks]
+    ends = [*np.cumsum(lengths).tolist(), *tail]
+    _check_count("sequences", len(ends), MAX_SEQUENCES)
+    lists = torch.tensor(ends) if operator == "npu_fusion_attention_v3" else ends
+    arguments: dict[str, Any] = {"actual_seq_qlen": lists, "actual_seq_kvlen": lists}
+    if pattern.kind == "prefix":
+        _check_count("sequences with a prefix", len(ends), MAX_PREFIX_ROWS)
+        wanted = zip(_offsets(segments), pattern.prefixes(segments.num_sequences))
+        arguments["prefix"] = [int((offsets < prefix).sum()) for offsets, prefix in wanted] + [0] * len(tail)
+    return arguments
+
+
+def _offsets(segments: Segments) -> list[np.ndarray[Any, Any]]:
+    """For each sequence, how far in the row each of its tokens stands from its first one; holes leave gaps."""
+    columns = segments.indices.numpy() % segments.shape[1]
+    return [tokens - tokens[0] for tokens in np.split(columns, segments.cu_seqlens_host[1:-1])]
+
+
+def _chunk_lengths(segments: Segments, pattern: Pattern) -> list[list[int]]:
+    if pattern.kind != "chunked":
+        return [[n] for row in segments.lengths for n in row]
+    counted = (np.bincount(offsets // pattern.size) for offsets in _offsets(segments))
+    return [[int(n) for n in counts if n] for counts in counted]
+
+
+def _check_holes(segments: Segments, pattern: Pattern) -> None:
+    if pattern.kind == "sliding" and any(offsets[-1] >= len(offsets) for offsets in _offsets(segments)):
+        rule = "A window counts places in the row; packing the tokens closes the holes and moves keys into it."
+        raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        rule = f"The operator documents at most {limit} {what} under TND (op-plugin docs, npu_fusion_attention:181-182)."
+        raise UnsupportedFormError(explain("layout TND", f"{count} {what}", rule, "Split the batch, or use BSND."))

@@ -1,0 +1,1 @@
+"""Tools: the command line and what stands behind it."""

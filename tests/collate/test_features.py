@@ -1,0 +1,174 @@
+"""Features: which keys are per token, how long samples are, and what is real in them."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given
+
+from collate_npu import CollateError
+from collate_npu.collate.features import read_features
+
+
+def kinds(*features):
+    return read_features(features).kinds
+
+
+@given(strategies.features())
+def test_samples_are_read_as_they_tell(features):
+    samples = read_features(features)
+    truth = [strategies.own_ids(feature) for feature in features]
+    assert samples.lengths == [len(feature["input_ids"]) for feature in features]
+    assert set(samples.columns) == {"input_ids", "labels", "loss_scale"}
+    assert set(samples.kinds.values()) == {"tokens"}
+    if samples.ids is None:
+        assert not {"attention_mask", "seq_lengths"} & set(features[0])
+    else:
+        assert [row.tolist() for row in samples.ids] == truth
+
+
+def test_the_first_key_is_input_ids():
+    samples = read_features([{"labels": [1], "input_ids": [1]}])
+    assert list(samples.columns) == ["input_ids", "labels"]
+
+
+def test_mappings_that_are_no_dicts_are_features():
+    assert read_features([UserDict(input_ids=[1, 2])]).lengths == [2]
+
+
+# --- kinds of keys
+
+
+def test_unknown_numbers_of_the_row_s_length_in_all_rows_are_per_token():
+    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0]})["x"] == "tokens"
+    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0, 4.0]})["x"] == "values"
+    assert kinds({"input_ids": [1, 2], "x": np.ones((2, 3))})["x"] == "tokens"
+    assert kinds({"input_ids": [1, 2], "x": [[1], [2]]})["x"] == "tokens"
+
+
+@pytest.mark.parametrize("value", [["a", "b"], "ab", {"a": 1, "b": 2}, 3, np.array(["a", "b"]), [None, None]])
+def test_what_is_no_row_of_numbers_is_a_value(value):
+    assert kinds({"input_ids": [1, 2], "x": value})["x"] == "values"
+
+
+def test_vision_keys_and_axes():
+    found = kinds({"input_ids": [1, 2], "pixel_values": torch.zeros(2, 3), "position_ids": torch.zeros(3, 2)})
+    assert found == {"input_ids": "tokens", "pixel_values": "vision", "position_ids": "axes"}
+    assert kinds({"input_ids": [1, 2], "position_ids": [0, 1]})["position_ids"] == "tokens"
+
+
+def test_labels_of_a_sample():
+    assert kinds({"input_ids": [1, 2], "label": 1})["labels"] == "values"
+    assert kinds({"input_ids": [1, 2], "label_ids": [1, 2]})["labels"] == "tokens"
+    assert kinds({"input_ids": [1, 2], "labels": [0.5, 0.5, 1.0]})["labels"] == "values"
+
+
+def test_a_key_that_is_none_in_every_sample_is_no_key():
+    assert "x" not in read_features([{"input_ids": [1], "x": None}]).columns
+
+
+def test_vision_keys_may_be_missing_in_some_samples():
+    column = read_features([{"input_ids": [1]}, {"input_ids": [1], "pixel_values": torch.zeros(1)}]).columns["pixel_values"]
+    assert column[0] is None
+
+
+def test_label_beside_labels_is_not_dropped():
+    with pytest.raises(CollateError):
+        read_features([{"input_ids": [1, 2], "labels": [1, 2], "label": 1}])
+
+
+def test_nested_ids_are_refused():
+    with pytest.raises(CollateError, match="Drop the batch dimension"):
+        read_features([{"input_ids": [[1, 2, 3]]}, {"input_ids": [[1, 2, 3]]}])
+
+
+# --- truth
+
+
+@pytest.mark.parametrize(
+    ("feature", "ids"),
+    [
+        ({"attention_mask": [1, 1, 0]}, [1, 1, 0]),
+        ({"attention_mask": [True, False, True]}, [1, 0, 1]),
+        ({"attention_mask": torch.tensor([1.0, 0.0, 1.0])}, [1, 0, 1]),
+        ({"attention_mask_2d": np.array([0, 1, 1])}, [0, 1, 1]),
+        ({"attention_mask": [1, 2, 0]}, [1, 2, 0]),
+        ({"seq_lengths": [2, 1]}, [1, 1, 2]),
+        ({"seq_lengths": torch.tensor([3])}, [1, 1, 1]),
+        ({"seq_lengths": 3}, [1, 1, 1]),
+        ({"seq_lengths": [2, 1], "attention_mask": [1, 0, 1]}, [1, 0, 2]),
+        ({"attention_mask": [1, 1, 0], "attention_mask_2d": [1, 1, 0]}, [1, 1, 0]),
+    ],
+)
+def test_a_sample_s_own_truth(feature, ids):
+    (found,) = read_features([{"input_ids": [5, 5, 5], **feature}]).ids
+    assert found.tolist() == ids
+
+
+def test_no_truth_but_the_length():
+    assert read_features([{"input_ids": [0, 0, 0]}]).ids is None
+
+
+def test_rows_without_tokens_are_allowed_if_asked():
+    features = [{"input_ids": []}, {"input_ids": [1]}]
+    assert read_features(features, allow_empty=True).lengths == [0, 1]
+    masked = [{"input_ids": [1], "attention_mask": [0]}]
+    assert read_features(masked, allow_empty=True).ids[0].tolist() == [0]
+    for bad in (features, masked):
+        with pytest.raises(CollateError, match="row 0: got no tokens"):
+            read_features(bad)
+
+
+# --- refusals
+
+
+def tokens(*lengths, **columns):
+    return [{"input_ids": [1] * n, **{key: column[b] for key, column in columns.items()}} for b, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ([], "features: got no samples"),
+        ([[1, 2]], "features: got a list"),
+        ([{"x": 1}], "input_ids: 1 bad row.\n  row 0: got nothing"),
+        ([{"input_ids": "text"}], "row 0: got str []"),
+        ([{"input_ids": 3}, {"input_ids": torch.zeros(1, 2)}], "row 0: got int []\n  row 1: got float32 [1, 2]"),
+        (tokens(2, 2, x=[1, None]), "x: 1 bad row.\n  row 1: got nothing"),
+        (
+            tokens(2, 3, 2, labels=[[1], [1, 1, 1], [1, 1, 1]]),
+            "row 0: got 1 values beside 2 input_ids\n  row 2: got 3 values",
+        ),
+        (tokens(2, 2, attention_mask=[[1], [1, 1, 1]]), "row 0: got 1 values beside 2 input_ids\n  row 1: got 3 values"),
+        (tokens(2, 2, attention_mask=[[[1, 1]], 1]), "row 0: got 2 dimensions\n  row 1: got 0 dimensions"),
+        (tokens(2, 2, attention_mask=[[0, -1], [0.5, 1]]), "row 0: got values [-1, 0]\n  row 1: got values [0.5, 1.0]"),
+        (tokens(2, attention_mask=[[float("nan"), 1.0]]), "row 0: got values [1.0, nan]"),
+        (tokens(2, 2, seq_lengths=[[1, 2], [3]]), "row 0: got [1, 2], which sum to 3\n  row 1: got [3], which sum to 3"),
+        (
+            tokens(2, 2, attention_mask=[[1, 1], [1, 1]], attention_mask_2d=[[1, 1], [1, 0]]),
+            "attention_mask_2d: 1 bad row.\n  row 1: got another mask than attention_mask",
+        ),
+        (tokens(2, loss_scale=[[1.0]]), "loss_scale: 1 bad row"),
+        (tokens(2, position_ids=[[0, 1, 2]]), "position_ids: 1 bad row"),
+    ],
+)
+def test_refusals_name_key_and_rows(features, told):
+    with pytest.raises(CollateError) as raised:
+        read_features(features)
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", [[-1, 3], [0.5, 1.5]])
+def test_seq_lengths_that_are_no_lengths(lengths):
+    with pytest.raises((CollateError, TypeError, ValueError)) as raised:
+        read_features(tokens(2, seq_lengths=[lengths]))
+    assert isinstance(raised.value, CollateError)
+
+
+def test_packing_ids_beside_seq_lengths_must_agree():
+    with pytest.raises(CollateError):
+        read_features(tokens(4, seq_lengths=[[2, 2]], attention_mask=[[1, 2, 2, 2]]))

@@ -1,0 +1,207 @@
+"""Padding: every value lands where its token does, whatever held it, and nothing that is no number becomes one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collate_npu import CollateError, Segments, unpad
+from collate_npu.collate.padding import (
+    STRUCT_LIMIT,
+    check_lengths,
+    concatenate_values,
+    flatten_rows,
+    is_ragged,
+    pad_positions,
+    pad_rows,
+    round_up,
+    stack_values,
+)
+
+whole_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4)
+float_rows = st.lists(st.lists(st.floats(width=32, allow_nan=False), max_size=6), min_size=1, max_size=4)
+
+
+def expected(rows, width, side, fill):
+    return [row + [fill] * (width - len(row)) if side == "right" else [fill] * (width - len(row)) + row for row in rows]
+
+
+@given(
+    whole_rows, strategies.sides(), st.integers(0, 3), st.sampled_from([0, -100, 7]), st.sampled_from(["input_ids", "mine"])
+)
+def test_ints_of_64_bits_from_lists(rows, side, extra, fill, key):
+    width = max(map(len, rows)) + extra
+    padded = pad_rows(key, rows, width=width, side=side, fill=fill)
+    assert padded.dtype == torch.int64
+    assert padded.tolist() == expected(rows, width, side, fill)
+
+
+@given(float_rows, strategies.sides(), st.integers(0, 3))
+def test_floats_from_lists_are_float32(rows, side, extra):
+    width = max(map(len, rows)) + extra
+    padded = pad_rows("loss_scale", rows, width=width, side=side, fill=0.5)
+    assert padded.dtype == (torch.float32 if any(rows) else torch.int64)
+    assert padded.tolist() == expected(rows, width, side, 0.5 if any(rows) else 0)
+
+
+@given(
+    strategies.sided(),
+    st.sampled_from([np.int32, np.uint8, np.float16, np.float32, np.bool_]),
+    st.sampled_from([(), (2,), (3, 2)]),
+)
+def test_arrays_and_tensors_keep_their_dtype_and_their_trailing_dimensions(segments, dtype, trailing):
+    lengths, (_, S) = segments.row_lengths, segments.shape
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 2, (n, *trailing)).astype(dtype) for n in lengths]
+    side = "left" if segments.padding_side == "left" else "right"
+    for held in (rows, [torch.from_numpy(row) for row in rows]):
+        padded = pad_rows("routed_experts", held, width=S, side=side)
+        assert padded.shape == (*segments.shape, *trailing)
+        assert padded.dtype == torch.from_numpy(rows[0]).dtype
+        assert np.array_equal(unpad(padded, segments).numpy(), np.concatenate(rows))
+        assert not padded[~segments.keep].any()
+
+
+@given(whole_rows, st.integers(0, 3))
+def test_flat_rows_stand_one_after_another(rows, extra):
+    flat = [n for row in rows for n in row]
+    out = flatten_rows("labels", rows, width=len(flat) + extra, fill=-100)
+    assert out.tolist() == [flat + [-100] * extra]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), strategies.sides())
+def test_positions_of_several_axes(lengths, side):
+    rows = [np.arange(3 * n).reshape(3, n) + 1 for n in lengths]
+    width = max(lengths) + 1
+    padded = pad_positions(rows, width=width, side=side)
+    assert padded.shape == (3, len(lengths), width)
+    assert padded.is_contiguous()
+    for axis in range(3):
+        assert padded[axis].tolist() == expected([row[axis].tolist() for row in rows], width, side, 0)
+
+
+@pytest.mark.parametrize("length", [STRUCT_LIMIT - 1, STRUCT_LIMIT, STRUCT_LIMIT + 1, 3 * STRUCT_LIMIT + 5])
+def test_lists_longer_than_one_packing_call(length):
+    row = list(range(length))
+    padded = pad_rows("input_ids", [row, [1]], width=length + 2, side="left", fill=-1)
+    assert padded[0].tolist() == [-1, -1, *row]
+    assert flatten_rows("input_ids", [[9], row], width=length + 1).tolist() == [[9, *row]]
+
+
+def test_whole_number_keys_are_int64_whatever_held_them():
+    for row in ([1, 0], (True, False), np.array([1, 0], np.int8), torch.tensor([1, 0], dtype=torch.int32), [np.int64(1), 0]):
+        padded = pad_rows("labels", [row], width=3, fill=-100)
+        assert padded.dtype == torch.int64
+        assert padded.tolist() == [[1, 0, -100]]
+
+
+def test_dtypes_of_other_keys():
+    assert pad_rows("x", [torch.tensor([1.5], dtype=torch.bfloat16)], width=1).dtype == torch.float32
+    assert pad_rows("x", [np.array([1.5])], width=1).dtype == torch.float32
+    assert pad_rows("x", [[1], [1.5]], width=1).tolist() == [[1.0], [1.5]]
+    assert pad_rows("x", [[True], [False]], width=2).dtype == torch.bool
+    assert pad_rows("x", [[], []], width=2).tolist() == [[0, 0], [0, 0]]
+    assert pad_rows("x", [np.zeros((0, 4)), np.ones((2, 4))], width=2).shape == (2, 2, 4)
+
+
+def test_gradients_and_devices_stay_behind():
+    padded = pad_rows("x", [torch.ones(2, requires_grad=True)], width=3)
+    assert not padded.requires_grad
+    assert padded.tolist() == [[1, 1, 0]]
+
+
+def test_the_rows_are_not_shared():
+    row = np.array([1, 2])
+    padded = pad_rows("input_ids", [row], width=2)
+    padded += 1
+    assert row.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("value", "multiple", "rounded"), [(5, None, 5), (5, 4, 8), (8, 4, 8), (0, 4, 0), (5, 1, 5)])
+def test_round_up(value, multiple, rounded):
+    assert round_up(value, multiple) == rounded
+
+
+@pytest.mark.parametrize(
+    ("value", "ragged"),
+    [([1], True), ((), True), (np.zeros(1), True), (torch.zeros(()), False), ("ab", False), (3, False), (None, False)],
+)
+def test_what_may_be_one_value_a_token(value, ragged):
+    assert is_ragged(value) == ragged
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("key", "rows", "told"),
+    [
+        ("input_ids", [[1], [1, 2.5], ["a"]], "row 1: got 2.5 at token 1\n  row 2: got 'a' at token 0"),
+        ("input_ids", [[2**63], [None]], "row 0: got 9223372036854775808 at token 0\n  row 1: got None at token 0"),
+        (
+            "input_ids",
+            [np.array([1.5]), torch.tensor([1.0])],
+            "row 0: got float64 [1] starting [1.5]\n  row 1: got float32 [1]",
+        ),
+        ("labels", [[1, 2], [[1], [2]]], "row 1: got values of shape [1]"),
+        ("x", [[1, 2], [[1], [2]]], "row 1: got values of shape [1]"),
+        ("x", [np.zeros((2, 3)), np.zeros((2, 4))], "row 1: got values of shape [4]"),
+        ("x", [[1], ["a", "b"]], "row 1: got <U1 [2] starting ['a', 'b']"),
+        ("x", [[[1], [1, 2]], [1]], "row 0: got nested lists of unequal length"),
+    ],
+)
+@pytest.mark.parametrize("layout", [pad_rows, flatten_rows])
+def test_what_is_no_number_is_refused(layout, key, rows, told):
+    with pytest.raises(CollateError) as raised:
+        layout(key, rows, width=9)
+    assert str(raised.value).startswith(f"{key}: ")
+    assert told in str(raised.value)
+
+
+def test_bad_rows_of_lists_and_arrays_are_named_together():
+    with pytest.raises(CollateError) as raised:
+        pad_rows("input_ids", [[1.5], np.array([1.5])], width=1)
+    assert "row 0" in str(raised.value)
+    assert "row 1" in str(raised.value)
+
+
+def test_lengths_are_compared_with_input_ids():
+    check_lengths("labels", [[1], (1, 2)], [1, 2])
+    with pytest.raises(CollateError) as raised:
+        check_lengths("labels", [[1, 2], [1], [1]], [1, 1, 4])
+    assert "row 0: got 2 values beside 1 input_ids\n  row 2: got 1 values beside 4 input_ids" in str(raised.value)
+
+
+# --- values that are not per token
+
+
+def test_one_number_a_sample_becomes_a_vector():
+    assert stack_values("label", [1, np.int64(2), torch.tensor(3)]).tolist() == [1, 2, 3]
+    assert stack_values("score", [0.5, 1]).tolist() == [0.5, 1.0]
+    assert stack_values("flag", [True, False]).dtype == torch.bool
+    assert stack_values("text", ["a", "b"]) == ["a", "b"]
+    assert stack_values("either", [1, "b"]) == [1, "b"]
+    assert stack_values("sets", [[1], [1, 2]]) == [[1], [1, 2]]
+
+
+def test_vision_values_join_on_their_first_dimension():
+    joined = concatenate_values("pixel_values", [torch.ones(2, 3), None, np.zeros((1, 3), np.float32)])
+    assert joined.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    with pytest.raises(CollateError, match=r"pixel_values: 2 bad rows"):
+        concatenate_values("pixel_values", [torch.ones(2, 3), torch.ones(2, 4)])
+
+
+def test_vision_values_name_the_sample():
+    with pytest.raises(CollateError) as raised:
+        concatenate_values("pixel_values", [None, torch.ones(2, 3), torch.ones(2, 4)])
+    assert "row 2: got float32 [2, 4]" in str(raised.value)
+
+
+def test_padding_is_undone_by_unpad():
+    segments = Segments.from_lengths([2, 1], side="left")
+    padded = pad_rows("x", [[1, 2], [3]], width=2, side="left", fill=9)
+    assert unpad(padded, segments).tolist() == [1, 2, 3]

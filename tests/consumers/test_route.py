@@ -1,0 +1,248 @@
+"""Consumers: the table is whole, every route is the one its source says, and configs tell who needs the 2D mask."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
+from collate_npu.consumers.route import CONSUMERS, config_of, family_needs_mask_2d, layer_masks, route, text_config
+
+pytestmark = pytest.mark.usefixtures("newest_transformers")
+RIGHT = Segments.from_lengths([3, 5])
+LEFT = Segments.from_lengths([3, 5], side="left")
+PACKED = Segments.from_lengths([[3, 2], [5]])
+SLIDING = Pattern.sliding(2)
+
+
+# --- the table
+
+
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
+    consumer = CONSUMERS[name]
+    assert consumer.attention_mask
+    assert consumer.padding
+    assert ".py" in consumer.source or "generate_mask" in consumer.source
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_routes_are_total(consumer):
+    """Every combination is a route or a refusal with a remedy."""
+    kernels = ("sdpa", "eager", "flash_attention_2", "flex_attention", "unheard_of")
+    patterns = ("causal", "bidirectional", SLIDING, Pattern.chunked(2), Pattern.prefix(1))
+    truths = (RIGHT, LEFT, PACKED, Segments.from_ids([[1, 0, 1]]), Segments.from_lengths([0, 2]))
+    switches = itertools.product((False, True), repeat=3)
+    for segments, pattern, kernel, (needs_2d, padding_free, aux_loss) in itertools.product(
+        truths, patterns, kernels, switches
+    ):
+        try:
+            chosen = route(
+                consumer,
+                segments,
+                pattern=pattern,
+                needs_2d=needs_2d,
+                padding_free=padding_free,
+                attn_implementation=kernel,
+                aux_loss=aux_loss,
+            )
+        except UnsupportedFormError:
+            assert not padding_free
+        else:
+            assert chosen.why
+            assert not (padding_free and (chosen.mask_2d or chosen.form != "none"))
+
+
+def form(consumer, segments, **settings):
+    try:
+        return route(consumer, segments, **settings).form
+    except UnsupportedFormError:
+        return "refused"
+
+
+@pytest.mark.parametrize(
+    ("consumer", "right", "left", "packed", "sliding"),
+    [
+        ("megatron", "none", "masked", "masked", "masked"),
+        ("mindspeed", "none", "refused", "refused", "refused"),
+        ("transformer_engine", "none", "refused", "refused", "refused"),
+        ("transformers", "keep_2d", "keep_2d", "keep", "keep"),
+        ("verl", "keep_2d", "keep_2d", "refused", "refused"),
+        ("verl_npu", "none", "masked", "masked", "masked"),
+        ("torchtitan", "block_mask", "block_mask", "block_mask", "block_mask"),
+    ],
+)
+def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
+    assert form(consumer, RIGHT) == right
+    assert form(consumer, LEFT) == left
+    assert form(consumer, PACKED) == packed
+    assert form(consumer, RIGHT, pattern=SLIDING) == sliding
+
+
+@pytest.mark.parametrize(
+    ("consumer", "plain", "recurrent"),
+    [
+        ("megatron", False, True),
+        ("mindspeed", False, True),
+        ("transformer_engine", False, True),
+        ("transformers", False, False),
+        ("verl", True, True),
+        ("verl_npu", True, True),
+        ("torchtitan", False, False),
+    ],
+)
+def test_who_keeps_attention_mask_2d(consumer, plain, recurrent):
+    assert route(consumer, RIGHT).mask_2d == plain
+    assert route(consumer, RIGHT, needs_2d=True).mask_2d == recurrent
+    assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).mask_2d
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_recurrent_layers_never_get_packed_rows(consumer):
+    with pytest.raises(UnsupportedFormError, match=r"several sequences in rows \[0\]"):
+        route(consumer, PACKED, needs_2d=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected", "recurrent"),
+    [
+        ("sdpa", "keep", "mapping"),
+        ("eager", "bias", "mapping"),
+        ("flex_attention", "block_mask", "block_mask"),
+        ("flash_attention_2", "refused", "refused"),
+        ("my_kernel", "refused", "refused"),
+    ],
+)
+def test_transformers_kernels(kernel, expected, recurrent):
+    settings = {"attn_implementation": kernel, "pattern": SLIDING}
+    assert form("transformers", LEFT, **settings) == expected
+    assert form("transformers", LEFT, attn_implementation=kernel) == "keep_2d"
+    if kernel != "flex_attention":
+        assert form("transformers", LEFT, needs_2d=True, **settings) == recurrent
+
+
+def test_recurrent_layers_never_get_a_block_mask_alone():
+    for consumer, settings in (
+        ("transformers", {"attn_implementation": "flex_attention", "pattern": SLIDING}),
+        ("torchtitan", {}),
+    ):
+        assert form(consumer, LEFT, needs_2d=True, **settings) != "block_mask"
+
+
+def test_older_transformers(monkeypatch):
+    one_row = Segments.from_lengths([3], 5, "left")
+    for version, single in (((4, 57), "refused"), ((5, 14), "refused"), ((5, 15), "keep_2d")):
+        monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda version=version: version)
+        assert form("transformers", one_row, needs_2d=True) == single
+        assert form("transformers", Segments.from_lengths([3], 5), needs_2d=True) == "keep_2d"
+        assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
+
+
+def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
+    flat = Segments.from_lengths([[3, 5]])
+    for version, packed in (((4, 57), "refused"), ((5, 19), "refused"), ((5, 20), "none")):
+        monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda version=version: version)
+        assert form("transformers", flat, needs_2d=True, padding_free=True) == packed
+        assert form("transformers", flat, padding_free=True) == "none"
+        assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
+        assert form("megatron", flat, needs_2d=True, padding_free=True) == "none"
+
+
+def test_older_transformers_take_no_mapping(monkeypatch):
+    layers = config(layer_types=["conv", "full_attention"])
+    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (5, 13))
+    assert layer_masks(layers)["conv"] == "recurrent"
+    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (5, 12))
+    with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
+        layer_masks(layers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mended"), [("rwkv", False), ("xlstm", False), ("recurrent_gemma", False), ("lfm2", True)]
+)
+def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
+    settings = {"needs_2d": True, "model_type": model_type}
+    assert form("transformers", RIGHT, **settings) == "keep_2d"
+    assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
+    assert form("megatron", LEFT, **settings) == "masked"
+    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (4, 57))
+    with pytest.raises(UnsupportedFormError, match=f"reaches the state of {model_type}.*Pad right"):
+        route("transformers", LEFT, **settings)
+
+
+def test_aux_loss_and_a_mapping_exclude_each_other():
+    settings = {"needs_2d": True, "pattern": SLIDING}
+    assert form("transformers", LEFT, aux_loss=True, **settings) == "refused"
+    assert form("transformers", LEFT, aux_loss=True, needs_2d=True) == "keep_2d"
+    assert form("transformers", LEFT, aux_loss=True, pattern=SLIDING) == "keep"
+
+
+def test_an_unknown_consumer_is_an_error_that_lists_the_known():
+    with pytest.raises(CollateError, match=r"consumer: got 'vllm'. Known are megatron, transformer_engine, mindspeed"):
+        route("vllm", RIGHT)
+
+
+# --- who needs the 2D mask
+
+
+def config(**fields):
+    return SimpleNamespace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [
+        (config(layer_types=["full_attention", "sliding_attention"]), False),
+        (config(layer_types=["full_attention", "linear_attention"]), True),
+        (config(layer_types=["conv", "full_attention"]), True),
+        (config(layer_types=["hybrid", "hybrid_sliding"]), True),
+        (config(layer_types=["attention"], mamba_d_state=16), False),  # its layers decide over its family
+        (config(layers_block_type=["mamba", "attention"]), True),
+        (config(layers_block_type=["attention"]), False),
+        (config(block_types=["recurrent", "attention"]), True),
+        (config(mamba_d_state=16), True),
+        (config(mamba_d_state=None), False),
+        (config(linear_attention_freq=None), False),
+        (config(linear_attention_freq=4), True),
+        (config(linear_attention_freq=[0, 0]), False),
+        (config(linear_attention_freq=[0, 1]), True),
+        (config(linear_attention_freq=None, experimental_attention_variant="gated_delta_net"), True),
+        (config(linear_attention_freq=None, experimental_attention_variant="dsa"), False),
+        (config(linear_attention_freq=None, is_hybrid_model=True, mamba_head_dim=64), True),
+        (config(linear_attention_freq=None, mamba_head_dim=64), False),  # every Megatron config carries the sizes
+        (config(hidden_size=8), False),
+        (config(text_config=config(layer_types=["linear_attention"])), True),
+    ],
+)
+def test_configs_tell_whether_layers_carry_state(model, needed):
+    assert needs_mask_2d(model) == needed
+    wrapped = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=model)))
+    assert needs_mask_2d(wrapped) == needed
+
+
+def test_configs_of_several_modalities_name_their_text_part():
+    inner = config(layer_types=["conv"])
+    outer = config(get_text_config=lambda decoder: inner if decoder else None, layer_types=["full_attention"])
+    assert text_config(outer) is inner
+    assert needs_mask_2d(outer)
+    assert config_of(torch.nn.Linear(1, 1)).__class__ is torch.nn.Linear
+
+
+def test_a_family_needs_what_one_of_its_configs_may_need():
+    assert family_needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
+    assert not needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
+
+
+def test_the_keys_of_a_mapping():
+    assert layer_masks(config(layer_types=["conv", "full_attention", "conv"])) == {
+        "conv": "recurrent",
+        "full_attention": "attention",
+    }
+    linear = config(text_config=config(layer_types=["linear_attention", "full_attention"]))
+    assert layer_masks(linear) == {"linear_attention": "recurrent", "full_attention": "attention"}
+    for layers in (["hybrid"], ["full_attention", "sliding_attention"], ["linear_attention"], []):
+        with pytest.raises(UnsupportedFormError, match="layer_types"):
+            layer_masks(config(layer_types=layers))
