@@ -57,7 +57,7 @@ def splits(B: int, S: int, size: int, rounds: int) -> None:
     x = torch.randint(0, 1000, (B, S))
     positions = torch.arange(S).expand(B, S)
     cp, flat = ContextParallel(size, 1), ContextParallel(size, 1, layout="contiguous")
-    shards = [split_tensor(x, cp.at(rank)) for rank in range(size)]
+    shards = [split_tensor(x, cp.with_rank(rank)) for rank in range(size)]
     shard = shards[1]
     assert torch.equal(shard, megatron(x, cp))
     assert split_tensor(x, flat).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

@@ -1,4 +1,5 @@
-"""The way back: from a padded output to real tokens, sequences and last tokens, by the same truth that padded it.
+"""The way back: from a padded output to real tokens, sequences and last tokens, by the same Segments that padded it; and
+labels, which a sequence's neighbours must not reach.
 
 Everything is an index_select or an index_put, so gradients flow, on the device of `x`; the index is built on the host
 and costs one small copy. Legend: B batch, S width, T tokens without padding, N sequences.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.segments import Segments
@@ -38,13 +40,12 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     if segments.empty_rows:
         rows = [(b, "padding alone") for b in segments.empty_rows]
         raise CollateError(explain_rows("last_token", rows, "A row without tokens has no last one.", "Drop those rows."))
-    ends = torch.tensor(segments.cu_seqlens_host[1:]) - 1
-    return x.flatten(0, 1).index_select(0, segments.indices[ends].to(x.device))
+    return x.flatten(0, 1).index_select(0, segments.last_indices.to(x.device))
 
 
 def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
     """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in."""
-    return list(torch.split(unpad(x, segments), [n for row in segments.lengths for n in row]))
+    return list(torch.split(unpad(x, segments), segments.sequence_lengths))
 
 
 def to_nested(x: Tensor, segments: Segments) -> Tensor:
@@ -56,6 +57,28 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
         unpad(x, segments), segments.cu_seqlens.to(x.device, torch.int64)
     )
     return nested
+
+
+def shift_labels(labels: Tensor, segments: Segments | None = None, *, ignore_index: int = -100) -> Tensor:
+    """Labels moved one token to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
+
+    With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
+    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss).
+    """
+    shifted = pad(labels[:, 1:], (0, 1), value=ignore_index)
+    if segments is None:
+        return shifted
+    ids_BS = segments.ids.to(labels.device)
+    return shifted.masked_fill((pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0), ignore_index)
+
+
+def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
+    """Ignore the labels of padding, and the first of every sequence: alone, no token precedes it, so nothing predicts it.
+
+    A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet.
+    """
+    ids_BS = segments.ids.to(labels.device)
+    return labels.masked_fill((ids_BS != pad(ids_BS[:, :-1], (1, 0))) | (ids_BS == 0), ignore_index)
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:

@@ -389,7 +389,7 @@ def test_law_3_shards_join_to_the_batch(segments, size, layout):
     segments = widened(segments, cp)
     assume(segments.shape[0] > 1 or not segments.packed)
     batch = {k: v for k, v in a_batch(segments).items() if k != "attention_mask"}
-    shards = [split_batch(batch, cp.at(rank), segments=segments) for rank in range(size)]
+    shards = [split_batch(batch, cp.with_rank(rank), segments=segments) for rank in range(size)]
     for key, whole in batch.items():
         assert torch.equal(join_shards([shard[key] for shard in shards], cp), whole), key
 
@@ -402,13 +402,13 @@ def test_law_3_deriving_before_the_split_commutes_with_it(segments, size, layout
     batch = a_batch(segments)
     whole = {key: value for key, value in batch.items() if key != "attention_mask_2d"}
     for rank in range(size):
-        adapter = BatchAdapter(needs_mask_2d=True, polarity="masked", context_parallel=cp.at(rank))
+        adapter = BatchAdapter(needs_mask_2d=True, polarity="masked", context_parallel=cp.with_rank(rank))
         try:
             out, truth = adapter.prepare(whole)
         except AmbiguousMaskError:
             assert 1 in segments.row_lengths  # a lone token may be padding that attends itself
             continue
-        expected = split_batch(batch, cp.at(rank))
+        expected = split_batch(batch, cp.with_rank(rank))
         assert truth == segments
         assert torch.equal(out["attention_mask_2d"], expected["attention_mask_2d"])
         if out["attention_mask"] is None:

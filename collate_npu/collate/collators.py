@@ -16,12 +16,24 @@ import numpy as np
 import torch
 
 from collate_npu.collate import padding
-from collate_npu.collate.features import VISION_KEYS, Samples, read_features
-from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, emit, ignore_labels, offsets, predicts_next
+from collate_npu.collate.features import Samples, read_features
+from collate_npu.collate.wire import (
+    MaskMode,
+    adapter_of,
+    check_mode,
+    finish_batch,
+    ignore_labels,
+    predicts_next,
+    with_offsets,
+)
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.consumers.consumer import Consumer
+from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.host import whole_number
+from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
+from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments, Side
 
 Features = Sequence[Mapping[str, Any]]
@@ -31,21 +43,21 @@ Features = Sequence[Mapping[str, Any]]
 class PaddingCollator:
     """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
 
-    Every key with one value a token is padded together: `input_ids`, `labels`, `position_ids`, `loss_scale`,
-    `token_type_ids`, `routed_experts` and any other sequence of numbers as long as its row, in all rows. Of the rest,
-    tensors of the vision keys concatenate, numbers become `[B]`, anything else a list of B. What is real is told by the
-    lengths and by a row's own `attention_mask` (holes stay holes; `1 1 2 2 0`, or `seq_lengths`, mark several sequences),
-    never by `pad_token_id`, which is often a real eos.
+    Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids`,
+    `loss_scale`, `routed_experts` and others; `keys={**KEYS, "my_weights": TOKENS}` adds your own. Vision keys are joined,
+    numbers become `[B]`, anything else a list of B. What is real is told by the lengths and by a row's own
+    `attention_mask` (holes stay holes; `1 1 2 2 0`, or `seq_lengths`, mark several sequences), never by `pad_token_id`,
+    which is often a real eos.
 
-    With `consumer=None` the batch is for an adapter at the trainer: `attention_mask` is None exactly where that is exact,
-    else bool `[B, 1, S, S]`, True = blocked, beside bool `attention_mask_2d`. `attention_mask` may be "4d" (always
-    built), "none" (raises where None is not exact), "2d" (the keep mask), or "omit" (no such key: accelerate's gather
-    and TRL cannot carry None). With a `consumer` named, and `model` or `model_type` where its route depends on the
-    layers, that route is applied here and nothing else is needed.
+    With a `model` (a module), or a `consumer` named, the batch is what that consumer reads, and nothing else is needed.
+    Without, it is for an adapter at the trainer: `attention_mask` is None exactly where that is exact, else bool
+    `[B, 1, S, S]`, True = blocked, beside bool `attention_mask_2d`, and int32 `segment_ids` where a row holds several
+    sequences. `attention_mask` may then be "4d" (always built), "none" (raises where None is not exact), "2d" (the keep
+    mask), or "omit" (no such key: accelerate's gather and TRL cannot carry None).
 
-    `max_length` is a limit, and with `padding="max_length"` the width; longer rows raise, nothing is cut. Labels are not
-    shifted yet (unless `labels_shifted`), so the label of a token that follows padding or another sequence is ignored:
-    it would be predicted from there, and is not when the sample is alone.
+    `padding_free=True` puts all samples in one flat row with its offsets. `max_length` is a limit, and with
+    `padding="max_length"` the width, of a flat row too; longer rows raise, nothing is cut. Labels are not shifted yet
+    (unless `labels_shifted`), so the first label of every sequence is ignored: alone, nothing predicts it.
     """
 
     tokenizer: Any = None
@@ -58,19 +70,20 @@ class PaddingCollator:
     padding_free: bool = False
     separator_id: int = -100
     attention_mask: MaskMode = "auto"
-    consumer: str | None = None
+    consumer: str | Consumer | None = None
     return_tensors: str = "pt"
     padding: bool | Literal["longest", "max_length"] = True
-    pattern: str | Pattern = "causal"
+    pattern: str | Pattern | None = None
     labels_shifted: bool = False
     allow_empty: bool = False
+    keys: Mapping[str, Key] = field(default_factory=lambda: KEYS, repr=False)
     max_mask_bytes: int = MAX_MASK_BYTES
     model: InitVar[Any] = None
     model_type: InitVar[str | None] = None
     _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
-        check_mode(self.attention_mask, self.consumer, self.return_tensors)
+        check_mode(self.attention_mask, self.consumer, self.return_tensors, padding_free=self.padding_free)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -85,78 +98,94 @@ class PaddingCollator:
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row."""
         check_mode(self.attention_mask, self.consumer, return_tensors or self.return_tensors)
-        samples = read_features(features, allow_empty=self.allow_empty)
+        samples = read_features(features, allow_empty=self.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        return emit(self, batch, segments, padding_free=self.padding_free)
+        return finish_batch(self, batch, segments, padding_free=self.padding_free)
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     side: Side = collator.padding_side or "right"
-    width = _width(collator, max(samples.lengths), samples.lengths)
+    width = _width(collator, samples.lengths)
     batch: dict[str, Any] = {}
     for key, column in samples.columns.items():
         if samples.kinds[key] == "tokens":
-            batch[key] = padding.pad_rows(key, column, width=width, side=side, fill=_fill(collator, key))
+            fill, whole = _fill(collator, key), collator.keys[key].whole
+            batch[key] = padding.pad_rows(key, column, width=width, side=side, fill=fill, whole=whole)
         elif samples.kinds[key] == "axes":
-            batch[key] = padding.pad_positions([np.asarray(row) for row in column], width=width, side=side)
+            batch[key] = padding.pad_positions(column, width=width, side=side)
         else:
-            batch[key] = _other(key, column, samples)
-    if samples.ids is None:
+            batch[key] = _other(collator, key, column, samples)
+    if samples.segment_ids is None:
         segments = Segments.from_lengths(samples.lengths, width, side)
     else:
-        segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.ids, width=width, side=side))
-    if "position_ids" not in batch and not VISION_KEYS & set(batch):
+        segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
+    if "position_ids" not in batch and not of_kind(batch, "vision"):
         batch["position_ids"] = segments.position_ids
     return ignore_labels(collator, batch, segments), segments
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     """One row of real tokens; what padding does in the samples is left out, alignment comes at the end."""
-    _check_max_length(collator, samples.lengths)
-    keeps = None if samples.ids is None else [row > 0 for row in samples.ids]
-    ids = samples.ids or [np.ones(n, np.int32) for n in samples.lengths]
+    ids = samples.segment_ids or [np.ones(n, np.int32) for n in samples.lengths]
     lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
-    width = padding.round_up(sum(lengths), collator.pad_to_multiple_of)
+    width = _flat_width(collator, samples.lengths, sum(lengths))
     batch: dict[str, Any] = {}
     for key, column in samples.columns.items():
         if samples.kinds[key] == "tokens":
-            rows = column if keeps is None else [np.asarray(row)[keep] for row, keep in zip(column, keeps)]
-            batch[key] = padding.flatten_rows(key, rows, width=width, fill=_fill(collator, key))
+            rows = column if samples.segment_ids is None else [np.asarray(row)[i > 0] for row, i in zip(column, ids)]
+            fill, whole = _fill(collator, key), collator.keys[key].whole
+            batch[key] = padding.flatten_rows(key, rows, width=width, fill=fill, whole=whole)
         elif samples.kinds[key] == "axes":
-            rule = "Multi-axis positions of a flat row are the trainer's to build, from its offsets."
-            raise UnsupportedFormError(explain(key, "[axes, L]", rule, "Drop them from the samples."))
+            batch[key] = padding.flatten_positions([np.asarray(row)[:, i > 0] for row, i in zip(column, ids)], width=width)
         else:
-            batch[key] = _other(key, column, samples)
+            batch[key] = _other(collator, key, column, samples)
     segments = Segments.from_lengths([lengths], width)
-    batch |= offsets(segments)
-    if "labels" in batch and predicts_next(collator) and not batch["labels"].is_floating_point():
-        starts = [start for _, start, _ in segments.spans]
-        batch["labels"][0, starts] = collator.separator_id
+    batch = with_offsets(batch, segments)
+    labels = batch.get("labels")
+    if labels is not None and predicts_next(collator) and not labels.is_floating_point():
+        ignored = ignore_first_labels(labels, segments, ignore_index=collator.separator_id)
+        batch["labels"] = torch.where(segments.keep, ignored, labels)
     return batch, segments
 
 
-def _other(key: str, column: list[Any], samples: Samples) -> Any:
+def _other(collator: PaddingCollator, key: str, column: list[Any], samples: Samples) -> Any:
     if samples.kinds[key] == "vision":
-        return padding.concatenate_values(key, column)
-    if key == "labels" and all(padding.is_ragged(row) for row in column):
+        return padding.concatenate_values(key, column, unit=collator.keys[key].unit)
+    if samples.kinds[key] == "targets":
         return torch.as_tensor(np.stack([np.asarray(row, np.float32) for row in column]))
     return padding.stack_values(key, column)
 
 
 def _fill(collator: PaddingCollator, key: str) -> float:
-    """Padding holds the pad id, the ignored label, or 0."""
-    if key == "input_ids":
+    """What padding holds: the pad id, the ignored label, or a number; positions of padding are 0."""
+    fill = collator.keys[key].fill
+    if fill == "pad":
         return collator.pad_token_id or 0
-    if key == "token_type_ids":
+    if fill == "pad_type":
         return getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
-    return collator.label_pad_token_id if key in ("labels", "shift_labels") else 0
+    return collator.label_pad_token_id if fill == "ignored" else 0 if isinstance(fill, str) else fill
 
 
-def _width(collator: PaddingCollator, longest: int, lengths: list[int]) -> int:
+def _width(collator: PaddingCollator, lengths: list[int]) -> int:
     _check_max_length(collator, lengths)
     if collator.padding is False and len(set(lengths)) > 1:
         rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
         raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
+    return _aligned(collator, max(lengths))
+
+
+def _flat_width(collator: PaddingCollator, lengths: list[int], total: int) -> int:
+    """A flat row as wide as its tokens, or `max_length` where that is the width asked for."""
+    _check_max_length(collator, lengths)
+    width = _aligned(collator, total)
+    if total > width:
+        rule = f"padding='max_length' makes the flat row {width} tokens wide."
+        remedy = "Raise max_length, or put fewer samples in a batch."
+        raise CollateError(explain("input_ids", f"{total} tokens in all", rule, remedy))
+    return width
+
+
+def _aligned(collator: PaddingCollator, longest: int) -> int:
     limit = collator.max_length
     fixed = limit if collator.padding == "max_length" and limit is not None else longest
     return padding.round_up(fixed, collator.pad_to_multiple_of)
@@ -171,6 +200,9 @@ def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
 
 
 def _check_padding(collator: PaddingCollator) -> None:
+    for name in ("pad_token_id", "max_length", "pad_to_multiple_of"):
+        if getattr(collator, name) is not None:
+            whole_number(name, getattr(collator, name), least=int(name != "pad_token_id"))
     if collator.padding_side not in ("left", "right"):
         rule = "Padding goes to one side."
         raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))

@@ -1,6 +1,7 @@
 """Features: what a list of samples holds, before any tensor: which keys, how many tokens, which of them are real.
 
-One pass over the samples, O(B) for each key; values are not touched. Legend: B samples, L tokens of one sample.
+What a key is follows from its row in `KEYS` and from the rank and dtype of its values, never from lengths that happen to
+agree in one batch. One pass over the samples, O(B) for each key. Legend: B samples, L tokens of one sample.
 """
 
 from __future__ import annotations
@@ -10,23 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from collate_npu.collate.padding import WHOLE_NUMBER_KEYS, check_lengths, is_ragged
+from collate_npu.collate.padding import check_lengths, is_ragged
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.host import Array, host_array
+from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 
-Array = npt.NDArray[Any]
-Kind = Literal["tokens", "axes", "vision", "values"]
-
-TOKEN_KEYS = WHOLE_NUMBER_KEYS | {"loss_scale", "loss_mask", "completion_mask", "routed_experts", "mm_token_type_ids"}
-"""Always one value a token: another length is an error, never a reason to pass the key on as a list."""
-VISION_KEYS = frozenset(
-    {"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "second_per_grid_ts"}
-)
-"""Joined on their first dimension, from the samples that have them."""
-TRUTH_KEYS = ("attention_mask", "attention_mask_2d", "seq_lengths")
-"""Read as the truth of a sample, and not passed on as they are."""
+ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,33 +26,49 @@ class Samples:
     """The columns of a batch of features, sorted by what becomes of them."""
 
     columns: dict[str, list[Any]]
-    kinds: dict[str, Kind]
+    kinds: dict[str, ColumnKind]
     lengths: list[int]
     """Tokens of each sample, padding inside it included."""
-    ids: list[Array] | None
+    segment_ids: list[Array] | None
     """Segment ids `[L]` of each sample, or None where every sample is one sequence without holes."""
 
 
-def read_features(features: Sequence[Mapping[str, Any]], *, allow_empty: bool = False) -> Samples:
+def read_features(
+    features: Sequence[Mapping[str, Any]], *, allow_empty: bool = False, keys: Mapping[str, Key] = KEYS
+) -> Samples:
     """Sort out the keys of B samples. Raises `CollateError` for every sample that cannot be one row of a batch."""
-    columns = _columns(features)
+    columns = _columns(features, keys)
     lengths = _lengths(columns)
-    ids = _truth(columns, lengths)
-    real = lengths if ids is None else [int((row > 0).sum()) for row in ids]
+    segment_ids = _own_segments(columns, lengths)
+    real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
     if 0 in real and not allow_empty:
         rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
         rule = "A row without real tokens has no logits, no loss and no last token."
         raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples, or pass allow_empty=True."))
-    columns = {key: column for key, column in columns.items() if key not in TRUTH_KEYS}
-    kinds = {key: _kind(key, column, lengths) for key, column in columns.items()}
-    return Samples(columns=columns, kinds=kinds, lengths=lengths, ids=ids)
+    truth = of_kind(columns, "truth", keys=keys)
+    columns = {key: column for key, column in columns.items() if key not in truth}
+    kinds = {key: _kind(key, column, lengths, keys) for key, column in columns.items()}
+    return Samples(columns=columns, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
-def _columns(features: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    if not features or not all(isinstance(feature, Mapping) for feature in features):
-        got = "no samples" if not features else f"a {type(next(iter(features))).__name__}"
-        rule = "A batch is built from one or more dicts of features."
-        raise CollateError(explain("features", got, rule, "Check the dataset and the sampler."))
+def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array]]:
+    """Token ids and segment ids `[L]` of samples that some other collator pads, read as `read_features` reads them."""
+    named = [feature for feature in features if isinstance(feature, Mapping) and feature.get("input_ids") is not None]
+    if not named:
+        return [], []
+    truth = ("input_ids", *of_kind(KEYS, "truth"))
+    held = {name: [feature.get(name) for feature in named] for name in truth}
+    columns = {name: column for name, column in held.items() if all(value is not None for value in column)}
+    for key in of_kind(list(columns), "truth"):
+        if key != "seq_lengths" and any(_dimensions(row) != 1 for row in columns[key]):
+            del columns[key]  # a dense mask of a sample is the inner collator's to make a batch of
+    lengths = _lengths(columns)
+    own = _own_segments(columns, lengths) or [np.ones(n, np.int32) for n in lengths]
+    return [host_array("input_ids", row) for row in columns["input_ids"]], own
+
+
+def _columns(features: Sequence[Mapping[str, Any]], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
+    _check_features(features)
     names = list(dict.fromkeys(["input_ids", *(key for feature in features for key in feature)]))
     columns: dict[str, list[Any]] = {}
     for name in names:
@@ -71,11 +79,21 @@ def _columns(features: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if _renamed(name) in columns:
             rows = [(b, f"{name} too") for b in range(len(features))]
             raise CollateError(explain_rows("labels", rows, "A sample has one kind of label.", "Keep labels or label."))
-        if missing and name not in VISION_KEYS:
+        if missing and keys.get(name, SAMPLE).kind != "vision":
             rule = f"{name} stands in every sample or in none."
             raise CollateError(explain_rows(name, missing, rule, "Fill it in, or drop it, where the sample is built."))
         columns[_renamed(name)] = column
     return columns
+
+
+def _check_features(features: Any) -> None:
+    rule, remedy = "A batch is built from a list of one or more dicts of features.", "Check the dataset and the sampler."
+    if not isinstance(features, Sequence) or isinstance(features, (str, bytes)) or not features:
+        got = "no samples" if isinstance(features, Sequence) and not features else f"a {type(features).__name__}"
+        raise CollateError(explain("features", got, rule, remedy))
+    bad = [(b, f"a {type(feature).__name__}") for b, feature in enumerate(features) if not isinstance(feature, Mapping)]
+    if bad:
+        raise CollateError(explain_rows("features", bad, rule, remedy))
 
 
 def _renamed(name: str) -> str:
@@ -95,22 +113,45 @@ def _is_flat(row: Any) -> bool:
     return is_ragged(row) and getattr(row, "ndim", 1) == 1 and not (len(row) and is_ragged(row[0]))
 
 
-def _kind(key: str, column: list[Any], lengths: list[int]) -> Kind:
-    if key in VISION_KEYS:
+def _kind(key: str, column: list[Any], lengths: list[int], keys: Mapping[str, Key]) -> ColumnKind:
+    known = keys.get(key)
+    if known is None:
+        _refuse_unlisted_tokens(key, column, lengths)
+        return "sample"
+    if known.kind == "vision":
         return "vision"
-    if key == "position_ids" and all(_is_axes(row, n) for row, n in zip(column, lengths)):
+    if known.role == "labels" and not all(is_ragged(row) for row in column):
+        return "sample"
+    if known.role == "labels" and _is_targets(column):
+        return "targets"
+    if known.kind == "positions" and all(_rank(row) == 2 for row in column):
+        _check_axes(key, column, lengths)
         return "axes"
-    ragged = all(is_ragged(row) for row in column)
-    if key in TOKEN_KEYS and ragged and not (key == "labels" and _is_targets(column)):
+    if known.kind in ("tokens", "positions"):
+        if bad := [(b, repr(row)[:40]) for b, row in enumerate(column) if not is_ragged(row)]:
+            rule = f"{key} has one value for each token of its row."
+            raise CollateError(explain_rows(key, bad, rule, "Pass a list, an array or a tensor."))
         check_lengths(key, column, lengths)
         return "tokens"
-    if ragged and all(len(row) == n for row, n in zip(column, lengths)) and all(_is_numeric(row) for row in column):
-        return "tokens"
-    return "values"
+    return "sample"
 
 
-def _is_axes(row: Any, length: int) -> bool:
-    return isinstance(row, (np.ndarray, Tensor)) and row.ndim == 2 and row.shape[1] == length
+def _rank(row: Any) -> int:
+    return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 1 + int(bool(len(row)) and is_ragged(row[0]))
+
+
+def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
+    """Multi-axis positions are `[axes, L]`, arrays or lists."""
+    shapes = [np.shape(row) for row in column]
+    bad = [
+        (b, f"shape {list(shape)} beside {n} input_ids")
+        for b, (shape, n) in enumerate(zip(shapes, lengths))
+        if shape[-1] != n
+    ]
+    if bad or len({shape[0] for shape in shapes}) > 1:
+        bad = bad or [(b, f"{shape[0]} axes") for b, shape in enumerate(shapes)]
+        rule = "Positions of several axes are [axes, L], the same axes in every sample."
+        raise CollateError(explain_rows(key, bad, rule, "Build them with the tokens, before collation."))
 
 
 def _is_targets(column: list[Any]) -> bool:
@@ -118,25 +159,37 @@ def _is_targets(column: list[Any]) -> bool:
     return all(np.asarray(row).dtype.kind == "f" and np.asarray(row).size for row in column)
 
 
+def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
+    """A key nobody listed is passed on as it is; a list that follows the tokens through unequal rows would stay unpadded."""
+    ragged = all(is_ragged(row) for row in column)
+    if ragged and len(set(lengths)) > 1 and all(len(row) == n for row, n in zip(column, lengths)) and _is_numeric(column[0]):
+        rows = [(b, f"{len(row)} values, as many as input_ids") for b, row in enumerate(column)]
+        rule = "Which keys have one value a token is listed, not guessed."
+        remedy = f"Pass keys={{**KEYS, {key!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."
+        raise CollateError(explain_rows(key, rows, rule, remedy))
+
+
 def _is_numeric(row: Any) -> bool:
-    if isinstance(row, (np.ndarray, Tensor)):
-        return isinstance(row, Tensor) or row.dtype.kind in "iubf"
     while isinstance(row, (list, tuple)) and len(row):
         row = row[0]
-    return isinstance(row, (bool, int, float, np.number, np.ndarray, Tensor))
+    return isinstance(row, (bool, int, float, np.number, Tensor)) or (
+        isinstance(row, np.ndarray) and row.dtype.kind in "iubf"
+    )
 
 
-# --- truth
+# --- which tokens are real
 
 
-def _truth(columns: dict[str, list[Any]], lengths: list[int]) -> list[Array] | None:
+def _own_segments(columns: dict[str, list[Any]], lengths: list[int]) -> list[Array] | None:
     """Segment ids of each sample from its own mask and sequence lengths, which must agree."""
-    sources = [_mask_ids(key, columns[key], lengths) for key in TRUTH_KEYS[:2] if key in columns]
+    masks = [key for key in of_kind(columns, "truth") if key != "seq_lengths"]
+    sources = [_mask_ids(key, columns[key], lengths) for key in masks]
+    _check_same_tokens(masks, sources)
     if "seq_lengths" in columns:
         sources.append(_lengths_ids(columns["seq_lengths"], lengths))
     if not sources:
         return None
-    _check_agreement(columns, sources)
+    _check_same_parts(masks, sources)
     ids = sources[0]
     for other in sources[1:]:
         ids = [_merged(mine, theirs) for mine, theirs in zip(ids, other)]
@@ -148,40 +201,50 @@ def _merged(mine: Array, theirs: Array) -> Array:
     return merged
 
 
-def _check_agreement(columns: dict[str, list[Any]], sources: list[list[Array]]) -> None:
-    if "attention_mask" in columns and "attention_mask_2d" in columns:
-        pairs = enumerate(zip(sources[0], sources[1]))
-        bad = [(b, "another mask than attention_mask") for b, (x, y) in pairs if ((x > 0) != (y > 0)).any()]
+def _check_same_tokens(masks: list[str], sources: list[list[Array]]) -> None:
+    for key, source in list(zip(masks, sources))[1:]:
+        pairs = enumerate(zip(sources[0], source))
+        bad = [(b, f"another mask than {masks[0]}") for b, (x, y) in pairs if ((x > 0) != (y > 0)).any()]
         if bad:
             rule = "Both masks of a sample say which of its tokens are real."
-            raise CollateError(explain_rows("attention_mask_2d", bad, rule, "Keep one of them."))
-    if "seq_lengths" in columns:
-        masks = [source for source in sources[:-1] if any(ids.max(initial=0) > 1 for ids in source)]
-        wrong = {b for source in masks for b, ids in enumerate(source) if _differ(ids, sources[-1][b])}
-        bad = [(b, "other sequences than the packing ids") for b in wrong]
+            raise CollateError(explain_rows(key, bad, rule, "Keep one of them."))
+
+
+def _check_same_parts(masks: list[str], sources: list[list[Array]]) -> None:
+    """Packing ids and lengths, each of which parts the sample, must part it at the same places."""
+    names = [*masks, "seq_lengths"][: len(sources)]
+    parting = [(n, s) for n, s in zip(names, sources) if n == "seq_lengths" or any(ids.max(initial=0) > 1 for ids in s)]
+    for name, source in parting[1:]:
+        bad = [
+            (b, f"other sequences than {parting[0][0]}") for b, ids in enumerate(source) if _differ(parting[0][1][b], ids)
+        ]
         if bad:
-            rule = "Packing ids and seq_lengths cut a sample at the same places."
-            raise CollateError(explain_rows("seq_lengths", bad, rule, "Keep one of them."))
+            rule = "Packing ids and seq_lengths part a sample at the same places."
+            raise CollateError(explain_rows(name, bad, rule, "Keep one of them."))
 
 
 def _differ(ids: Array, cut: Array) -> bool:
-    real = ids > 0
+    real = (ids > 0) & (cut > 0)
     return bool(((np.diff(ids[real]) != 0) != (np.diff(cut[real]) != 0)).any())
 
 
 def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
     """A sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
-    bad = [(b, f"{np.ndim(row)} dimensions") for b, row in enumerate(column) if np.ndim(row) != 1]
+    bad = [(b, f"{_dimensions(row)} dimensions") for b, row in enumerate(column) if _dimensions(row) != 1]
     if bad:
         rule = "A sample's own mask is [L], one number for each token."
         raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
     check_lengths(key, column, lengths)
-    arrays = [np.asarray(row) for row in column]
+    arrays = [host_array(key, row) for row in column]
     wrong = [(b, f"values {np.unique(row)[:6].tolist()}") for b, row in enumerate(arrays) if not _is_ids(row)]
     if wrong:
         rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
         raise CollateError(explain_rows(key, wrong, rule, "Convert additive masks with (mask == 0) first."))
     return [row.astype(np.int32) for row in arrays]
+
+
+def _dimensions(row: Any) -> int:
+    return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 0 if not is_ragged(row) else _rank(row)
 
 
 def _is_ids(row: Array) -> bool:

@@ -23,10 +23,6 @@ from collate_npu.segments import Side
 Array = npt.NDArray[Any]
 Row = Sequence[Any] | Array | Tensor
 
-WHOLE_NUMBER_KEYS = frozenset(
-    {"input_ids", "labels", "shift_labels", "attention_mask", "attention_mask_2d", "token_type_ids", "position_ids"}
-)
-"""Keys whose values are ids, classes or flags: floats there are a mistake, never a value to round."""
 STRUCT_LIMIT = 1 << 15
 """Longest list packed in one call: beyond it the argument tuple is a fresh mapping and page faults take over."""
 
@@ -41,13 +37,15 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
 
 
-def pad_rows(key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: float = 0) -> Tensor:
+def pad_rows(
+    key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: float = 0, whole: bool = False
+) -> Tensor:
     """Rows of `[length, ...F]` to `[B, width, ...F]`, padded with `fill` on one side. Inverse of `unpad` with the lengths.
 
-    int64 for lists of ints (and for `WHOLE_NUMBER_KEYS`), float32 for lists of floats, the common dtype of arrays.
+    int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
-    arrays = _arrays(key, rows)
-    out = np.empty((len(rows), width, *_trailing(key, arrays)), _dtype(key, arrays))
+    arrays = _arrays(key, rows, whole)
+    out = np.empty((len(rows), width, *_trailing(key, arrays)), _dtype(arrays, whole))
     places = []
     for b, row in enumerate(arrays):
         start, stop = (0, len(row)) if side == "right" else (width - len(row), width)
@@ -57,20 +55,29 @@ def pad_rows(key: str, rows: Sequence[Row], *, width: int, side: Side = "right",
     return torch.from_numpy(out)
 
 
-def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0) -> Tensor:
+def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0, whole: bool = False) -> Tensor:
     """Rows of `[length, ...F]` to one row `[1, width, ...F]`, one after another, `fill` in the tail."""
-    arrays = _arrays(key, rows)
-    out = np.empty((1, width, *_trailing(key, arrays)), _dtype(key, arrays))
+    arrays = _arrays(key, rows, whole)
+    out = np.empty((1, width, *_trailing(key, arrays)), _dtype(arrays, whole))
     ends = np.cumsum([len(row) for row in arrays]).tolist()
     out[0, ends[-1] if ends else 0 :] = fill
     _write(key, [out[0, end - len(row) : end] for end, row in zip(ends, arrays)], arrays)
     return torch.from_numpy(out)
 
 
-def pad_positions(rows: Sequence[Array], *, width: int, side: Side = "right") -> Tensor:
+def pad_positions(rows: Sequence[Row], *, width: int, side: Side = "right") -> Tensor:
     """Multi-axis positions (mRoPE), rows of `[axes, length]`, to `[axes, B, width]`, 0 at padding."""
-    transposed = [np.ascontiguousarray(np.moveaxis(row, 0, -1)) for row in rows]
-    return pad_rows("position_ids", transposed, width=width, side=side).movedim(-1, 0).contiguous()
+    padded = pad_rows("position_ids", [_tokens_first(row) for row in rows], width=width, side=side, whole=True)
+    return padded.movedim(-1, 0).contiguous()
+
+
+def flatten_positions(rows: Sequence[Row], *, width: int) -> Tensor:
+    """Multi-axis positions of samples that stand in one row, `[axes, 1, width]`, 0 in the tail."""
+    return flatten_rows("position_ids", list(map(_tokens_first, rows)), width=width, whole=True).movedim(-1, 0).contiguous()
+
+
+def _tokens_first(row: Row) -> Array:
+    return np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1))
 
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
@@ -86,38 +93,38 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
         raise CollateError(explain_rows(key, bad, rule, "Cut or build both together, before collation."))
 
 
-def _arrays(key: str, rows: Sequence[Row]) -> list[Sequence[Any] | Array]:
+def _arrays(key: str, rows: Sequence[Row], whole: bool) -> list[Sequence[Any] | Array]:
     """Tensors as arrays, nested lists as arrays, flat lists as they are (struct reads them)."""
     arrays: list[Sequence[Any] | Array] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(rows):
         try:
-            arrays.append(_array(key, row))
+            arrays.append(_array(row, whole))
         except ValueError:
             bad.append((b, "nested lists of unequal length"))
             continue
-        if not _is_number(arrays[-1], key):
+        if not _is_number(arrays[-1], whole):
             bad.append((b, _kind(arrays[-1])))
     if bad:
         lists = [(b, _first_bad(row)) for b, row in enumerate(rows) if isinstance(row, (list, tuple))]
         bad += [(b, text) for b, text in lists if text and b not in dict(bad)]
-        rule = f"{key} holds {'whole numbers' if key in WHOLE_NUMBER_KEYS else 'numbers'}, one for each token."
+        rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
     return arrays
 
 
-def _array(key: str, row: Row) -> Sequence[Any] | Array:
+def _array(row: Row, whole: bool) -> Sequence[Any] | Array:
     if isinstance(row, Tensor):
         host = row.detach().cpu()
         return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
     if isinstance(row, np.ndarray):
         return row
     nested = bool(len(row)) and isinstance(row[0], (list, tuple, np.ndarray, Tensor))
-    return row if key in WHOLE_NUMBER_KEYS and not nested else np.asarray(row)
+    return row if whole and not nested else np.asarray(row)
 
 
-def _is_number(row: Sequence[Any] | Array, key: str) -> bool:
-    kinds = "iub" if key in WHOLE_NUMBER_KEYS else "iubf"
+def _is_number(row: Sequence[Any] | Array, whole: bool) -> bool:
+    kinds = "iub" if whole else "iubf"
     return not isinstance(row, np.ndarray) or row.dtype.kind in kinds or not row.size
 
 
@@ -134,9 +141,9 @@ def _trailing(key: str, arrays: Sequence[Sequence[Any] | Array]) -> tuple[int, .
     return next((shape for shape, row in zip(shapes, arrays) if len(row)), ())
 
 
-def _dtype(key: str, arrays: Sequence[Sequence[Any] | Array]) -> npt.DTypeLike:
+def _dtype(arrays: Sequence[Sequence[Any] | Array], whole: bool) -> npt.DTypeLike:
     found = {row.dtype if isinstance(row, np.ndarray) else np.dtype(np.int64) for row in arrays if len(row)}
-    if key in WHOLE_NUMBER_KEYS or not found:
+    if whole or not found:
         return np.int64
     common = np.result_type(*found)
     return np.float32 if common == np.float64 else common
@@ -179,11 +186,18 @@ def stack_values(key: str, values: Sequence[Any]) -> Any:
     return list(values)
 
 
-def concatenate_values(key: str, values: Sequence[Any]) -> Tensor:
-    """Tensors or arrays of some rows, joined on the first dimension (pixel_values, image_grid_thw)."""
-    tensors = {b: torch.as_tensor(value) for b, value in enumerate(values) if value is not None}
+def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Tensor:
+    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw).
+
+    A value of rank `unit` is one image or clip, and becomes a row of its own.
+    """
+    tensors = {
+        b: torch.as_tensor(np.asarray(value) if isinstance(value, list) else value)
+        for b, value in enumerate(values)
+        if value is not None
+    }
     try:
-        return torch.cat(list(tensors.values()))
+        return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in tensors.values()])
     except RuntimeError as error:
         rows = [(b, shape_of(tensor)) for b, tensor in tensors.items()]
         rule = f"Vision values of a batch are joined on their first dimension ({str(error).splitlines()[0]})."

@@ -1,20 +1,29 @@
-"""Emission: how a collator hands on a batch whose truth it knows: masks, offsets, labels nobody should learn from.
+"""Wire: how a collator hands on a batch whose Segments it knows: masks, segment ids, offsets, ignored labels.
 
-Without a consumer the batch takes the neutral form an adapter reads; with one, that consumer's route is applied.
+Without a consumer the batch takes the neutral form an adapter reads; with one, that consumer's route is applied. The door
+(`segments_from_batch`) gives back from the neutral form what the collator knew.
+
 Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.consumer import Consumer
+from collate_npu.consumers.models import consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind
 from collate_npu.masks.forms import dense, none_is_exact, varlen
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import Bidirectional, Pattern
+from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
@@ -26,9 +35,9 @@ class Emitter(Protocol):
     @property
     def attention_mask(self) -> MaskMode: ...
     @property
-    def consumer(self) -> str | None: ...
+    def consumer(self) -> str | Consumer | None: ...
     @property
-    def pattern(self) -> str | Pattern: ...
+    def pattern(self) -> str | Pattern | None: ...
     @property
     def label_pad_token_id(self) -> int: ...
     @property
@@ -36,59 +45,88 @@ class Emitter(Protocol):
     @property
     def max_mask_bytes(self) -> int: ...
     @property
+    def keys(self) -> Mapping[str, Key]: ...
+    @property
     def _adapter(self) -> BatchAdapter | None: ...
 
 
-def emit(collator: Emitter, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
+def finish_batch(collator: Emitter, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
     """The finished batch: `attention_mask` and `attention_mask_2d` as the collator's mode or its consumer wants them."""
-    mode, adapter = collator.attention_mask, collator._adapter
+    adapter = collator._adapter
     if adapter is not None:
-        out: dict[str, Any] = adapter.apply(batch, segments, padding_free=padding_free)
+        out = adapter.render(batch, segments, padding_free=padding_free)
     elif padding_free:
-        out = {key: value for key, value in batch.items() if key != KEEP_KEY} | {"attention_mask": None}
+        out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)} | {"attention_mask": None}
     else:
         out = batch | {"attention_mask": _mask(collator, segments), KEEP_KEY: segments.keep}
-    if mode == "omit":
-        if adapter is not None and out.get("attention_mask") is not None and not none_is_exact(segments, collator.pattern):
-            rule = f"{collator.consumer} learns of padding from this key alone, and {none_is_exact(segments).why}."
-            raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
+        out.pop(SEGMENT_KEY, None)
+        if segments.packed or segments.empty_rows:  # a 2D mask says neither where sequences part nor that a row is empty
+            out[SEGMENT_KEY] = segments.ids
+    if collator.attention_mask == "omit":
+        _check_omitted(collator, out, segments)
         out.pop("attention_mask", None)
     return out
+
+
+def _check_omitted(collator: Emitter, out: dict[str, Any], segments: Segments) -> None:
+    exact = none_is_exact(segments, collator.pattern or "causal")
+    if collator._adapter is not None and out.get("attention_mask") is not None and not exact:
+        rule = f"{collator._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
+        raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
 
 
 def _mask(collator: Emitter, segments: Segments) -> Tensor | None:
     if collator.attention_mask in ("2d", "omit"):
         return segments.keep
-    exact = none_is_exact(segments, collator.pattern)
+    exact = none_is_exact(segments, collator.pattern or "causal")
     if collator.attention_mask == "none" and not exact:
         rule = f"attention_mask='none' was asked for, and {exact.why}."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
     if exact and collator.attention_mask != "4d":
         return None
-    return dense(segments, polarity="masked", pattern=collator.pattern, max_mask_bytes=collator.max_mask_bytes)
+    _warn_of_neutral_form()
+    return dense(segments, polarity="masked", pattern=collator.pattern or "causal", max_mask_bytes=collator.max_mask_bytes)
+
+
+@cache
+def _warn_of_neutral_form() -> None:
+    """Once a process: whoever trains a transformers model with this batch as it is gets the mask the wrong way round."""
+    warnings.warn(
+        "collate_npu: this batch has a 4D attention_mask with True = blocked, for a BatchAdapter or Megatron-core. A "
+        "transformers model reads True as attended. Pass model= (or consumer='transformers') to the collator, or run "
+        "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
+        stacklevel=4,
+    )
 
 
 def adapter_of(collator: Emitter, model: Any, model_type: str | None) -> BatchAdapter | None:
-    """The adapter of the consumer a collator names; the model's config is read now, the model is not kept."""
-    if collator.consumer is None:
-        return None
+    """The adapter of the consumer a collator names, or its model tells; the model itself is not kept."""
+    if collator.consumer is None and model_type is None and (model is None or consumer_of(model) is None):
+        if model is None:
+            return None
+        rule = "A config or a plain module does not say who reads the batch."
+        raise CollateError(explain("consumer", "None", rule, "Pass consumer= ('transformers', 'megatron', ...)."))
     return BatchAdapter(
         model,
         model_type=model_type,
         consumer=collator.consumer,
         pattern=collator.pattern,
+        keys=collator.keys,
         max_mask_bytes=collator.max_mask_bytes,
     )
 
 
-def check_mode(mode: str, consumer: str | None, return_tensors: str) -> None:
+def check_mode(mode: str, consumer: object, return_tensors: str, *, padding_free: bool = False) -> None:
     """Raise for settings that contradict each other."""
-    if mode not in ("auto", "none", "4d", "2d", "omit"):
+    if mode not in get_args(MaskMode):
         rule = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'."
         raise CollateError(explain("attention_mask", repr(mode), rule, "'auto' suits most trainers."))
     if consumer is not None and mode not in ("auto", "omit"):
-        rule = f"The consumer {consumer!r} decides the form of its mask."
+        rule = "The consumer decides the form of its mask."
         raise CollateError(explain("attention_mask", repr(mode), rule, "Leave it at 'auto'."))
+    if padding_free and mode in ("4d", "2d"):
+        rule = "A padding-free row has offsets and no mask."
+        raise CollateError(explain("attention_mask", repr(mode), rule, "Leave it at 'auto', or set padding_free=False."))
     if return_tensors != "pt":
         raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
 
@@ -102,7 +140,7 @@ def offsets(segments: Segments) -> dict[str, Any]:
     return {
         "position_ids": form.position_ids,
         "cu_seq_lens_q": form.cu_seqlens,
-        "cu_seq_lens_k": form.cu_seqlens,
+        "cu_seq_lens_k": form.cu_seqlens.clone(),
         "max_length_q": form.max_length,
         "max_length_k": form.max_length,
         "seq_idx": form.seq_idx,
@@ -110,21 +148,34 @@ def offsets(segments: Segments) -> dict[str, Any]:
     }
 
 
-def ignore_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """Ignore the labels of padding, and of a token that follows padding or another sequence: alone, nothing predicts it.
+def with_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+    """A flat row with all its offsets; positions of several axes stay beside the text row.
 
-    Bidirectional attention predicts tokens in place, so its labels stay; so do targets that are not one a token.
+    Raises where images stand in the row and no positions say where.
+    """
+    told, positions = offsets(segments), batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        return {**batch, **told, "position_ids": positions, "text_position_ids": told["position_ids"]}
+    if vision := of_kind(batch, "vision"):
+        rule = "Where images stand among the tokens of a flat row cannot be told from its offsets."
+        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
+        raise UnsupportedFormError(explain("position_ids", f"no axes beside {', '.join(vision)}", rule, remedy))
+    return {**batch, **told}
+
+
+def ignore_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
+    """Ignore the labels of padding and the first of every sequence; targets that are not one a token stay as they are.
+
+    Bidirectional attention predicts tokens in place, so its labels stay.
     """
     labels = batch.get("labels")
-    tokens = isinstance(labels, Tensor) and tuple(labels.shape) == segments.shape and not labels.is_floating_point()
-    if not isinstance(labels, Tensor) or not tokens or not predicts_next(collator):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not predicts_next(collator):
         return batch
-    ids_BS = segments.ids
-    ignored_BS = ids_BS == 0
-    ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]
-    return batch | {"labels": labels.masked_fill(ignored_BS, collator.label_pad_token_id)}
+    if tuple(labels.shape) != segments.shape:
+        return batch
+    return batch | {"labels": ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)}
 
 
 def predicts_next(collator: Emitter) -> bool:
     """Are labels those of the next token, not moved yet?"""
-    return not collator.labels_shifted and Pattern.of(collator.pattern).kind != "bidirectional"
+    return not collator.labels_shifted and not isinstance(Pattern.of(collator.pattern or "causal"), Bidirectional)

@@ -11,20 +11,23 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from collate_npu.collate.features import sample_segment_ids
 from collate_npu.collate.padding import pad_rows
-from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, emit, ignore_labels, offsets
-from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter, find_segments
+from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, finish_batch, ignore_labels, with_offsets
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.consumer import Consumer
 from collate_npu.errors import AmbiguousMaskError, CollateError, explain, explain_rows, shape_of
-from collate_npu.masks.forms import MAX_MASK_BYTES, Polarity
+from collate_npu.host import Array, host_array
+from collate_npu.keys import KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.segments import Segments, Side
 
 Features = Sequence[Mapping[str, Any]]
-Array = npt.NDArray[Any]
 
 
 def wrap_collator(
@@ -32,19 +35,21 @@ def wrap_collator(
     *,
     polarity: Polarity | None = None,
     attention_mask: MaskMode = "auto",
-    consumer: str | None = None,
-    pattern: str | Pattern = "causal",
+    consumer: str | Consumer | None = None,
+    pattern: str | Pattern | None = None,
     model: Any = None,
     model_type: str | None = None,
     label_pad_token_id: int = -100,
     labels_shifted: bool = False,
+    keys: Mapping[str, Key] = KEYS,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> WrappedCollator:
     """Middleware: the batch of any collator in, ours out; picklable if `inner` is.
 
-    The inner batch may carry a 2D mask, a 4D mask (of the `polarity` declared, or proved), both, or none: then the
-    lengths of the features and where their ids stand in the batch tell the padding. A flat, padding-free row stays one
-    and gets all its offsets. The other arguments are those of `PaddingCollator`.
+    The inner batch may carry a 2D mask, a 4D mask (of the `polarity` and `pattern` declared, or proved), both, or none.
+    What the samples tell (lengths, own masks, packing ids, `seq_lengths`) counts wherever they stand whole in the batch,
+    and must agree with its masks. A flat, padding-free row stays one and gets all its offsets. The other arguments are
+    those of `PaddingCollator`.
     """
     return WrappedCollator(
         inner,
@@ -54,6 +59,7 @@ def wrap_collator(
         pattern=pattern,
         label_pad_token_id=label_pad_token_id,
         labels_shifted=labels_shifted,
+        keys=keys,
         max_mask_bytes=max_mask_bytes,
         model=model,
         model_type=model_type,
@@ -68,10 +74,11 @@ class WrappedCollator:
     _: KW_ONLY
     polarity: Polarity | None
     attention_mask: MaskMode
-    consumer: str | None
-    pattern: str | Pattern
+    consumer: str | Consumer | None
+    pattern: str | Pattern | None
     label_pad_token_id: int
     labels_shifted: bool
+    keys: Mapping[str, Key] = field(repr=False)
     max_mask_bytes: int
     model: InitVar[Any]
     model_type: InitVar[str | None]
@@ -79,65 +86,65 @@ class WrappedCollator:
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
         check_mode(self.attention_mask, self.consumer, "pt")
+        check_polarity(self.polarity)
         object.__setattr__(self, "_adapter", adapter_of(self, model, model_type))
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
-        rows = [_Sample.of(feature) for feature in features if feature.get("input_ids") is not None]
-        batch = {key: value for key, value in dict(self.inner(features, *args, **kwargs)).items() if value is not None}
-        if "attention_mask" in batch or KEEP_KEY in batch:
-            segments = find_segments(batch, polarity=self.polarity, pattern=self.pattern)
-            _check_samples(batch, segments, rows)
-        elif _is_flat(batch, rows):
-            segments = _flat_truth(batch, rows)
-            return emit(self, batch | offsets(segments), segments, padding_free=True)
-        else:
-            segments = _align(batch["input_ids"], rows)
-        return emit(self, ignore_labels(self, batch, segments), segments, padding_free=False)
+        inner = dict(self.inner(features, *args, **kwargs))
+        batch = {key: value for key, value in inner.items() if value is not None}
+        samples = _Samples(*sample_segment_ids(features))
+        masked = any(key in batch for key in of_kind(KEYS, "truth"))
+        if not masked and _is_flat(batch, samples):
+            segments = _flat_segments(batch, samples)
+            flat = with_offsets(batch, segments)
+            return finish_batch(self, ignore_labels(self, flat, segments), segments, padding_free=True)
+        segments = self._masked(batch, samples) if masked else _align(batch, samples)
+        return finish_batch(self, ignore_labels(self, batch, segments), segments, padding_free=False)
+
+    def _masked(self, batch: Mapping[str, Any], samples: _Samples) -> Segments:
+        """Through the door, with what the samples tell as one more source where they stand whole in the batch."""
+        told = [] if SEGMENT_KEY in batch else samples.standing(batch)
+        for known in told:
+            try:
+                return self._found({**batch, SEGMENT_KEY: known.ids})
+            except CollateError:
+                continue
+        segments = self._found(batch)
+        if told:
+            _refuse_disagreement(segments, told)
+        return segments
+
+    def _found(self, batch: Mapping[str, Any]) -> Segments:
+        return segments_from_batch(batch, polarity=self.polarity, pattern=self.pattern)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """What a feature says before the inner collator sees it: its ids, and which of them are real."""
+class _Samples:
+    """What the samples say before the inner collator sees them: token ids and segment ids `[L]` of each."""
 
-    ids: Array
-    keep: Array
+    token_ids: list[Array]
+    segment_ids: list[Array]
 
-    @classmethod
-    def of(cls, feature: Mapping[str, Any]) -> _Sample:
-        ids = np.asarray(feature["input_ids"])
-        own = feature.get("attention_mask")
-        fits = own is not None and np.shape(own) == ids.shape
-        return cls(ids, np.asarray(own) > 0 if fits else np.ones(ids.shape, bool))
+    def standing(self, batch: Mapping[str, Any]) -> list[Segments]:
+        """The Segments by the samples, for each side on which all of them stand whole; none where the ids were changed."""
+        if batch.get("input_ids") is None or token_shape(batch)[0] != len(self.token_ids):
+            return []
+        ids_BS = host_array("input_ids", batch["input_ids"])
+        sides: tuple[Side, Side] = ("right", "left")
+        found = [self._padded(ids_BS.shape[1], side) for side in sides if self._stand(ids_BS, side)]
+        return found[:1] if len(found) == 2 and found[0] == found[1] else found
 
+    def _stand(self, ids_BS: Array, side: Side) -> bool:
+        return all(_stands(ids_BS[b], row, side) for b, row in enumerate(self.token_ids))
 
-# --- what the features tell of a batch
+    def _padded(self, width: int, side: Side) -> Segments:
+        return Segments.from_ids(pad_rows("attention_mask", self.segment_ids, width=width, side=side))
 
-
-def _is_flat(batch: Mapping[str, Any], rows: Sequence[_Sample]) -> bool:
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
-        return False
-    whole = len(rows) == 1 and len(rows[0].ids) == ids.shape[1] and "position_ids" in batch
-    return "cu_seq_lens_q" in batch or len(rows) > 1 or whole
-
-
-def _flat_truth(batch: Mapping[str, Any], rows: Sequence[_Sample]) -> Segments:
-    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence."""
-    ids_S = batch["input_ids"][0].numpy()
-    joined = np.concatenate([row.ids for row in rows]) if rows else np.arange(0)
-    if len(joined) and _stands(ids_S, joined, "right"):
-        return Segments.from_lengths([[len(row.ids) for row in rows]], len(ids_S))
-    return find_segments(batch, padding_free=True)
-
-
-def _standing(input_ids: Any, rows: Sequence[_Sample]) -> list[Side]:
-    """The sides on which every sample stands whole in its row of the batch; none where the inner collator changed them."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or len(rows) != len(input_ids):
-        return []
-    ids_BS = input_ids.numpy()
-    sides: tuple[Side, Side] = ("right", "left")
-    return [side for side in sides if all(_stands(ids_BS[b], row.ids, side) for b, row in enumerate(rows))]
+    def joined(self) -> Array:
+        """Segment ids of all samples, one after another in one row."""
+        before = np.cumsum([0, *(row.max(initial=0) for row in self.segment_ids)])
+        return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(self.segment_ids, before)])
 
 
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:
@@ -145,28 +152,45 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
     return len(row) <= len(padded_S) and bool(np.array_equal(at, row))
 
 
-def _check_samples(batch: Mapping[str, Any], segments: Segments, rows: Sequence[_Sample]) -> None:
+# --- what the samples tell of a batch
+
+
+def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
+        return False
+    rows = samples.token_ids
+    whole = len(rows) == 1 and len(rows[0]) == ids.shape[1] and "position_ids" in batch
+    return bool(with_role(batch, "offsets", "padded_offsets")) or len(rows) > 1 or whole
+
+
+def _flat_segments(batch: Mapping[str, Any], samples: _Samples) -> Segments:
+    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence."""
+    ids_S = host_array("input_ids", batch["input_ids"])[0]
+    if samples.token_ids and _stands(ids_S, np.concatenate(samples.token_ids), "right"):
+        joined = samples.joined()
+        return Segments.from_ids(np.pad(joined, (0, len(ids_S) - len(joined)))[None])
+    return segments_from_batch(batch, padding_free=True)
+
+
+def _refuse_disagreement(segments: Segments, told: list[Segments]) -> None:
     """A mask that calls a sample's own tokens padding (ids != pad, where pad is eos) is not the truth."""
-    width = segments.shape[1]
-    sides = _standing(batch.get("input_ids"), rows)
-    truths = [pad_rows("attention_mask", [row.keep for row in rows], width=width, side=side) > 0 for side in sides]
-    if not truths or any(torch.equal(keep, segments.keep) for keep in truths):
-        return
-    wrong = [b for b in range(len(rows)) if not any(torch.equal(keep[b], segments.keep[b]) for keep in truths)]
-    bad = [(b, f"{segments.row_lengths[b]} real tokens, not {int(rows[b].keep.sum())}") for b in wrong or range(len(rows))]
+    rows = range(segments.shape[0])
+    wrong = [b for b in rows if not any(np.array_equal(known.array[b], segments.array[b]) for known in told)]
+    bad = [(b, f"sequences of {list(segments.lengths[b])}, not {list(told[0].lengths[b])} tokens") for b in wrong or rows]
     rule = "The inner collator's mask disagrees with the samples about which tokens are real."
     remedy = "Let it build the mask from lengths: a mask of ids != pad_token_id loses every real eos where pad is eos."
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
 
 
-def _align(input_ids: Any, rows: Sequence[_Sample]) -> Segments:
+def _align(batch: Mapping[str, Any], samples: _Samples) -> Segments:
     """Where each sample stands in its row of a batch that carries no mask; the side is the batch's, not a row's."""
-    found = _standing(input_ids, rows)
-    keeps = [row.keep for row in rows]
-    if len(found) == 1 or (found and min(map(len, keeps)) == input_ids.shape[1]):
-        return Segments.from_keep(pad_rows("attention_mask", keeps, width=input_ids.shape[1], side=found[0]))
+    found = samples.standing(batch)
+    if len(found) == 1:
+        return found[0]
     rule = "No key says which tokens are padding, and the samples' ids stand " + (
         "at both ends alike." if found else "at neither end of their rows."
     )
     remedy = "Let the inner collator emit attention_mask, or use PaddingCollator."
-    raise AmbiguousMaskError(explain("input_ids", f"{shape_of(input_ids)} without a mask", rule, remedy))
+    got = f"{shape_of(batch.get('input_ids'))} without a mask"
+    raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))

@@ -19,16 +19,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.route import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.keys import KEYS, Key, of_kind
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.parallel import KEY_TABLE, ContextParallel, Rule, shift_labels
+from collate_npu.outputs import ignore_first_labels, shift_labels
+from collate_npu.parallel import ContextParallel
 from collate_npu.segments import Segments
 
 Backend = Literal["torch", "deepspeed"]
 
 _TRAINER_SPLITS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-_MASKS = ("attention_mask", "attention_mask_2d")
 
 
 def refuse_model(model: Any, backend: Backend = "torch") -> None:
@@ -62,39 +64,35 @@ def ready_batch(
     `torch`: adds `shift_labels` and `position_ids`, keeps a 2D `attention_mask` (Trainer counts tokens with it) and
     never None, which Trainer calls `.dim()` on. `deepspeed`: adds `position_ids`, from which Ulysses tells documents
     apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask. Tensors are owned
-    copies, since torch cuts buffers in place. `segments` default to what the 2D mask of the batch says, or no padding.
+    copies, since torch cuts buffers in place. `segments` default to what the batch itself tells.
     Raises `UnsupportedFormError` where causal attention without a mask is not exact, `CollateError` for the width.
     """
-    segments = segments or _segments(batch)
+    segments = segments or segments_from_batch(batch)
     _check_width(segments, size, backend)
     exact = none_is_exact(segments)
     if not exact:
         _check_documents(segments, backend, attn_implementation, exact.why)
-    out = {key: value for key, value in batch.items() if key not in _MASKS}
+    out = {key: value for key, value in batch.items() if key not in of_kind(batch, "truth")}
     if not exact or "position_ids" not in out:
         out["position_ids"] = segments.position_ids
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.ndim == 2 and backend == "torch":
         out.setdefault("shift_labels", shift_labels(labels, segments))
     elif isinstance(labels, Tensor) and labels.ndim == 2:
-        out["labels"] = _without_first(labels, segments)
-    if backend == "torch" and any(isinstance(batch.get(key), Tensor) for key in _MASKS):
+        out["labels"] = ignore_first_labels(labels, segments)
+    if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
     device = batch["input_ids"].device if isinstance(batch.get("input_ids"), Tensor) else None
     return {key: _owned(value, device) for key, value in out.items()}
 
 
-def buffers_of(batch: Mapping[str, Any], *, table: Mapping[str, Rule] = KEY_TABLE) -> tuple[list[Tensor], list[int]]:
+def buffers_of(batch: Mapping[str, Any], *, keys: Mapping[str, Key] = KEYS) -> tuple[list[Tensor], list[int]]:
     """The tensors of a batch that are shared out, and the dimension of each: for `accelerator.maybe_context_parallel`.
 
-    By the same table as `split_batch`, the 2D mask included, mRoPE positions by their last dimension.
+    By the same rows of `keys` as `split_batch`, the 2D mask included, mRoPE positions by their last dimension.
     """
-    whole = next((value for key, value in batch.items() if key in ("input_ids", "inputs_embeds")), None)
-    if not isinstance(whole, Tensor):
-        rule = "torch's context reads the width off the first buffer."
-        raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass a batch with input_ids."))
-    shape = tuple(whole.shape[:2])
-    found = [(value, _dim_of(key, value, table.get(key), shape)) for key, value in batch.items()]
+    shape = token_shape(batch)
+    found = [(value, _dim_of(key, value, keys.get(key), shape)) for key, value in batch.items()]
     split = [(value, dim) for value, dim in found if dim is not None]
     return [value for value, _ in split], [dim for _, dim in split]
 
@@ -106,7 +104,7 @@ def context_parallel(
     *,
     model: Any = None,
     segments: Segments | None = None,
-    table: Mapping[str, Rule] = KEY_TABLE,
+    keys: Mapping[str, Key] = KEYS,
 ) -> Iterator[dict[str, Any]]:
     """Accelerate's context for one step: `with context_parallel(accelerator, batch, model=model) as shard:`.
 
@@ -118,7 +116,7 @@ def context_parallel(
     if model is not None and size > 1:
         refuse_model(model)
     shard = ready_batch(batch, size=size, segments=segments)
-    buffers, dims = buffers_of(shard, table=table)
+    buffers, dims = buffers_of(shard, keys=keys)
     with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)):
         yield shard
 
@@ -155,21 +153,6 @@ def context_parallel_collator(
     return ContextParallelCollator(inner=inner, size=size, backend=backend, attn_implementation=implementation)
 
 
-def _segments(batch: Mapping[str, Any]) -> Segments:
-    for key in ("attention_mask_2d", "attention_mask"):
-        value = batch.get(key)
-        if isinstance(value, Tensor):
-            if value.ndim == 2:
-                return Segments.from_keep(value)
-            rule = "Every dense mask is dropped by these stacks, so it cannot be what tells the padding."
-            raise UnsupportedFormError(explain(key, shape_of(value), rule, "Pass the 2D mask, or segments=."))
-    B, S = batch["input_ids"].shape[:2]
-    positions = batch.get("position_ids")
-    if isinstance(positions, Tensor) and tuple(positions.shape) == (B, S):
-        return Segments.from_position_ids(positions)
-    return Segments.from_lengths([S] * B)
-
-
 def _check_width(segments: Segments, size: int, backend: Backend) -> None:
     layout: Literal["zigzag", "ulysses"] = "zigzag" if backend == "torch" else "ulysses"
     multiple = ContextParallel(size, 0, layout=layout).multiple
@@ -189,13 +172,6 @@ def _check_documents(segments: Segments, backend: Backend, attn_implementation: 
     raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
 
 
-def _without_first(labels: Tensor, segments: Segments) -> Tensor:
-    """-100 where a sequence begins: the loader shifts across sequences, so that label would be its neighbour's."""
-    ids_BS = segments.ids.to(labels.device)
-    before_BS = torch.nn.functional.pad(ids_BS[:, :-1], (1, 0), value=0)
-    return labels.masked_fill((ids_BS != before_BS) | (ids_BS == 0), -100)
-
-
 def _owned(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -203,10 +179,10 @@ def _owned(value: Any, device: torch.device | None) -> Any:
     return copy if device is None else copy.to(device)
 
 
-def _dim_of(key: str, value: Any, rule: Rule | None, shape: tuple[int, ...]) -> int | None:
-    if not isinstance(value, Tensor) or value.ndim < 2 or (rule is not None and rule.action == "replicate"):
+def _dim_of(key: str, value: Any, rule: Key | None, shape: tuple[int, ...]) -> int | None:
+    if not isinstance(value, Tensor) or value.ndim < 2 or (rule is not None and rule.share == "replicate"):
         return None
-    if rule is None or rule.action == "rows":
+    if rule is None or rule.share == "rows":
         return 1 if tuple(value.shape[:2]) == shape else None
     dim = rule.dim % value.ndim
     return dim if value.shape[dim] == shape[1] else None

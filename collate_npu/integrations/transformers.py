@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.collate.features import TOKEN_KEYS, TRUTH_KEYS, VISION_KEYS
-from collate_npu.consumers.route import needs_mask_2d
+from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, explain
+from collate_npu.keys import KEYS, of_kind
+from collate_npu.masks.find import segments_from_batch
 
-COLUMNS = tuple(sorted({*TOKEN_KEYS, *TRUTH_KEYS, *VISION_KEYS, "input_ids"}))
+COLUMNS = tuple(sorted(of_kind(KEYS, "tokens", "positions", "truth", "vision")))
 """Every column that `PaddingCollator` reads by name."""
 
 
@@ -66,7 +67,7 @@ def check_delivery(model: nn.Module, batch: dict[str, Any]) -> None:
     Costs one forward pass without gradients. Raises `CollateError` naming the layers; says nothing of a batch without
     padding, for which transformers drops the mask itself.
     """
-    keep = _keep_of(batch)
+    keep = segments_from_batch(batch).keep
     if keep.all():
         return
     with received_masks(model) as received, torch.no_grad():
@@ -78,13 +79,3 @@ def check_delivery(model: nn.Module, batch: dict[str, Any]) -> None:
         rule = "Every layer takes a mask, and recurrent layers take the 2D mask of the batch."
         got = f"no mask in {', '.join(deaf[:8])}" if deaf else "the 2D mask in no layer"
         raise CollateError(explain("attention_mask", got, rule, "Use BatchAdapter(model, consumer='transformers')."))
-
-
-def _keep_of(batch: dict[str, Any]) -> Tensor:
-    carried = batch.get("attention_mask")
-    masks = list(carried.values()) if isinstance(carried, dict) else [carried]
-    found = next((x for x in (batch.get("attention_mask_2d"), *masks) if isinstance(x, Tensor) and x.ndim == 2), None)
-    if found is None:
-        rule = "The truth of the batch is a 2D mask, in attention_mask or beside it."
-        raise CollateError(explain("attention_mask", "no 2D mask", rule, "Pass the collator's batch."))
-    return found != 0

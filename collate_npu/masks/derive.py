@@ -9,15 +9,15 @@ Legend: B batch, S width, H heads, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from collate_npu.errors import (
+    REMEDY_CARRY_2D,
+    REMEDY_DECLARE_POLARITY,
+    RULE_SAME_TOKENS,
     AmbiguousMaskError,
     CollateError,
     PolarityError,
@@ -26,20 +26,20 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
-from collate_npu.masks.evidence import CARRY, Bools, UnexplainedError, read_square
-from collate_npu.masks.forms import Polarity
+from collate_npu.host import host_tensor, whole_number
+from collate_npu.masks.evidence import Known, Reading, UnexplainedError, read_square
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.polarity import DECLARE, KEY, MaskValues
-from collate_npu.segments import Segments
+from collate_npu.masks.polarity import Bools, MaskValues, Polarity
+from collate_npu.segments import Segments, Values
 
-SAME_TOKENS = "All masks of a batch describe the same tokens."
+KEY = "attention_mask"
 
 
 def derive_segments(
-    attention_mask: Tensor,
+    attention_mask: Values,
     *,
     polarity: Polarity | None = None,
-    keep: Tensor | None = None,
+    keep: Values | None = None,
     batch_size: int | None = None,
     pattern: str | Pattern | None = None,
     prove: bool = True,
@@ -52,88 +52,78 @@ def derive_segments(
     1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared. `keep`
-    is a 2D truth of the same batch, bool `[B, S]`: the mask must agree with it, and what the mask alone leaves open
-    (polarity, padding that attends itself) it decides. `batch_size` is needed to tell `[S, S]` from `[B, S]` and to
-    repeat a shared mask. `pattern` declares the attention where two patterns would explain the mask; a declared `chunked`
-    also says that rows are not packed. `prove=False` takes the evidence (diagonal == columns) without rebuilding the
-    mask, for custom attention. `unmasked_rows=True` says that the producer unmasks empty rows (transformers' former
-    `_unmask_unattended`); otherwise none is assumed to, unless the batch shows such rows; one batch pads to one side.
+    settles what the mask cannot: its polarity, and whether self-attending tokens are padding; the mask must agree with it
+    at real tokens. `batch_size` is needed to tell `[S, S]` from `[B, S]` and to repeat a shared mask. `pattern` declares
+    the attention where two patterns would explain the mask; a declared `chunked` also says that rows are not packed.
+    `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask, for custom attention.
+    `unmasked_rows=True`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Default:
+    assumed only if some row of this batch shows it. All rows of a batch are assumed to be padded on one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
     """
-    keep_BS = None if keep is None else keep.detach().cpu().numpy() != 0
-    batch_size = batch_size if keep_BS is None else len(keep_BS)
+    full = host_tensor(KEY, attention_mask)
+    how = None if pattern is None else Pattern.of(pattern)
+    if batch_size is not None:
+        whole_number("batch_size", batch_size, least=1)
+    if keep is None:
+        known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
+        return read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments
+    truth = segments_from_2d("keep", keep)
+    known = Known(keep=truth.array != 0, pattern=how, prove=prove)
+    return read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments
 
-    def square(values: MaskValues) -> Segments:
-        how = None if pattern is None else Pattern.of(pattern)
-        return _square(values, _Given(keep_BS, how, prove, unmasked_rows))
 
-    full = attention_mask.detach().cpu()
-    if keep_BS is None:
-        _refuse_compressed(full)
-        return _by_shape(MaskValues(full, polarity), batch_size, square)
-    if full.ndim and keep_BS.shape[-1] != full.shape[-1]:
-        got = f"{list(keep_BS.shape)} beside {[full.shape[0], full.shape[-1]]}"
-        raise CollateError(explain("attention_mask_2d", got, SAME_TOKENS, "Build them together, and split them together."))
+def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int) -> Reading:
+    """What a mask of any rank says beside what is known of its batch, a keep mask or the Segments; both must agree.
+
+    Padding that attends itself and the polarity of a key mask are settled by what is known.
+    """
+    keep_BS = known.keep if known.segments is None else known.segments.array != 0
+    assert keep_BS is not None
+    if full.ndim < 2 or full.shape[-1] != keep_BS.shape[-1] or full.shape[0] not in (1, len(keep_BS), keep_BS.shape[-1]):
+        got = f"{shape_of(full)} beside tokens {list(keep_BS.shape)}"
+        raise CollateError(explain(KEY, got, RULE_SAME_TOKENS, "Build them together, and split them together."))
     values = MaskValues(full, polarity)
-    segments = _with_truth(values, keep_BS, square)
-    agree(segments, {"attention_mask_2d": Segments.from_keep(keep_BS)})
-    return segments
+    if tuple(full.shape[:-1]) in ((len(keep_BS),), (len(keep_BS), 1, 1)) and not (full.ndim == 4 and full.shape[-1] == 1):
+        found = _key_mask(values, keep_BS)
+        check_same_padding(Segments.from_keep(keep_BS), {KEY: found})
+        if found.packed and known.segments is not None and found != known.segments:
+            rule = "Its packing ids part the rows at other places than the other sources of the batch."
+            raise CollateError(explain(KEY, repr(found), rule, "Keep one of them."))
+        return Reading(known.segments or found, None)
+    if full.ndim == 2 and full.shape[0] != full.shape[1]:
+        return _refuse_shape(full)
+    return _square(values, known, batch_size)
 
 
-def _with_truth(values: MaskValues, keep_BS: Bools, square: Callable[[MaskValues], Segments]) -> Segments:
-    """Key masks may have either polarity here: one that tells the truth is right."""
-    if values.full.shape[:-1] not in ((len(keep_BS),), (len(keep_BS), 1, 1)) or values.high > 1:
-        return _by_shape(values, len(keep_BS), square)
+def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
+    """A mask of keys alone may have either polarity here: one that tells the truth is right."""
+    if values.packing_ids:
+        return Segments.from_ids(values.array)
     polarities: tuple[Polarity, ...] = (values.declared,) if values.declared else ("keep", "masked")
-    readings = [values.read(polarity).reshape(len(keep_BS), -1) for polarity in polarities]
+    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities]
     return Segments.from_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
-def _by_shape(values: MaskValues, batch_size: int | None, square: Callable[[MaskValues], Segments]) -> Segments:
-    shape = values.full.shape
-    if not values.full.numel() and len(shape) in (2, 3, 4):
-        return Segments(torch.zeros(batch_size or shape[0], shape[-1], dtype=torch.int32))
-    if len(shape) == 2:
-        return _from_two_dims(values, batch_size, square)
-    if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
-        return _repeat(_from_key_row(values), batch_size)
-    if len(shape) in (3, 4) and shape[-1] == shape[-2]:
-        return _repeat(square(values), batch_size)
-    return _refuse_shape(values.full)
+def segments_from_2d(key: str, value: Values, polarity: Polarity | None = None) -> Segments:
+    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, or as declared, or packing ids `1 1 2 2 0`.
 
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What the caller knows beside the mask."""
-
-    keep: Bools | None
-    pattern: Pattern | None
-    prove: bool
-    unmasked_rows: bool
-
-
-def key_segments(attention_mask_2d: Tensor) -> Segments:
-    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, additive, or packing ids `1 1 2 2 0`.
-
-    Zeros alone are padding throughout. Unlike `derive_segments`, never takes a square one for `[S, S]`.
+    Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
     """
-    values = MaskValues(attention_mask_2d.detach().cpu(), None)
+    values = MaskValues(host_tensor(key, value), polarity, key)
     if values.array.ndim != 2:
-        _refuse_shape(values.full)
-    if values.array.dtype.kind in "iu" and values.high > 1:
-        return Segments.from_ids(values.array)
-    return Segments.from_keep(values.read(values.declared or "keep"))
+        return _refuse_shape(values.full)
+    return _from_keys(values)
 
 
-def agree(segments: Segments, others: dict[str, Segments]) -> None:
-    """Raise where another source of the same batch (a 2D mask, lengths) tells another padding, with the row numbers."""
+def check_same_padding(segments: Segments, others: dict[str, Segments]) -> None:
+    """Raise unless every other source of the same batch (a 2D mask, lengths) names the same padding; lists the rows."""
     for name, other in others.items():
         if other.shape != segments.shape:
             got = f"{list(other.shape)} beside {list(segments.shape)}"
-            raise CollateError(explain(name, got, SAME_TOKENS, "Build them together, and split them together."))
-        wrong = np.flatnonzero((other.keep != segments.keep).any(dim=1).numpy())
+            raise CollateError(explain(name, got, RULE_SAME_TOKENS, "Build them together, and split them together."))
+        wrong = np.flatnonzero(((other.array != 0) != (segments.array != 0)).any(axis=1))
         if len(wrong):
             rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
             rule = "It disagrees with the other mask of the same batch about which tokens are real."
@@ -144,18 +134,33 @@ def agree(segments: Segments, others: dict[str, Segments]) -> None:
 # --- shapes
 
 
-def _from_two_dims(values: MaskValues, batch_size: int | None, square: Callable[[MaskValues], Segments]) -> Segments:
+def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
+    """What a mask of any rank says by itself, for a batch of `batch_size` rows where that is known."""
+    values, shape = MaskValues(full, polarity), full.shape
+    _refuse_compressed(full)
+    if not full.numel() and len(shape) in (2, 3, 4):
+        return Reading(Segments(np.zeros((batch_size or shape[0], shape[-1]), np.int32)), None)
+    if len(shape) == 2:
+        return _from_two_dims(values, batch_size, known)
+    if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
+        return _repeat(Reading(_from_key_row(values), None), batch_size)
+    if len(shape) in (3, 4) and shape[-1] == shape[-2]:
+        return _repeat(_square(values, known, shape[0]), batch_size)
+    return _refuse_shape(full)
+
+
+def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> Reading:
     rows, S = values.array.shape
     if rows != S or values.low == values.high or values.high > 1:
         if batch_size not in (None, rows):
             _refuse_batch(values.full, batch_size)
-        return _from_keys(values)
+        return Reading(_from_keys(values), None)
     if batch_size not in (None, S):
-        return _repeat(square(values), batch_size)
+        return _repeat(_square(values, known, 1), batch_size)
     try:
-        square(values)
-    except (UnexplainedError, AmbiguousMaskError):
-        return _from_keys(values)
+        _square(values, known, 1)
+    except AmbiguousMaskError:
+        return Reading(_from_keys(values), None)
     except PolarityError:
         pass
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
@@ -164,15 +169,15 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, square: Callable[
 
 def _from_keys(values: MaskValues) -> Segments:
     """`[B, S]`: keep unless declared otherwise, or packing ids."""
-    if values.array.dtype.kind in "iu" and values.high > 1:
+    if values.packing_ids:
         if values.declared not in (None, "keep"):
             rule = "Numbers above 1 are packing ids, 0 = padding."
-            raise PolarityError(explain(KEY, shape_of(values.full), rule, "Pass polarity=None."))
+            raise PolarityError(explain(values.key, shape_of(values.full), rule, "Pass polarity=None."))
         return Segments.from_ids(values.array)
     if values.declared is None and not values.high and values.array.size:
         got = f"{shape_of(values.full)} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
-        raise PolarityError(explain(KEY, got, rule, DECLARE))
+        raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
     return Segments.from_keep(values.read(values.declared or "keep"))
 
 
@@ -180,37 +185,29 @@ def _from_key_row(values: MaskValues) -> Segments:
     """`[B, 1, 1, S]` holds keys alone, so nothing in it proves a polarity."""
     if values.declared is None:
         rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
-        raise PolarityError(explain(KEY, shape_of(values.full), rule, DECLARE))
+        raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     return Segments.from_keep(values.read(values.declared)[:, 0, 0])
 
 
-def _square(values: MaskValues, given: _Given) -> Segments:
+def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
 
-    def read(polarity: Polarity) -> Segments:
+    def read(polarity: Polarity) -> Reading:
         attends = values.read(polarity)
         shape = attends.shape
-        heads: Bools = attends.reshape(-1, *shape[-2:]) if attends.ndim < 4 else np.logical_or.reduce(attends, axis=1)
-        if given.keep is not None and len(heads) == 1:
-            heads = np.broadcast_to(heads, (len(given.keep), *heads.shape[1:]))
-        return read_square(
-            heads,
-            keep_BS=given.keep,
-            pattern=given.pattern,
-            prove=given.prove,
-            unmasked_rows=given.unmasked_rows,
-        )
+        rows: Bools = attends.reshape(-1, *shape[-2:]) if attends.ndim < 4 else np.logical_or.reduce(attends, axis=1)
+        return read_square(np.broadcast_to(rows, (batch_size, *rows.shape[1:])) if len(rows) == 1 else rows, known)
 
-    if values.declared is not None:
-        try:
-            return read(values.declared)
-        except UnexplainedError as error:
-            _refuse_unexplained(values, {values.declared: error})
-    return _proved(values, read)
+    if values.declared is None:
+        return _proved(values, known, read)
+    try:
+        return read(values.declared)
+    except UnexplainedError as error:
+        return _refuse_unexplained(values, known, {values.declared: error})
 
 
-def _proved(values: MaskValues, read: Callable[[Polarity], Segments]) -> Segments:
-    found: dict[str, Segments | AmbiguousMaskError] = {}
+def _proved(values: MaskValues, known: Known, read: Callable[[Polarity], Reading]) -> Reading:
+    found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
     polarities: tuple[Polarity, Polarity] = ("keep", "masked")
     for polarity in polarities:
@@ -224,33 +221,51 @@ def _proved(values: MaskValues, read: Callable[[Polarity], Segments]) -> Segment
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
     if len(found) == 2:
         told = "; ".join(f"as '{name}' {_told(result)}" for name, result in found.items())
-        raise PolarityError(explain(KEY, shape_of(values.full), f"Both readings are possible: {told}.", DECLARE))
+        rule = f"Both readings are possible: {told}."
+        raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     if not found:
-        _refuse_unexplained(values, failed)
+        return _refuse_unexplained(values, known, failed)
     (result,) = found.values()
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
 
 
-def _told(result: Segments | AmbiguousMaskError) -> str:
-    return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result!r}"
+def _told(result: Reading | AmbiguousMaskError) -> str:
+    return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result.segments!r}"
 
 
-def _refuse_unexplained(values: MaskValues, failed: dict[Any, UnexplainedError]) -> NoReturn:
+def _refuse_unexplained(values: MaskValues, known: Known, failed: dict[Any, UnexplainedError]) -> NoReturn:
     rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
+    instead = next((error.instead for error in failed.values() if error.instead is not None), None)
+    if instead is not None:
+        rule = f"{shape_of(values.full)} is not {known.pattern} attention on these tokens; {instead} would explain it."
+        remedy = f"Pass pattern={spelled(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
+        raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
+    if known.keep is not None or known.segments is not None:
+        rule = f"{shape_of(values.full)} and the other sources of the batch describe no same tokens under one pattern."
+        remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
+        raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
     rule = f"{shape_of(values.full)} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-    remedy = f"{CARRY} Custom attention: prove=False. Wrong way round: polarity=. Padding that attends itself: neither."
+    remedy = (
+        f"{REMEDY_CARRY_2D} If the attention is custom, pass prove=False. If True means the opposite, pass polarity=. "
+        "If padding attends itself, neither helps: pass keep=."
+    )
     raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
 
 
-def _repeat(segments: Segments, batch_size: int | None) -> Segments:
-    rows = segments.shape[0]
+def spelled(pattern: Pattern) -> str:
+    """How a caller writes this pattern."""
+    return f"Pattern.{pattern}" if "(" in str(pattern) else repr(str(pattern))
+
+
+def _repeat(reading: Reading, batch_size: int | None) -> Reading:
+    rows = reading.segments.shape[0]
     if batch_size in (None, rows):
-        return segments
+        return reading
     if rows == 1 and batch_size:
-        return Segments.from_ids(segments.ids.expand(batch_size, -1))
-    return _refuse_batch(segments.ids, batch_size)
+        return Reading(Segments(np.repeat(reading.segments.array, batch_size, axis=0)), reading.pattern)
+    return _refuse_batch(reading.segments.ids, batch_size)
 
 
 def _refuse_batch(full: Tensor, batch_size: int | None) -> NoReturn:
@@ -262,10 +277,10 @@ def _refuse_compressed(full: Tensor) -> None:
     """torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin doc:554-606."""
     if tuple(full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
-    top: npt.NDArray[Any] = full.reshape(-1, 2048)[:2048].float().numpy() != 0
+    top = full.reshape(-1, 2048)[:2048].float().numpy() != 0
     if (top == np.tri(2048, dtype=bool)).all() or (top != np.tri(2048, dtype=bool)).all():
         rule = "It is torch_npu's compressed causal triangle, which holds no padding, or 2048 tokens without padding."
-        raise AmbiguousMaskError(explain(KEY, shape_of(full), rule, CARRY))
+        raise AmbiguousMaskError(explain(KEY, shape_of(full), rule, REMEDY_CARRY_2D))
 
 
 def _refuse_shape(full: Tensor) -> NoReturn:

@@ -10,24 +10,25 @@ Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.host import Array, host_array
 from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.polarity import Polarity
 from collate_npu.segments import Segments
 
-Polarity = Literal["keep", "masked", "bias"]
-Array = npt.NDArray[Any]
-
 MAX_MASK_BYTES = 4 << 30
+EVALUATED_BYTES = 21
+"""Bytes a place that evaluating a predicate takes at its peak (tests measure it)."""
 
 
 # --- None
@@ -52,7 +53,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     transformers masking_utils.py:307 and ms-swift trainers/utils.py:396-407 each drop the mask on other conditions).
     """
     pattern = Pattern.of(pattern)
-    if pattern.kind != "causal":
+    if pattern.reaches(segments.longest_span):
         return Verdict(False, f"attention is {pattern}, and no mask means plain causal (or full) attention")
     if segments.packed:
         return Verdict(False, "a row holds several sequences, which would see each other")
@@ -91,17 +92,24 @@ def dense(
     (transformers masking_utils.py:632), float32 by default. Raises `UnsupportedFormError` beyond `max_mask_bytes`.
     """
     pattern = Pattern.of(pattern)
+    pattern.check(segments.num_sequences)
     dtype, attend, blocked = _values(polarity, dtype)
     query_rows = _query_rows(rows, segments.shape[1])
-    _check_bytes(segments, len(query_rows), dtype, max_mask_bytes)
-    if torch.device(device).type != "cpu":
-        keep = _dense_keep_on(segments, pattern, query_rows, torch.device(device))
-        values = torch.tensor([blocked, attend], dtype=dtype, device=device)
-        return values[keep.to(torch.int8).int()] if polarity == "bias" else (keep if attend else ~keep).to(dtype)
+    check_bytes("dense mask", (segments.shape[0], 1, len(query_rows), segments.shape[1]), dtype.itemsize, max_mask_bytes)
     carrier, allowed, forbidden = _carrier(dtype, attend, blocked)
     out_BQK = np.empty((segments.shape[0], len(query_rows), segments.shape[1]), carrier)
-    _fill(out_BQK, segments, pattern, query_rows, allowed, forbidden)
-    return torch.from_numpy(out_BQK).view(dtype)[:, None]
+    runs = list(_runs(query_rows))
+    for b, regions in enumerate(_regions(segments)):
+        _fill_row(out_BQK[b], segments.array[b], regions, runs, pattern, allowed, forbidden)
+    return torch.from_numpy(out_BQK).view(dtype)[:, None].to(device)
+
+
+def dense_row(segments: Segments, b: int, pattern: Pattern) -> Array:
+    """bool `[S, S]`, True = attends: one row of the batch, as `dense` fills it."""
+    S = segments.shape[1]
+    out_QK = np.empty((S, S), bool)
+    _fill_row(out_QK, segments.array[b], _regions(segments)[b], [(0, 0, S)], pattern, True, False)
+    return out_QK
 
 
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
@@ -125,81 +133,64 @@ def _carrier(dtype: torch.dtype, attend: float, blocked: float) -> tuple[Any, An
 
 
 def _query_rows(rows: slice | Sequence[int] | Tensor | None, S: int) -> Array:
-    if rows is None:
-        return np.arange(S)
-    if isinstance(rows, slice):
-        return np.arange(S)[rows]
-    picked = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows, np.int64)
+    if rows is None or isinstance(rows, slice):
+        return np.arange(S)[rows or slice(None)]
+    picked = host_array("rows", rows)
+    if (picked.dtype.kind not in "iu" and picked.size) or picked.ndim != 1:
+        rule = "Query rows are a slice, or whole numbers [Q]."
+        raise CollateError(
+            explain("rows", f"{picked.dtype} {list(picked.shape)}", rule, "Pass rows.nonzero()[:, 0] of a bool.")
+        )
     if picked.size and (picked.min() < 0 or picked.max() >= S):
         raise CollateError(explain("rows", f"{picked.min()}..{picked.max()}", f"Query rows lie in 0..{S - 1}.", "Clip."))
-    return picked
+    return picked.astype(np.int64)
 
 
-def _check_bytes(segments: Segments, Q: int, dtype: torch.dtype, limit: int) -> None:
-    B, S = segments.shape
-    size = B * Q * S * dtype.itemsize
+def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) -> None:
+    """Raise `UnsupportedFormError` where a tensor of this shape is larger than `max_mask_bytes`."""
+    size = math.prod(shape) * itemsize
     if size > limit:
         rule = f"The limit max_mask_bytes is {limit / 2**30:.2f} GiB."
-        remedy = "Use None where none_is_exact, varlen(), block_mask(), a slice of rows, or raise the limit."
-        raise UnsupportedFormError(explain("dense mask", f"{size / 2**30:.2f} GiB ([{B}, 1, {Q}, {S}])", rule, remedy))
+        remedy = "Use None where none_is_exact, varlen(), a slice of rows, or raise the limit."
+        raise UnsupportedFormError(explain(what, f"{size / 2**30:.2f} GiB ({list(shape)})", rule, remedy))
 
 
-def _fill(out_BQK: Array, segments: Segments, pattern: Pattern, query_rows: Array, allowed: Any, forbidden: Any) -> None:
-    S = segments.shape[1]
-    limit = pattern.size if pattern.kind == "sliding" else S + 1
-    key_minus_query = np.arange(-S, S + 1)
-    band = np.where((key_minus_query <= 0) & (key_minus_query > -limit), allowed, forbidden)
-    for b in segments.empty_rows:
-        out_BQK[b] = forbidden
-    ids_BS = segments.ids.numpy()
-    runs = list(_runs(query_rows))
-    for n, (b, start, end, first, last) in enumerate(_regions(segments)):
-        prefix = pattern.prefixes(segments.num_sequences)[n] if pattern.kind == "prefix" else 0
+def _fill_row(
+    out_QK: Array,
+    ids_S: Array,
+    regions: list[tuple[int, int, int, int, int]],
+    runs: list[tuple[int, int, int]],
+    pattern: Pattern,
+    allowed: Any,
+    forbidden: Any,
+) -> None:
+    """The query rows `runs` of one row of the batch, every element once."""
+    if not regions:
+        out_QK[:] = forbidden
+    for n, start, end, first, last in regions:
         for at, low, high in runs:
             q0, q1 = max(low, first), min(high, last)
             if q0 < q1:
-                block_QK = out_BQK[b, at + q0 - low : at + q1 - low]
+                block_QK = out_QK[at + q0 - low : at + q1 - low]
                 block_QK[:, :start], block_QK[:, end:] = forbidden, forbidden
-                _fill_block(block_QK[:, start:end], pattern, q0 - start, prefix, band, allowed, forbidden)
-                if (holes := np.flatnonzero(ids_BS[b, start:end] == 0)).size:
+                pattern.fill(block_QK[:, start:end], q0 - start, n, allowed, forbidden)
+                if (holes := np.flatnonzero(ids_S[start:end] == 0)).size:
                     block_QK[:, start + holes] = forbidden
 
 
-def _fill_block(block: Array, pattern: Pattern, q0: int, prefix: int, band: Array, allowed: Any, forbidden: Any) -> None:
-    """Rows q0, q0 + 1, ... of one sequence, both counted from its first token, against all its keys."""
-    Q, K = block.shape
-    if pattern.kind == "bidirectional":
-        block[:] = allowed
-    elif pattern.kind == "chunked":
-        block[:] = forbidden
-        for low in range(0, K, pattern.size):
-            q_from, q_to = max(low - q0, 0), min(low + pattern.size - q0, Q)
-            if q_from < q_to:
-                part = block[q_from:q_to, low : low + pattern.size]
-                np.copyto(part, _shifted(band, q0 + q_from - low, part.shape))
-    else:
-        np.copyto(block, _shifted(band, q0, block.shape))
-        block[:, :prefix] = allowed if prefix else block[:, :prefix]
+def _regions(segments: Segments) -> list[list[tuple[int, int, int, int, int]]]:
+    """For each row of the batch, `(n, first key, last key + 1, first query, last query + 1)` of each of its sequences.
 
-
-def _shifted(band: Array, q0: int, shape: tuple[int, ...]) -> Array:
-    """View `[i, j] = band[(j) - (q0 + i)]` (band is centred): each row is the one above, moved right by one."""
-    centre = len(band) // 2
-    item = band.itemsize
-    return np.lib.stride_tricks.as_strided(band[centre - q0 :], shape, (-item, item), writeable=False)
-
-
-def _regions(segments: Segments) -> Iterator[tuple[int, int, int, int, int]]:
-    """`(row, first key, last key + 1, first query, last query + 1)` of each sequence.
-
-    Padding queries belong to the sequence before them, leading ones to the first: every row is in one region.
+    Padding queries belong to the sequence before them, leading ones to the first: every query is in one region.
     """
     spans = segments.spans
     S = segments.shape[1]
+    rows: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(segments.shape[0])]
     for n, (b, start, end) in enumerate(spans):
-        first = start if n and spans[n - 1][0] == b else 0
+        first = start if rows[b] else 0
         last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
-        yield b, start, end, first, last
+        rows[b].append((n, start, end, first, last))
+    return rows
 
 
 def _runs(query_rows: Array) -> Iterator[tuple[int, int, int]]:
@@ -222,41 +213,21 @@ def mask_mod(
     Same truth as `dense(polarity="keep")`, element by element.
     """
     pattern = Pattern.of(pattern)
-    B, S = segments.shape
-    owner_BS, start_BS, prefix_BS = (np.zeros((B, S), np.int64) for _ in range(3))
-    prefixes = pattern.prefixes(segments.num_sequences)
-    ids_BS = segments.ids.numpy()
-    for n, (b, start, _, first, last) in enumerate(_regions(segments)):
-        owner_BS[b, first:last] = ids_BS[b, start]
-        start_BS[b, first:last] = start
-        prefix_BS[b, first:last] = prefixes[n]
-    ids, owner, origin, prefix = (torch.from_numpy(x).to(device) for x in (ids_BS, owner_BS, start_BS, prefix_BS))
+    pattern.check(segments.num_sequences)
+    owner_BS, start_BS, number_BS = (np.zeros(segments.shape, np.int64) for _ in range(3))
+    for b, regions in enumerate(_regions(segments)):
+        for n, start, _, first, last in regions:
+            owner_BS[b, first:last] = segments.array[b, start]
+            start_BS[b, first:last] = start
+            number_BS[b, first:last] = n
+    held = (segments.array.copy(), owner_BS, start_BS, number_BS)
+    ids, owner, origin, number = (torch.from_numpy(x).to(device) for x in held)
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = (ids[b, k] == owner[b, q]) & (ids[b, k] > 0)
-        return same & _within(pattern, q - origin[b, q], k - origin[b, q], prefix[b, q])
+        return same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
 
     return attends
-
-
-def _within(pattern: Pattern, q: Tensor, k: Tensor, prefix: Tensor) -> Tensor:
-    if pattern.kind == "bidirectional":
-        return k == k
-    if pattern.kind == "prefix":
-        return (k <= q) | (k < prefix)
-    if pattern.kind == "sliding":
-        return (k <= q) & (q - k < pattern.size)
-    if pattern.kind == "chunked":
-        chunks = [torch.div(x, pattern.size, rounding_mode="floor") for x in (q, k)]
-        return (k <= q) & (chunks[0] == chunks[1])
-    return k <= q
-
-
-def _dense_keep_on(segments: Segments, pattern: Pattern, query_rows: Array, device: torch.device) -> Tensor:
-    B, S = segments.shape
-    b = torch.arange(B, device=device)[:, None, None, None]
-    q = torch.from_numpy(np.ascontiguousarray(query_rows)).to(device)[:, None]
-    return mask_mod(segments, pattern, device)(b, b, q, torch.arange(S, device=device))
 
 
 def block_mask(
@@ -266,15 +237,19 @@ def block_mask(
     device: torch.device | str = "cpu",
     block_size: int = 128,
     compiled: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Any:
     """torch's `BlockMask` for flex_attention, `[B, 1, S, S]` in blocks (torch nn/attention/flex_attention.py).
 
-    torch evaluates the predicate on all B * S * S places while it builds the mask; `compiled=True` fuses that away, for
-    some seconds of compilation at the first call.
+    torch evaluates the predicate on all B * S * S places while it builds the mask, which takes up to 21 bytes a place
+    (measured on torch 2.13); `compiled=True` fuses that away, for some seconds of compilation at the first call. Raises
+    `UnsupportedFormError` where that is beyond `max_mask_bytes`.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     B, S = segments.shape
+    if not compiled:
+        check_bytes("block mask being built", (B, 1, S, S), EVALUATED_BYTES, max_mask_bytes)
     attends = cast(Any, mask_mod(segments, pattern, device))
     return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 
@@ -305,7 +280,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
     `keep_tail=True` is for one flat row with padding at its end, which stays in the tensor: the tail becomes one more
     sequence, so that neither kernels nor positions see it as part of the last. Raises where there is not one such row.
     """
-    lengths = [n for row in segments.lengths for n in row]
+    lengths = list(segments.sequence_lengths)
     num_sequences = len(lengths)
     if keep_tail:
         if segments.shape[0] != 1 or segments.padding_side not in ("none", "right"):

@@ -1,20 +1,45 @@
 """Patterns: which keys of its own sequence a token attends, apart from padding and packing.
 
-Legend: q, k the places of a query and a key, counted from the first token of their sequence.
+A pattern is one class: `attends` is its definition, from which every form follows. A fast `fill` and the readings of a
+mask that it explains (`explaining`) are optional, and tested to agree with the definition.
+
+Legend: q, k the places of a query and a key, counted from the first token of their sequence; n the number of the
+sequence in the batch; Q, K query and key rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
+from collate_npu.host import Array, host_array, whole_number
 
-Kind = Literal["causal", "sliding", "chunked", "bidirectional", "prefix"]
+PatternName = Literal["causal", "bidirectional"]
+Places = TypeVar("Places", Tensor, Array)
 
 
-@dataclass(frozen=True, slots=True)
+class Shown(Protocol):
+    """What a square mask shows of its pattern, once its sequences are known."""
+
+    @property
+    def reach(self) -> int:
+        """How far back any query that counts looks, in places of the row."""
+
+    @property
+    def sees_future(self) -> bool:
+        """Does a real query attend a key after it?"""
+
+    @property
+    def prefixes(self) -> Sequence[int]:
+        """For each sequence, one more than the last key that some earlier query attends."""
+
+
 class Pattern:
     """Which keys of its own sequence a token attends. Use the constructors; `"causal"` and `"bidirectional"` are short.
 
@@ -27,55 +52,224 @@ class Pattern:
         ■ ■ ■ ■     ⬚ ⬚ ■ ■     ⬚ ⬚ ■ ■     ■ ■ ■ ■     ■ ■ ■ ■
     """
 
-    kind: Kind
-    size: int = 0
-    """Window or chunk, in tokens."""
-    lengths: tuple[int, ...] = ()
-    """Prefix tokens of each of the N sequences, or one number for all."""
+    name: ClassVar[str]
+    causal: ClassVar[bool] = True
+    """Does no token attend a later one?"""
+    cuts: ClassVar[bool] = False
+    """Does it part a sequence into pieces that do not meet, as packing does? Then a mask alone never shows it."""
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        """True where query q of sequence n attends key k of the same sequence; tensors or arrays that broadcast."""
+        raise NotImplementedError
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        """Write rows q0, q0 + 1, ... of sequence n, both counted from its first token, against all its keys."""
+        Q, K = block_QK.shape
+        seen = self.attends(np.arange(q0, q0 + Q)[:, None], np.arange(K)[None], np.array(n))
+        np.copyto(block_QK, np.where(seen, allowed, forbidden))
+
+    def reaches(self, longest: int) -> bool:
+        """Is it more than plain causal attention, for sequences of up to `longest` places?"""
+        return True
+
+    def check(self, num_sequences: int) -> None:
+        """Raise where it does not fit a batch of N sequences."""
 
     @classmethod
-    def sliding(cls, window: int) -> Pattern:
+    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
+        """The patterns of this class that a mask could follow, by what it shows; none where it must be declared."""
+        return iter(())
+
+    @staticmethod
+    def sliding(window: int) -> Pattern:
         """Causal, and only the last `window` tokens, the token itself included (transformers' `sliding_window`)."""
-        return cls("sliding", size=_at_least_one("window", window))
+        return Sliding(_at_least_one("window", window))
 
-    @classmethod
-    def chunked(cls, size: int) -> Pattern:
+    @staticmethod
+    def chunked(size: int) -> Pattern:
         """Causal inside chunks of `size` tokens (transformers' `attention_chunk_size`)."""
-        return cls("chunked", size=_at_least_one("chunk size", size))
+        return Chunked(_at_least_one("chunk size", size))
 
-    @classmethod
-    def prefix(cls, lengths: int | Sequence[int]) -> Pattern:
+    @staticmethod
+    def prefix(lengths: int | Sequence[int] | Tensor) -> Pattern:
         """Causal, but every token also sees the first `lengths` tokens of its sequence: one number, or one for each."""
-        values = (lengths,) if isinstance(lengths, int) else tuple(int(n) for n in lengths)
-        if not values or min(values) < 0:
-            raise CollateError(explain("prefix", str(values), "Prefix lengths are 0 or more.", "Pass one or N of them."))
-        return cls("prefix", lengths=values)
+        values = np.atleast_1d(host_array("prefix", lengths))
+        if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu" or values.min() < 0:
+            rule = "Prefix lengths are whole numbers, 0 or more."
+            raise CollateError(explain("prefix", str(values.tolist()), rule, "Pass one or N of them."))
+        return Prefix(tuple(values.tolist()))
 
-    @classmethod
-    def of(cls, pattern: str | Pattern) -> Pattern:
+    @staticmethod
+    def of(pattern: str | Pattern) -> Pattern:
         """A `Pattern`, or the name of one that needs no size."""
         if isinstance(pattern, Pattern):
             return pattern
         if pattern in ("causal", "bidirectional"):
-            return cls(cast(Kind, pattern))
+            return CAUSAL if pattern == "causal" else Bidirectional()
         rule = "Patterns by name are 'causal' and 'bidirectional'; the others carry a size."
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."
         raise CollateError(explain("pattern", repr(pattern), rule, remedy))
 
     def __str__(self) -> str:
-        inner = str(self.size) if self.size else ", ".join(map(str, self.lengths[:4]))
-        return f"{self.kind}({inner})" if inner else self.kind
+        return self.name
 
-    def prefixes(self, num_sequences: int) -> tuple[int, ...]:
-        """The prefix length of each of the N sequences, 0 for patterns without one."""
-        lengths = self.lengths * num_sequences if len(self.lengths) == 1 else self.lengths or (0,) * num_sequences
-        if len(lengths) != num_sequences:
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """Every token attends itself and all tokens before it."""
+
+    name: ClassVar[str] = "causal"
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        return k <= q
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        fill_band(block_QK, q0, None, allowed, forbidden)
+
+    def reaches(self, longest: int) -> bool:
+        return False
+
+    @classmethod
+    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
+        if not shown.sees_future:
+            yield CAUSAL
+
+
+@dataclass(frozen=True)
+class Sliding(Pattern):
+    """Causal, and at most `size` places back, the token's own included."""
+
+    size: int
+    name: ClassVar[str] = "sliding"
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        return (k <= q) & (q - k < self.size)
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        fill_band(block_QK, q0, self.size, allowed, forbidden)
+
+    def reaches(self, longest: int) -> bool:
+        return self.size < longest
+
+    @classmethod
+    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
+        if not shown.sees_future:
+            yield Sliding(shown.reach + 1)
+
+    def __str__(self) -> str:
+        return f"sliding({self.size})"
+
+
+@dataclass(frozen=True)
+class Chunked(Pattern):
+    """Causal inside chunks of `size` places, counted from the sequence's first token."""
+
+    size: int
+    name: ClassVar[str] = "chunked"
+    cuts: ClassVar[bool] = True
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        return (k <= q) & (q // self.size == k // self.size)
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        Q, K = block_QK.shape
+        block_QK[:] = forbidden
+        for low in range(0, K, self.size):
+            q_from, q_to = max(low - q0, 0), min(low + self.size - q0, Q)
+            if q_from < q_to:
+                part = block_QK[q_from:q_to, low : low + self.size]
+                fill_band(part, q0 + q_from - low, self.size, allowed, forbidden)
+
+    def reaches(self, longest: int) -> bool:
+        return self.size < longest
+
+    def __str__(self) -> str:
+        return f"chunked({self.size})"
+
+
+@dataclass(frozen=True)
+class Bidirectional(Pattern):
+    """Every token attends every token."""
+
+    name: ClassVar[str] = "bidirectional"
+    causal: ClassVar[bool] = False
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        return q == q
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        block_QK[:] = allowed
+
+    @classmethod
+    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
+        if shown.sees_future:
+            yield Bidirectional()
+
+
+@dataclass(frozen=True)
+class Prefix(Pattern):
+    """Causal, and the first tokens of the sequence for everyone: one length for all sequences, or one for each."""
+
+    lengths: tuple[int, ...]
+    name: ClassVar[str] = "prefix"
+    causal: ClassVar[bool] = False
+
+    def attends(self, q: Places, k: Places, n: Places) -> Places:
+        if isinstance(n, Tensor):
+            return (k <= q) | (k < torch.tensor(self.lengths, device=n.device)[n % len(self.lengths)])  # type: ignore[operator, return-value]
+        return (k <= q) | (k < np.asarray(self.lengths)[n % len(self.lengths)])
+
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        fill_band(block_QK, q0, None, allowed, forbidden)
+        block_QK[:, : self.lengths[n % len(self.lengths)]] = allowed
+
+    def reaches(self, longest: int) -> bool:
+        return max(self.lengths) > 1
+
+    def check(self, num_sequences: int) -> None:
+        if len(self.lengths) not in (1, num_sequences):
             rule = f"The batch holds {num_sequences} sequences; a prefix is one length, or one for each."
-            raise CollateError(explain("prefix", f"{len(lengths)} lengths", rule, "Pass one length per sequence."))
-        return lengths
+            remedy = "Pass one length per sequence."
+            raise CollateError(explain("prefix", f"{len(self.lengths)} lengths", rule, remedy))
+
+    def of_each(self, num_sequences: int) -> tuple[int, ...]:
+        """The prefix length of each of the N sequences."""
+        self.check(num_sequences)
+        return self.lengths * num_sequences if len(self.lengths) == 1 else self.lengths
+
+    @classmethod
+    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
+        if shown.sees_future:
+            yield Prefix(tuple(shown.prefixes))
+
+    def __str__(self) -> str:
+        return f"prefix({', '.join(map(str, self.lengths[:4]))}{', ...' if len(self.lengths) > 4 else ''})"
+
+
+CAUSAL = Causal()
+
+
+def explanations(shown: Shown) -> Iterator[Pattern]:
+    """Every pattern that a mask could follow, plain causal first."""
+    for kind in Pattern.__subclasses__():
+        yield from kind.explaining(shown)
+
+
+def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidden: Any) -> None:
+    """Keys up to each query, with `reach` at most `reach - 1` before it, for queries q0, q0 + 1, ...
+
+    Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
+    """
+    Q, K = block_QK.shape
+    key_minus_query = np.arange(-(q0 + Q), K - q0)
+    near = key_minus_query > -reach if reach else True
+    band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(block_QK.dtype)
+    item = band.itemsize
+    shifted = np.lib.stride_tricks.as_strided(band[Q:], (Q, K), (-item, item), writeable=False)
+    np.copyto(block_QK, shifted)
 
 
 def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
+    if isinstance(value, int) and value < 1:
         raise CollateError(explain(name, str(value), f"A {name} is at least 1.", "Use 'causal' for no limit."))
-    return int(value)
+    return whole_number(name, value, least=1)

@@ -4,18 +4,11 @@ from collate_npu.parallel.documents import cu_seqlens_of, pad_documents
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
 from collate_npu.parallel.groups import gloo_group
 from collate_npu.parallel.layout import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
-from collate_npu.parallel.split import shift_labels, split_batch, split_tensor
-from collate_npu.parallel.table import KEY_TABLE, MASK_2D_SCOPE, REPLICATE, TOKENS, Rule, Scoped
+from collate_npu.parallel.split import split_batch, split_tensor
 
 __all__ = [
     "BLOCKS",
-    "KEY_TABLE",
-    "MASK_2D_SCOPE",
-    "REPLICATE",
-    "TOKENS",
     "ContextParallel",
-    "Rule",
-    "Scoped",
     "cu_seqlens_of",
     "gather_objects",
     "gather_sequence",
@@ -23,7 +16,6 @@ __all__ = [
     "join_shards",
     "pad_documents",
     "query_rows",
-    "shift_labels",
     "split_batch",
     "split_tensor",
     "token_rows",

@@ -15,24 +15,19 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.keys import KEYS, TOKENS, Key, with_role
 from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.table import KEY_TABLE, TOKENS, Rule
 from collate_npu.segments import Segments
-
-_OFFSET_KEYS = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
-_ROW_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-_LONGEST_KEYS = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_kv")
-_REAL_KEYS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
     """Where the documents of a flat row stand: the offsets `split_batch` goes by, and `gather_sequence` must be given.
 
-    The first of `cu_seqlens_padded`, `cu_seqlens_q_padded`, `cu_seq_lens_q`, `cu_seqlens_q`, `cu_seqlens` in the batch;
+    Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
     else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
     """
-    for key in _OFFSET_KEYS:
-        if (value := batch.get(key)) is not None:
+    for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
+        if (value := batch[key]) is not None:
             return torch.as_tensor(value)
     if segments is not None and segments.shape[0] == 1 and segments.padding_side == "none":
         return segments.cu_seqlens
@@ -45,7 +40,7 @@ def pad_documents(
     *,
     segments: Segments | None = None,
     pad_token_id: int = 0,
-    table: Mapping[str, Rule] = KEY_TABLE,
+    keys: Mapping[str, Key] = KEYS,
 ) -> tuple[dict[str, Any], Segments]:
     """A flat row `[1, S]` with each document padded to `cp.document_multiple`, the row to `cp.multiple`.
 
@@ -64,12 +59,15 @@ def pad_documents(
     lengths_N, starts_N = _real_documents(offsets, segments)
     padded_N = _padded(lengths_N, cp)
     source, ids = _source(lengths_N, starts_N, padded_N)
-    out = {key: _repadded(key, value, table.get(key), S, source, pad_token_id) for key, value in batch.items()}
+    out = {key: _repadded(key, value, keys.get(key), S, source, pad_token_id) for key, value in batch.items()}
     real = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int32))
     padded = torch.from_numpy(np.concatenate([[0], np.cumsum(padded_N)]).astype(np.int32))
-    out.update({key: padded.to(batch[key].device) for key in _ROW_KEYS if isinstance(batch.get(key), Tensor)})
-    out.update({key: real.to(batch[key].device) for key in _REAL_KEYS if isinstance(batch.get(key), Tensor)})
-    out.update({key: _like(batch[key], int(padded_N.max())) for key in _LONGEST_KEYS if batch.get(key) is not None})
+    for key in with_role(batch, "offsets", "padded_offsets"):
+        if isinstance(batch[key], Tensor):  # kernels that take cu_seq_lens_q have no padded ones beside it
+            out[key] = (padded if key.endswith("padded") or key.startswith("cu_seq_lens") else real).to(batch[key].device)
+    out.update(
+        {key: _like(batch[key], int(padded_N.max())) for key in with_role(batch, "longest") if batch[key] is not None}
+    )
     out |= {"cu_seqlens": real, "cu_seqlens_padded": padded}
     return out, Segments(torch.from_numpy(ids[None]))
 
@@ -119,7 +117,7 @@ def _padded(lengths_N: npt.NDArray[Any], cp: ContextParallel) -> npt.NDArray[Any
 def _source(
     lengths_N: npt.NDArray[Any], starts_N: npt.NDArray[Any], padded_N: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """For each place of the new row, the place in the old one (-k: the k-th padding after a token) and the id."""
+    """`source[i]`: index in the old row, or -k for the k-th padding after the last real token; `ids[i]`: segment id."""
     at = np.arange(padded_N.sum()) - np.repeat(np.cumsum(padded_N) - padded_N, padded_N)
     last = np.repeat(lengths_N, padded_N) - 1
     number = np.repeat(np.arange(1, len(padded_N) + 1, dtype=np.int32), padded_N)
@@ -127,14 +125,14 @@ def _source(
     return source, np.where(at <= last, number, 0).astype(np.int32)
 
 
-def _repadded(key: str, value: Any, rule: Rule | None, S: int, source: npt.NDArray[Any], pad_token_id: int) -> Any:
+def _repadded(key: str, value: Any, rule: Key | None, S: int, source: npt.NDArray[Any], pad_token_id: int) -> Any:
     rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, S) else None)
-    if not isinstance(value, Tensor) or rule is None or rule.action == "replicate":
+    if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
         return value
-    if rule.action == "rows" and value.ndim != 2:
+    if rule.share == "rows" and value.ndim != 2:
         remedy = "Leave it out and build dense(segments) from what pad_documents returns."
         raise UnsupportedFormError(explain(key, shape_of(value), "A dense mask is not padded by document.", remedy))
-    dim = (1 if rule.action == "rows" else rule.dim) % value.ndim
+    dim = (1 if rule.share == "rows" else rule.dim) % value.ndim
     where = torch.from_numpy(source).to(value.device)
     steps = (-where).clamp(min=0)
     held = torch.arange(len(where), device=value.device) - steps
@@ -142,7 +140,8 @@ def _repadded(key: str, value: Any, rule: Rule | None, S: int, source: npt.NDArr
     by_token = [-1 if d == dim else 1 for d in range(value.ndim)]
     if rule.fill == "next":
         return taken + steps.to(value.dtype).view(by_token)
-    fill = pad_token_id if key in ("input_ids", "tokens") else rule.fill
+    fills: dict[Any, float] = {"pad": pad_token_id, "pad_type": 0, "ignored": -100}
+    fill = fills.get(rule.fill, rule.fill)
     return taken if fill == "last" else taken.masked_fill((steps > 0).view(by_token), fill)
 
 

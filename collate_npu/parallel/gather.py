@@ -118,7 +118,7 @@ def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] 
     pieces = []
     for rank in range(cp.size):
         at = 0
-        for start, stop in token_runs(width, cp.at(rank), cu_seqlens):
+        for start, stop in token_runs(width, cp.with_rank(rank), cu_seqlens):
             pieces.append((start, rank, at, stop - start))
             at += stop - start
     return sorted(pieces)

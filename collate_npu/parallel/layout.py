@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.host import whole_number
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
 
 Layout = Literal[
@@ -60,11 +61,9 @@ class ContextParallel:
     """Tokens per rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention)."""
     ulysses: int = 1
     """Ulysses ranks inside each ring, for the layouts `*ulysses_ring`; rank = ring rank * ulysses + Ulysses rank."""
-    mask_2d: Scope | None = None
-    """What a rank gets of `attention_mask_2d`: its own tokens ("local") or the whole row ("global").
-
-    None: as `MASK_2D_SCOPE` says for the consumer of a `BatchAdapter`; local in `split_batch` alone.
-    """
+    mask_2d: Scope = "local"
+    """What a rank gets of `attention_mask_2d`: its own tokens, like every other key ("local"), or the whole row ("global")
+    for a layer that gathers the sequence first."""
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +106,7 @@ class ContextParallel:
         return self.tensor_parallel * lcm(self._chunks * self._ring, self.size * self.block)
 
     @property
-    def required(self) -> int:
+    def min_multiple(self) -> int:
         """Widths that can be shared out at all are multiples of this; `multiple`, a multiple of it, is what to pad to."""
         return lcm(self._chunks * self._ring, self.size * self.tensor_parallel, self.size * self.block)
 
@@ -125,7 +124,7 @@ class ContextParallel:
         flat = {"zigzag": "document_zigzag", "ulysses_ring": "document_ulysses_ring"}
         return replace(self, layout=cast(Layout, flat.get(self.layout, self.layout)))
 
-    def at(self, rank: int) -> ContextParallel:
+    def with_rank(self, rank: int) -> ContextParallel:
         """The place of another rank of the same group, without the group."""
         return replace(self, rank=rank, group=None)
 
@@ -247,10 +246,10 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 
 def _check_width(width: int, cp: ContextParallel) -> None:
-    if width % cp.required:
+    if width % cp.min_multiple:
         tp, block = (f" * {n} {name}" if n > 1 else "" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")))
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""
-        rule = f"{cp.layout} takes a width that is a multiple of {cp.required} ({parts}{cp.size} ranks{tp}{block})."
+        rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{tp}{block})."
         to = -(-width // cp.multiple) * cp.multiple
         remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
         raise CollateError(explain("width", f"{width} tokens", rule, remedy))
@@ -261,14 +260,14 @@ def _check(cp: ContextParallel) -> None:
         listed = ", ".join(map(repr, get_args(Layout)))
         raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
     for name in ("size", "tensor_parallel", "block", "ulysses"):
-        if (value := cast(int, getattr(cp, name))) < 1:
-            raise CollateError(explain(name, str(value), f"{name} counts from 1.", "Pass 1 where it is not used."))
+        whole_number(name, getattr(cp, name), least=1)
+    whole_number("rank", cp.rank)
     if not 0 <= cp.rank < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
-    if cp.mask_2d is not None and cp.mask_2d not in get_args(Scope):
+    if cp.mask_2d not in get_args(Scope):
         rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
-        raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "See MASK_2D_SCOPE for who reads what."))
+        raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "'local' suits layers that see their own tokens."))
     if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
         rule = f"It divides the {cp.size} ranks, in the layouts '*ulysses_ring'; layout 'ulysses' needs no number."
         raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

@@ -1,6 +1,6 @@
-"""Split: every key of a batch, by the table, into what one rank holds.
+"""Split: every key of a batch, by its row of `KEYS`, into what one rank holds.
 
-Costs one strided copy a key, none for contiguous layouts (views). Legend: B batch, S width, Q query rows, K keys.
+Costs one strided copy a key. Legend: B batch, S width, Q query rows, K keys.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
 from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
 from collate_npu.parallel.layout import ContextParallel, Run, query_runs, token_runs
-from collate_npu.parallel.table import KEY_TABLE, REPLICATE, TOKENS, Rule
-from collate_npu.parallel.take import take
+from collate_npu.parallel.take import take_runs
 from collate_npu.segments import Segments
 
-_WIDTH_KEYS = ("input_ids", "tokens", "inputs_embeds", "position_ids", "labels", "attention_mask_2d")
 _RECURRENT_KINDS = ("linear_attention", "conv")
 
 
@@ -29,11 +27,11 @@ def split_batch(
     *,
     segments: Segments | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    table: Mapping[str, Rule] = KEY_TABLE,
+    keys: Mapping[str, Key] = KEYS,
 ) -> dict[str, Any]:
-    """This rank's batch: per key as the table says, keys in the same order. `gather_sequence` undoes it, key by key.
+    """This rank's batch: per key as `keys` says, keys in the same order. `gather_sequence` undoes it, key by key.
 
-    A key outside the table is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
+    A key that KEYS does not list is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
     because the label of a chunk's last token is on another rank. `segments`, of the whole batch, are checked against
     it. Offsets of documents come from `cu_seqlens`, or from the batch as `cu_seqlens_of` reads it. Raises one error
@@ -48,7 +46,7 @@ def split_batch(
     problems: list[CollateError] = []
     for key, value in batch.items():
         try:
-            out[key] = shard.of_key(key, value, table.get(key))
+            out[key] = shard.of_key(key, value, keys.get(key))
         except CollateError as error:
             problems.append(error)
     if problems:
@@ -65,43 +63,34 @@ def split_tensor(
     """
     if x.is_nested:
         offsets = jagged_cu_seqlens(x, cp)
-        return jagged(take(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
-    return take(x, dim % x.ndim, token_runs(x.shape[dim], cp, cu_seqlens))
-
-
-def shift_labels(labels: Tensor, segments: Segments | None = None, *, ignore_index: int = -100) -> Tensor:
-    """Labels moved one token to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
-
-    With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
-    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss).
-    """
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    if segments is None:
-        return shifted
-    ids_BS = segments.ids.to(labels.device)
-    next_BS = torch.nn.functional.pad(ids_BS[:, 1:], (0, 1), value=0)
-    return shifted.masked_fill((next_BS != ids_BS) | (ids_BS == 0), ignore_index)
+        return jagged(take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
+    return take_runs(x, dim % x.ndim, token_runs(x.shape[dim], cp, cu_seqlens))
 
 
 def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, int]:
-    for key in _WIDTH_KEYS:
-        value = batch.get(key)
+    """Rows and width, off the first key that has them; the Segments must speak of the same."""
+    for key in (
+        *with_role(batch, "tokens"),
+        *of_kind(batch, "positions"),
+        *with_role(batch, "labels", "segment_ids", "keep"),
+    ):
+        value = batch[key]
         if isinstance(value, Tensor) and (value.is_nested or value.ndim >= 2):
-            B, S = _rows_and_width(key, value)
-            if segments is not None and segments.shape != (B, S):
+            shape = _rows_and_width(key, value)
+            if segments is not None and segments.shape != shape:
                 rule = f"The segments speak of {list(segments.shape)} (rows, width)."
                 raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
-            return B, S
+            return shape
     if segments is not None:
         return segments.shape
-    rule = f"The width is read off one of {', '.join(_WIDTH_KEYS)}."
+    rule = "The width is read off input_ids, positions, labels or a mask of tokens."
     raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
 
 
 def _rows_and_width(key: str, value: Tensor) -> tuple[int, int]:
     if value.is_nested:
         return 1, value.values().shape[0]
-    B, S = value.shape[-2:] if key == "position_ids" else value.shape[:2]
+    B, S = value.shape[-2:] if KEYS[key].kind == "positions" else value.shape[:2]
     return B, S
 
 
@@ -119,15 +108,15 @@ class _Shard:
         _check_documents(cp, shape[0], cu_seqlens)
         return cls(cp, shape, token_runs(shape[1], cp, cu_seqlens), query_runs(shape[1], cp, cu_seqlens))
 
-    def of_key(self, key: str, value: Any, rule: Rule | None) -> Any:
-        if rule is not None and rule.action == "rows":
+    def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
+        if rule is not None and rule.share == "rows":
             return self.of_mask(key, value)
-        if not isinstance(value, Tensor) or (rule is not None and rule.action == "replicate"):
+        if not isinstance(value, Tensor) or (rule is not None and rule.share == "replicate"):
             return value
         if value.is_nested:
             return split_tensor(value, self.cp)
         rule = rule or self._guess(key, value)
-        whole = rule.action == "replicate" or (rule.action == "scope" and self.cp.mask_2d == "global")
+        whole = rule.share == "replicate" or (rule.share == "scope" and self.cp.mask_2d == "global")
         return value if whole else self.of_tokens(key, value, rule.dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
@@ -136,9 +125,9 @@ class _Shard:
             return value
         dim = min(dim, value.ndim - 1) % value.ndim
         if value.shape[dim] == S and (value.ndim > 1 or B == 1):
-            return take(value, dim, self.tokens)
+            return take_runs(value, dim, self.tokens)
         rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
-        remedy = f"Pad it with the batch, or pass table={{**KEY_TABLE, {key!r}: REPLICATE}} if it is not per token."
+        remedy = f"Pad it with the batch, or pass keys={{**KEYS, {key!r}: SAMPLE}} if it is not per token."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
     def of_mask(self, key: str, value: Any) -> Any:
@@ -160,7 +149,7 @@ class _Shard:
             rule = f"Before the split a mask is [{B}, {S}], or dense with {S} query rows and {S} keys."
             remedy = "Split the whole mask, or split without it and build dense(segments, rows=query_rows(S, cp))."
             raise CollateError(explain(key, shape_of(value), rule, remedy))
-        return take(value, value.ndim - 2, self.queries)
+        return take_runs(value, value.ndim - 2, self.queries)
 
     def _of_2d(self, key: str, value: Tensor) -> Tensor:
         if value.shape[0] == value.shape[1] > 1:
@@ -169,20 +158,22 @@ class _Shard:
             raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
         # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
         whole = self.cp.mask_2d == "global" or self.cp.ulysses_size > 1
-        return value if whole else take(value, 1, self.tokens)
+        return value if whole else take_runs(value, 1, self.tokens)
 
     def _of_kind(self, name: str, kind: str, value: Any) -> Any:
         if kind in _RECURRENT_KINDS and isinstance(value, Tensor):
             return value if self.cp.mask_2d == "global" else self.of_tokens(name, value, 1)
         return self.of_mask(name, value)
 
-    def _guess(self, key: str, value: Tensor) -> Rule:
+    def _guess(self, key: str, value: Tensor) -> Key:
         if tuple(value.shape[:2]) == self.shape:
             return TOKENS
         if self.shape[1] not in value.shape:
-            return REPLICATE
-        rule = f"A key outside the table is per token if it begins {list(self.shape)}; here the width stands elsewhere."
-        remedy = f"Say what it is: table={{**KEY_TABLE, {key!r}: Rule('split', dim)}}, or REPLICATE."
+            return SAMPLE
+        rule = (
+            f"A key that KEYS does not list is per token if it begins {list(self.shape)}; here the width stands elsewhere."
+        )
+        remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
 

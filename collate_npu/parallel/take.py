@@ -1,7 +1,7 @@
 """The copy itself: runs of a tensor along one dimension, side by side.
 
-One run is a view. Two equal runs, as zigzag has them, are one step slice and one copy. A tensor that is expanded
-(position ids of right-padded rows) is cut on one row and expanded again.
+Two equal runs, as zigzag has them, are one step slice and one copy. The whole row is the tensor itself; anything less is a
+copy, so that writing to a shard changes nothing else.
 """
 
 from __future__ import annotations
@@ -18,27 +18,17 @@ _NUMPY = frozenset(
 )
 
 
-def take(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
-    """The runs of `x` along `dim` (not negative), in their order; autograd flows."""
+def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
+    """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
+    if runs == ((0, x.shape[dim]),):
+        return x
     if len(runs) == 1:
-        return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
-    plain = x.is_contiguous()
-    if not plain and (repeated := [d for d in range(x.ndim) if d != dim and x.stride(d) == 0 and x.shape[d] > 1]):
-        return _take_expanded(x, dim, runs, repeated)
+        return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0]).clone(memory_format=torch.contiguous_format)
     if len(runs) == 2 and (step := _as_step(runs, x.shape[dim])) is not None:
-        return _step_slice(x, dim, *step, plain)
+        return _step_slice(x, dim, *step, x.is_contiguous())
     if len(runs) > _FEW_RUNS:
         return x.index_select(dim, indices(runs).to(x.device))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)], dim)
-
-
-def _take_expanded(x: Tensor, dim: int, runs: tuple[Run, ...], repeated: list[int]) -> Tensor:
-    shape = list(x.shape)
-    for d in repeated:
-        x = x.narrow(d, 0, 1)
-    taken = take(x, dim, runs)
-    shape[dim] = taken.shape[dim]
-    return taken.expand(shape)
 
 
 def _as_step(runs: tuple[Run, ...], width: int) -> tuple[int, int, int] | None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.adapter import find_segments
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.derive import derive_segments
-from collate_npu.masks.forms import Polarity, none_is_exact
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.polarity import Polarity
 from collate_npu.segments import Segments
 
 KEEP, GONE = "■", "⬚"
@@ -46,7 +47,7 @@ def describe(batch: Mapping[str, Any]) -> str:
     """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact."""
     lines = [f"{key}: {_value(value)}" for key, value in batch.items()]
     try:
-        segments = find_segments(batch, padding_free="cu_seq_lens_q" in batch)
+        segments = segments_from_batch(batch)
     except CollateError as error:
         return "\n".join([*lines, "", f"padding: not known. {error}"])
     B, S = segments.shape
@@ -76,7 +77,7 @@ def _titled(title: str, drawing: str) -> str:
 
 
 def _of_batch(batch: Mapping[str, Any], limit: int) -> str:
-    return _segments(find_segments(batch, padding_free="cu_seq_lens_q" in batch), limit)
+    return _segments(segments_from_batch(batch), limit)
 
 
 def _segments(segments: Segments, limit: int) -> str:

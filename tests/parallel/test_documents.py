@@ -90,7 +90,7 @@ def test_padding_is_inert(cp, lengths):
 @given(cps, lengths)
 def test_padded_documents_split_and_join(cp, lengths):
     out, segments = pad_documents(flat_batch(lengths), cp)
-    shards = [split_batch(out, cp.at(rank), segments=segments) for rank in range(cp.size)]
+    shards = [split_batch(out, cp.with_rank(rank), segments=segments) for rank in range(cp.size)]
     whole = join_shards([shard["input_ids"] for shard in shards], cp, cu_seqlens=cu_seqlens_of(shards[0]))
     assert torch.equal(whole, out["input_ids"])
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]

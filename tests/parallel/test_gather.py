@@ -18,7 +18,7 @@ def test_join_is_the_inverse_of_split_along_any_dimension(case, dim, many):
     shape = [2, 3, 2]
     shape[dim] = S
     x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    shards = [split_tensor(x, cp.at(rank), dim=dim, cu_seqlens=offsets) for rank in range(cp.size)]
+    shards = [split_tensor(x, cp.with_rank(rank), dim=dim, cu_seqlens=offsets) for rank in range(cp.size)]
     assert torch.equal(join_shards(shards, cp, dim=dim, cu_seqlens=offsets), x)
     assert torch.equal(join_shards(shards, cp, dim=dim - 3, cu_seqlens=offsets), x)
 
@@ -27,7 +27,7 @@ def test_join_is_the_inverse_of_split_along_any_dimension(case, dim, many):
 def test_many_pieces_take_another_way_to_the_same_row(case):
     cp, S, offsets = case
     x = torch.arange(S)[None]
-    shards = [split_tensor(x, cp.at(rank), cu_seqlens=offsets) for rank in range(cp.size)]
+    shards = [split_tensor(x, cp.with_rank(rank), cu_seqlens=offsets) for rank in range(cp.size)]
     pieces = gather._pieces(S, cp, offsets)
     few, gather._FEW_PIECES = gather._FEW_PIECES, 0
     try:
@@ -44,7 +44,7 @@ def test_the_gradient_reaches_the_right_rank(case):
     (join_shards(shards, cp, cu_seqlens=offsets) * weights).sum().backward()
     for rank, shard in enumerate(shards):
         if S:
-            assert torch.equal(shard.grad, weights[:, token_rows(S, cp.at(rank), offsets)])
+            assert torch.equal(shard.grad, weights[:, token_rows(S, cp.with_rank(rank), offsets)])
 
 
 @given(places(), st.data())
@@ -59,7 +59,7 @@ def test_attention_with_rows_of_each_rank_is_the_attention(case, data):
     q, k, v = (torch.randn(1, 1, S, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
     attend = torch.nn.functional.scaled_dot_product_attention
     whole = attend(q, k, v, attn_mask=dense(segments))
-    rows = [query_rows(S, cp.at(rank), offsets) for rank in range(cp.size)]
+    rows = [query_rows(S, cp.with_rank(rank), offsets) for rank in range(cp.size)]
     parts = [attend(q[:, :, r], k, v, attn_mask=dense(segments, rows=r)) for r in rows]
     together = join_shards(parts, cp, dim=2, cu_seqlens=offsets)
     assert torch.allclose(together[0, 0][segments.keep[0]], whole[0, 0][segments.keep[0]], atol=1e-6)

@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_definition(case):
 @given(places())
 def test_the_ranks_share_every_token_once(case):
     cp, S, offsets = case
-    rows = torch.cat([token_rows(S, cp.at(rank), offsets) for rank in range(cp.size)])
+    rows = torch.cat([token_rows(S, cp.with_rank(rank), offsets) for rank in range(cp.size)])
     assert sorted(rows.tolist()) == list(range(S))
 
 
@@ -84,7 +84,7 @@ def test_runs_are_the_rows_in_few_pieces(case):
 def test_query_rows_hold_the_tokens_of_every_ulysses_rank_of_the_ring(case):
     cp, S, offsets = case
     inner = cp.ulysses_size
-    ring = [cp.at(cp.rank // inner * inner + n) for n in range(inner)]
+    ring = [cp.with_rank(cp.rank // inner * inner + n) for n in range(inner)]
     together = torch.cat([token_rows(S, place, offsets) for place in ring])
     assert query_rows(S, cp, offsets).tolist() == together.tolist()
     if inner == 1:
@@ -140,9 +140,9 @@ def test_the_multiple_leaves_every_tensor_parallel_rank_whole_blocks(case, block
 @given(places(), st.integers(1, 300))
 def test_widths_that_do_not_divide_are_refused_with_the_width_to_pad_to(case, extra):
     cp, S, _ = case
-    assert cp.multiple % cp.required == 0
-    if (S + extra) % cp.required:
-        with pytest.raises(CollateError, match=f"multiple of {cp.required} ") as error:
+    assert cp.multiple % cp.min_multiple == 0
+    if (S + extra) % cp.min_multiple:
+        with pytest.raises(CollateError, match=f"multiple of {cp.min_multiple} ") as error:
             token_rows(S + extra, cp, [0, S + extra])
         to = int(str(error.value).split("Pad to ")[1].split(":")[0])
         assert to % cp.multiple == 0

@@ -67,7 +67,7 @@ PER_TOKEN = (
 def test_split_then_join_is_the_identity_for_every_key(case, B):
     cp, S, offsets = case
     batch = full_batch(1 if cp.documents else B, S, offsets if cp.documents else [0, S])
-    shards = [split_batch(batch, cp.at(rank)) for rank in range(cp.size)]
+    shards = [split_batch(batch, cp.with_rank(rank)) for rank in range(cp.size)]
     for key, whole in batch.items():
         parts = [shard[key] for shard in shards]
         if key in PER_TOKEN:
@@ -345,8 +345,8 @@ def test_shifting_before_the_split_keeps_every_label_and_after_it_loses_those_at
     segments = data.draw(ragged(cp, S))
     labels = torch.where(segments.keep, torch.arange(S) + 1, -100)
     right = shift_labels(labels, segments)
-    shards = [split_tensor(right, cp.at(r)) for r in range(cp.size)]
+    shards = [split_tensor(right, cp.with_rank(r)) for r in range(cp.size)]
     assert sum(int((part != -100).sum()) for part in shards) == sum(max(n - 1, 0) for n in segments.row_lengths)
-    late = join_shards([shift_labels(split_tensor(labels, cp.at(r))) for r in range(cp.size)], cp)
+    late = join_shards([shift_labels(split_tensor(labels, cp.with_rank(r))) for r in range(cp.size)], cp)
     if min(segments.row_lengths) == S:
         assert not torch.equal(late, right)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_layout import places
 
 from collate_npu.parallel.layout import token_rows, token_runs
-from collate_npu.parallel.take import _as_step, take
+from collate_npu.parallel.take import _as_step
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.uint8)
 
@@ -27,7 +27,7 @@ def test_take_is_index_select(case, dtype, dim, tracked, storage):
     elif storage == "sliced":
         x = torch.stack([x, x], -1)[..., 0]
     x.requires_grad_(tracked and dtype.is_floating_point)
-    taken = take(x, dim, token_runs(S, cp, offsets))
+    taken = take_runs(x, dim, token_runs(S, cp, offsets))
     assert torch.equal(taken, x.index_select(dim, token_rows(S, cp, offsets)))
     if x.requires_grad:
         assert taken.requires_grad
@@ -37,7 +37,7 @@ def test_take_is_index_select(case, dtype, dim, tracked, storage):
 def test_expanded_tensors_stay_expanded(case, rows):
     cp, S, offsets = case
     x = torch.arange(S).expand(rows, S)
-    taken = take(x, 1, token_runs(S, cp, offsets))
+    taken = take_runs(x, 1, token_runs(S, cp, offsets))
     assert torch.equal(taken, x[:, token_rows(S, cp, offsets)])
     assert rows == 1 or S == 0 or taken.stride(0) == 0
 
@@ -48,7 +48,7 @@ def test_expanded_tensors_stay_expanded(case, rows):
 def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
     leaf = torch.arange(16.0).to(dtype).view(8, 2) if transposed else torch.arange(16.0).to(dtype).view(2, 8)
     leaf.requires_grad_()
-    taken = take(leaf.t() if transposed else leaf, 1, runs)
+    taken = take_runs(leaf.t() if transposed else leaf, 1, runs)
     taken.sum().backward()
     held = [n for start, stop in runs for n in range(start, stop)]
     ones = torch.zeros(8).index_fill(0, torch.tensor(held), 1)
@@ -58,7 +58,7 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
 def test_many_runs_are_taken_by_one_index():
     x = torch.arange(400.0).view(2, 200).requires_grad_()
     runs = tuple((start, start + 3) for start in range(0, 200, 5))
-    taken = take(x, 1, runs)
+    taken = take_runs(x, 1, runs)
     assert taken.tolist() == [[row * 200.0 + n for a, b in runs for n in range(a, b)] for row in (0, 1)]
     taken.sum().backward()
     assert x.grad[0, :5].tolist() == [1, 1, 1, 0, 0]
@@ -69,7 +69,7 @@ def test_contiguous_is_a_view(case):
     cp, S, _ = case
     if S:
         x = torch.arange(2 * S).view(2, S)
-        assert take(x, 1, token_runs(S, cp)).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert take_runs(x, 1, token_runs(S, cp)).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 @given(places(layouts=("zigzag",)))
@@ -87,6 +87,6 @@ def test_large_tensors_take_the_same_values(threads):
     try:
         x = torch.arange(2 * (1 << 18)).view(2, -1)
         runs = ((0, 1 << 16), (3 << 16, 4 << 16))
-        assert torch.equal(take(x, 1, runs), torch.cat([x[:, : 1 << 16], x[:, 3 << 16 :]], 1))
+        assert torch.equal(take_runs(x, 1, runs), torch.cat([x[:, : 1 << 16], x[:, 3 << 16 :]], 1))
     finally:
         torch.set_num_threads(before)

@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.consumers.adapter import find_segments
-from collate_npu.consumers.route import config_of, needs_mask_2d
-from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.masks.forms import MAX_MASK_BYTES, Polarity, dense, none_is_exact
-from collate_npu.parallel import ContextParallel, query_rows, shift_labels, split_batch
+from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
+from collate_npu.consumers.models import config_of, needs_mask_2d
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense
+from collate_npu.masks.polarity import Polarity
+from collate_npu.outputs import shift_labels
+from collate_npu.parallel import ContextParallel, query_rows, split_batch
 from collate_npu.segments import Segments
 
 
@@ -28,30 +30,32 @@ def gpt_batch(
     polarity: Polarity | None = None,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> tuple[dict[str, Any], Segments]:
-    """`model(**inputs)` computes every real token as when its sample is alone; the whole truth comes with the inputs.
+    """`model(**inputs)` computes every real token as when its sample is alone; beside it the Segments of the whole rows.
 
     `inputs` are `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where ignored) and
     `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
     `parallel_state` has one. Pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels
     have no right form for the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
     """
-    truth = find_segments(batch, polarity=polarity)
+    segments = segments_from_batch(batch, polarity=polarity)
     cp, config = context_parallel or _megatron_parallel(model), config_of(model)
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "attention_mask": None}
     device = batch["input_ids"].device
     positions = batch.get("position_ids")
-    inputs["position_ids"] = truth.position_ids.to(device) if positions is None else positions
+    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
     if isinstance(labels := batch.get("labels"), Tensor):
-        shifted = shift_labels(labels, truth)
+        shifted = shift_labels(labels, segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if getattr(config, "num_moe_experts", None):
-        inputs["padding_mask"] = ~truth.keep.to(device)
+        inputs["padding_mask"] = ~segments.keep.to(device)
     if cp is not None:
-        inputs = split_batch(inputs, cp, segments=truth)
-    if _reads_dense(model, truth):
-        rows = None if cp is None else query_rows(truth.shape[1], cp)
-        inputs["attention_mask"] = dense(truth, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
-    return inputs, truth
+        inputs = split_batch(inputs, cp, segments=segments)
+    if _reads_dense(model, segments):
+        rows = None if cp is None else query_rows(segments.shape[1], cp)
+        inputs["attention_mask"] = dense(
+            segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes
+        )
+    return inputs, segments
 
 
 def _megatron_parallel(model: Any) -> ContextParallel | None:
@@ -63,18 +67,8 @@ def _megatron_parallel(model: Any) -> ContextParallel | None:
     return ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
 
 
-def _reads_dense(model: Any, truth: Segments) -> bool:
-    """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35).
-
-    Raises where None is wrong and no dense mask is read: Transformer Engine ignores it under causal attention, the fused
-    local softmax too (core/fusions/fused_softmax.py:285-290), and GatedDeltaNet has no padding (core/ssm/gated_delta_net).
-    """
-    exact, config = none_is_exact(truth), config_of(model)
-    kinds = {type(module).__name__ for module in model.modules()}
-    reads = "DotProductAttention" in kinds and not getattr(config, "masked_softmax_fusion", False)
-    if not exact and (not reads or needs_mask_2d(model)):
-        reader = "GatedDeltaNet" if reads else "this model's attention kernel"
-        rule = f"{reader} of megatron-core reads no padding mask, and {exact.why}."
-        remedy = "Pad right, with one sequence a row."
-        raise UnsupportedFormError(explain("attention_mask", repr(truth), rule, remedy))
-    return reads
+def _reads_dense(model: Any, segments: Segments) -> bool:
+    """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    kernel = kernel_of(model)
+    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
+    return kernel == "megatron"

@@ -3,8 +3,8 @@
 Measured on 1.6.5 with megatron-core 0.16.1, such a key gets lost or crashes at three places: the text model's forward has
 no `**kwargs` (gpt_model.py:255-269), the multimodal forward empties its own where there is a vision tower and on later
 pipeline stages (mm_gpt_model.py:71, 123), and every layer refuses it, because megatron-core's `_forward_attention` lists
-its arguments (core/transformer/transformer_layer.py:521-538). `deliver` picks the door, `install` opens the other two.
-Costs nothing per token.
+its arguments (core/transformer/transformer_layer.py:521-538). `pass_through_forward` picks
+the way in, `install` opens the other two. Costs nothing per token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
+from torch import Tensor
+
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.parallel import ContextParallel, split_tensor
 
 Undo = list[tuple[Any, str, Any]]
 """What was patched: owner, name, original."""
@@ -39,7 +42,7 @@ def uninstall() -> None:
     restore(_undo)
 
 
-def deliver(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it has no such door.
 
     Warns, once for each class, where the forward takes them and then drops them, as a multimodal one does that has
@@ -55,6 +58,18 @@ def deliver(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, An
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
     rule = f"{model_class.__qualname__}.forward takes neither it nor extra_block_kwargs, so no layer would see it."
     raise UnsupportedFormError(explain(", ".join(extras), "a mask", rule, "Pad right, or use padding_free=True."))
+
+
+def router_padding(padding: Tensor, cp: ContextParallel | None, tp_rank: int | None) -> Tensor:
+    """This rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
+
+    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp_rank` where tensor-parallel
+    ranks share the tokens again.
+    """
+    local = padding if cp is None else split_tensor(padding, cp)
+    if tp_rank is not None and cp is not None:
+        local = local.chunk(cp.tensor_parallel, dim=1)[tp_rank]
+    return local.contiguous()
 
 
 @cache

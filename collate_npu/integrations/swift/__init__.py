@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from collate_npu.consumers.adapter import KEEP_KEY
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import masks as swift_masks
-from collate_npu.masks.forms import Polarity
+from collate_npu.keys import KEEP_KEY
+from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
 _undo: mcore_bridge.Undo = []
 _options: dict[str, Any] = {}
-# The truth of the batch prepared last, for each argument namespace: the loss of a micro-batch is computed right after
-# its forward, and get_last_tokens is given nothing else that could carry a whole mask past model(**batch).
-_whole: dict[int, Segments] = {}
+# Segments of the last prepared batch, by id(args). `get_last_tokens` runs right after that batch's forward and receives no
+# whole mask, so it looks here.
+_segments_of_last_batch: dict[int, Segments] = {}
 
 
 def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polarity | None = None) -> None:
@@ -58,7 +58,7 @@ def uninstall() -> None:
     for ours, original in names:
         _rename(ours, original)
         mcore_bridge.uninstall()
-    _whole.clear()
+    _segments_of_last_batch.clear()
 
 
 def _rename(old: Any, new: Any) -> None:
@@ -92,16 +92,16 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
 def _prepare(original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
     if args.padding_free:
         return original(args, data, vp_stage)
-    truth = _whole[id(args)] = swift_masks.find_truth(args, data, _options["polarity"])
+    segments = _segments_of_last_batch[id(args)] = swift_masks.segments_from_swift(args, data, _options["polarity"])
     bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
-    return swift_masks.add_masks(args, original(args, bare, vp_stage), truth, _options["mask_2d"])
+    return swift_masks.add_masks(args, original(args, bare, vp_stage), segments, _options["mask_2d"])
 
 
 def _last_tokens(
     original: Callable[..., Any], self: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
 ) -> Any:
     """The whole mask of the batch, whatever the model was given: None, or one rank's rows."""
-    truth = _whole.get(id(self.args))
-    if packed_seq_params is None and truth is not None:
-        attention_mask = truth.keep.to(output_tensor.device)
+    segments = _segments_of_last_batch.get(id(self.args))
+    if packed_seq_params is None and segments is not None:
+        attention_mask = segments.keep.to(output_tensor.device)
     return original(self, output_tensor, packed_seq_params, attention_mask)

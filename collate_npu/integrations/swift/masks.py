@@ -14,34 +14,43 @@ from typing import Any
 from torch import Tensor
 
 from collate_npu.collate.padding import round_up
-from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter, find_segments
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.host import host_tensor
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.masks.forms import Polarity, dense, none_is_exact
-from collate_npu.parallel import ContextParallel, query_rows, split_tensor
+from collate_npu.keys import KEEP_KEY
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.forms import dense
+from collate_npu.masks.polarity import Polarity
+from collate_npu.parallel import ContextParallel, query_rows
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
 
-def find_truth(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
-    """Real lengths where the template sent them, else what the masks tell; all of them must agree."""
+def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
+    """Real lengths where the template sent them, else what the masks tell; all of them must agree.
+
+    ms-swift's own 2D mask counts the alignment padding of context parallelism as real (template/base.py:2073, 2133): it
+    is replaced by that of the lengths, and then every source goes through the door.
+    """
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
-        return find_segments(data, polarity=polarity)
-    width, cp = keep.shape[1], args.context_parallel_size
-    told = Segments.from_lengths([int(n) for n in lengths], width)
-    # ms-swift's own 2D mask counts the alignment padding of context parallelism as real (template/base.py:2073, 2133).
-    aligned = Segments.from_lengths([round_up(n, 2 * cp if cp > 1 else 1) for n in told.row_lengths], width)
-    same_B = [(keep.cpu() != 0).eq(either.keep).all(dim=1) for either in (told, aligned)]
+        return segments_from_batch(data, polarity=polarity)
+    keep = host_tensor(KEEP_KEY, keep) != 0
+    told = Segments.from_lengths(lengths, keep.shape[1])
+    cp = args.context_parallel_size
+    aligned = Segments.from_lengths([round_up(n, 2 * cp if cp > 1 else 1) for n in told.row_lengths], keep.shape[1])
+    same_B = [keep.eq(either.keep).all(dim=1) for either in (told, aligned)]
     wrong = (~(same_B[0] | same_B[1])).nonzero().flatten().tolist()
     if wrong:
-        rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int((keep[b] != 0).sum())} real tokens") for b in wrong]
+        rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int(keep[b].sum())} real tokens") for b in wrong]
         rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
         raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
-    return find_segments({**data, KEEP_KEY: told.keep}, polarity=polarity)
+    return segments_from_batch({**data, KEEP_KEY: told.keep}, polarity=polarity)
 
 
-def add_masks(args: Any, out: Mapping[str, Any], truth: Segments, mask_2d: Scope = "local") -> dict[str, Any]:
+def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Scope = "local") -> dict[str, Any]:
     """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
     from transformers.utils import is_torch_npu_available
 
@@ -50,37 +59,32 @@ def add_masks(args: Any, out: Mapping[str, Any], truth: Segments, mask_2d: Scope
     config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
     # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
     adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer="megatron", **config)
-    wants_dense = _wants_dense(args, truth, npu, recurrent=adapter.route(truth).mask_2d)
-    masks = adapter.apply({KEEP_KEY: truth.keep.to(device)}, truth)
+    wants_dense = _wants_dense(args, segments, npu, recurrent=adapter.route(segments).keeps_mask_2d)
+    masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
     # Off an NPU mcore-bridge's recurrent layers take the dense mask or none (model/gpts/qwen3_next.py:58-66).
     extras = {KEEP_KEY: masks[KEEP_KEY]} if npu and KEEP_KEY in masks else {}
     blocked = masks["attention_mask"]
     if blocked is None and wants_dense:
-        rows = None if cp is None else query_rows(truth.shape[1], cp)
-        blocked = dense(truth, polarity="masked", rows=rows, device=device)
+        rows = None if cp is None else query_rows(segments.shape[1], cp)
+        blocked = dense(segments, polarity="masked", rows=rows, device=device)
     if blocked is None and getattr(info, "is_moe_model", False):
-        extras["padding_mask"] = _padding_mask(args, ~truth.keep.to(device), cp)
-    return mcore_bridge.deliver(_model_class(args), {**out, "attention_mask": blocked}, extras)
+        extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), cp, _tp_rank(args))
+    return mcore_bridge.pass_through_forward(_model_class(args), {**out, "attention_mask": blocked}, extras)
 
 
-def _wants_dense(args: Any, truth: Segments, npu: bool, *, recurrent: bool) -> bool:
+def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -> bool:
     """Does the kernel, or a layer, read a dense mask? Raises where None is wrong and none is read.
 
-    Transformer Engine and MindSpeed's flash kernel, which all other backends run, compute causal attention whatever mask
-    they are given (core/models/gpt/gpt_layer_specs.py:251; MindSpeed dot_product_attention.py:613-630).
+    Transformer Engine and MindSpeed's flash kernel, which all backends but "local" run, compute causal attention whatever
+    mask they are given (core/models/gpt/gpt_layer_specs.py:251; MindSpeed dot_product_attention.py:613-630).
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-    exact, mlp = none_is_exact(truth), bool(getattr(args, "mlp_padding_free", False))
-    rule = ""
-    if not exact and backend != "local":
-        rule = f"attention_backend={backend} reads no dense mask, and {exact.why}."
-    elif not exact and recurrent and os.environ.get("USE_MCORE_GDN", "1").lower() not in ("0", "false", "no", "off"):
-        rule = f"mcore-bridge's GatedDeltaNet reads no mask (USE_MCORE_GDN=0 would), and {exact.why}."
-    elif mlp and npu and backend != "local":
+    native = os.environ.get("USE_MCORE_GDN", "1").lower() not in ("0", "false", "no", "off")
+    refuse_unread_padding(segments, kernel_of_args(args), recurrent=recurrent and native)
+    mlp = bool(getattr(args, "mlp_padding_free", False))
+    if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
-    if rule:
-        remedy = "Pad right, one sequence a row, with mlp_padding_free=False; or use padding_free=True."
-        raise UnsupportedFormError(explain("attention_mask", repr(truth), rule, remedy))
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
     return mlp or bool(backend == "local")
 
 
@@ -93,14 +97,12 @@ def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
     return ContextParallel(size, rank, layout=args.cp_partition_mode, mask_2d=mask_2d)
 
 
-def _padding_mask(args: Any, padding: Tensor, cp: ContextParallel | None) -> Tensor:
-    """This rank's part, cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316)."""
-    local = padding if cp is None else split_tensor(padding, cp)
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        from megatron.core import mpu
+def _tp_rank(args: Any) -> int | None:
+    if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
+        return None
+    from megatron.core import mpu
 
-        local = local.chunk(args.tensor_model_parallel_size, dim=1)[mpu.get_tensor_model_parallel_rank()]
-    return local.contiguous()
+    return int(mpu.get_tensor_model_parallel_rank())
 
 
 def _model_class(args: Any) -> Any:

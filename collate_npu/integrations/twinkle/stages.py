@@ -8,7 +8,7 @@ no mask (:394). Costs one copy of each padded key. Legend: B rows, S width, L to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,28 +16,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
-from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter
-from collate_npu.consumers.route import config_of
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.integrations.megatron.mcore_bridge import deliver
-from collate_npu.masks.forms import none_is_exact
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
+from collate_npu.consumers.models import config_of, unwrap
+from collate_npu.errors import CollateError, explain
+from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
+from collate_npu.keys import KEEP_KEY, KEYS, TOKENS, Key
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import (
-    KEY_TABLE,
-    MASK_2D_SCOPE,
-    TOKENS,
     ContextParallel,
-    Rule,
     pad_documents,
     split_batch,
-    split_tensor,
 )
 from collate_npu.segments import Segments
 
 Row = dict[str, Any]
 Stage = Callable[..., list[Row]]
 
-_DOCUMENTS: Mapping[str, Rule] = {**KEY_TABLE, "position_ids": Rule("split", -1, -1)}  # -1: twinkle's fill, no new document
+_DOCUMENTS: Mapping[str, Key] = {**KEYS, "position_ids": replace(KEYS["position_ids"], fill=-1)}  # twinkle's own fill
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,6 @@ class Stages:
             size,
             mesh.cp_rank if size > 1 else 0,
             tensor_parallel=mesh.tp_world_size or 1,
-            mask_2d=MASK_2D_SCOPE["mcore_bridge"].scope,
         )
 
     def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
@@ -95,7 +90,7 @@ class Stages:
         return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
 
     def align_routed_experts(self, rows: list[Row], **_: Any) -> list[Row]:
-        """Done before padding, which may be on the left."""
+        """No-op: `pad_cp` aligned them already."""
         return rows
 
     def to_transformers_dict(self, batches: list[Row], **kwargs: Any) -> list[Row]:
@@ -114,7 +109,7 @@ class Stages:
         return [self._routed(batch, adapter, cp, npu) for batch in batches]
 
     def split_cp(self, batches: list[Row], **_: Any) -> list[Row]:
-        """Done with the masks."""
+        """No-op: `drop_causal_4d_mask` split the batch already."""
         return batches
 
     def _routed(self, batch: Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> Row:
@@ -122,26 +117,20 @@ class Stages:
             flat = {**batch, "attention_mask": None}
             offsets = batch["packed_seq_params"].cu_seqlens_q
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
-        truth = Segments.from_keep(batch[KEEP_KEY])
-        out = adapter.apply(batch, truth)
-        model = self.model
-        while hasattr(model, "module"):
-            model = model.module
+        segments = Segments.from_keep(batch[KEEP_KEY])
+        out = adapter.render(batch, segments)
+        model = unwrap(self.model)
         if not hasattr(model, "forward"):
             return out
         if not npu:
-            _check_kernels(model, truth)
+            recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
+            refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
         extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
         if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
-            extras["padding_mask"] = self._padding_mask(model, ~batch[KEEP_KEY], cp)
-        return deliver(type(model), out, extras)
-
-    def _padding_mask(self, model: Any, padding: Tensor, cp: ContextParallel) -> Tensor:
-        """This rank's part, cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316)."""
-        local = split_tensor(padding, cp)
-        if getattr(config_of(model), "sequence_parallel", False) and cp.tensor_parallel > 1:
-            local = local.chunk(cp.tensor_parallel, dim=1)[self.processor.device_mesh.tp_rank]
-        return local.contiguous()
+            shared = bool(getattr(config_of(model), "sequence_parallel", False)) and cp.tensor_parallel > 1
+            tp_rank = self.processor.device_mesh.tp_rank if shared else None
+            extras["padding_mask"] = router_padding(~batch[KEEP_KEY], cp, tp_rank)
+        return pass_through_forward(type(model), out, extras)
 
     def _token_keys(self, row: Row) -> list[str]:
         names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
@@ -171,17 +160,6 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key != "attention_mask"}
 
 
-def _check_kernels(model: Any, truth: Segments) -> None:
-    """Raise where None is wrong and nothing reads a mask: Transformer Engine runs causal attention whatever it is given
-    (core/models/gpt/gpt_layer_specs.py:251), and megatron-core's GatedDeltaNet has no padding."""
-    exact = none_is_exact(truth)
-    kinds = set() if exact else {type(module).__name__ for module in model.modules()}
-    reader = "GatedDeltaNet" if "GatedDeltaNet" in kinds else "its attention kernel"
-    if not exact and ("DotProductAttention" not in kinds or "GatedDeltaNet" in kinds):
-        rule = f"In {type(model).__name__}, {reader} reads no padding mask, and {exact.why}."
-        raise UnsupportedFormError(explain("attention_mask", repr(truth), rule, "Pad right, or use padding_free=True."))
-
-
 def _keep(row: Row) -> Tensor:
     held = row.get("attention_mask")
     return torch.ones_like(row["input_ids"], dtype=torch.bool) if held is None else held.to(torch.bool)
@@ -193,4 +171,4 @@ def _length(row: Row) -> int:
 
 def _dim(key: str, value: Tensor) -> int:
     """Tokens are the last dimension of positions, `[1, L]` or `[3, L]`, and the second of anything else `[1, L, ...]`."""
-    return KEY_TABLE.get(key, TOKENS).dim % value.ndim
+    return KEYS.get(key, TOKENS).dim % value.ndim

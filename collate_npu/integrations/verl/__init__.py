@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.collate.padding import round_up
-from collate_npu.consumers.route import route
+from collate_npu.consumers.consumer import route
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
@@ -59,7 +59,7 @@ def pad_jagged(
     before alignment. `roll` moves every token one place to the left (labels), before the split.
     """
     cp = cp or ContextParallel.from_megatron()
-    segments = segments_of(values, cp, width=width, fp8=fp8)
+    segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
     whole = repad(values.values(), segments, fill)
     keep = split_tensor(segments.keep.to(whole.device), cp)
     consumer = "verl_npu" if (on_npu() if npu is None else npu) else "verl"
@@ -87,7 +87,7 @@ def to_jagged(output: Tensor, segments: Segments, cp: ContextParallel | None = N
     return torch.nested.nested_tensor_from_jagged(unpad(whole, segments), offsets)
 
 
-def segments_of(values: Tensor, cp: ContextParallel, *, width: int | None = None, fp8: bool = False) -> Segments:
+def segments_from_jagged(values: Tensor, cp: ContextParallel, *, width: int | None = None, fp8: bool = False) -> Segments:
     """`[B, S]` of a jagged batch, S aligned: `tp * 2 * cp`, with fp8 also a rank's `B * S` tokens in blocks of 128.
 
     Source: verl models/mcore/util.py:686-707.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collate_npu.collate.padding import round_up
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.integrations.verl import on_npu, pad_jagged, segments_of, to_jagged
+from collate_npu.integrations.verl import on_npu, pad_jagged, segments_from_jagged, to_jagged
 from collate_npu.masks.derive import derive_segments
 from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence
@@ -42,7 +42,7 @@ def postprocess_bshd_engine(
         return output
     cp = ContextParallel.from_megatron()
     if input_ids is not None:
-        return to_jagged(output, segments_of(input_ids, cp, width=output.shape[1] * cp.size), cp)
+        return to_jagged(output, segments_from_jagged(input_ids, cp, width=output.shape[1] * cp.size), cp)
     if attention_mask is None:
         rule = "Without a mask only the jagged ids say how long each row is."
         raise CollateError(explain("attention_mask", "None", rule, "Pass input_ids=, or Padded.attention_mask_2d."))
@@ -62,13 +62,13 @@ def build_vlm_attn_mask_bshd(
     use_fp8_padding: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Whole rows `[B, S]` for a vision model, with fp8 as wide as `preprocess_bshd_engine`'s; the mask is None on NPU."""
-    segments = segments_of(input_ids, ContextParallel.from_megatron(), width=forced_max_seqlen, fp8=use_fp8_padding)
+    segments = segments_from_jagged(input_ids, ContextParallel.from_megatron(), width=forced_max_seqlen, fp8=use_fp8_padding)
     return repad(input_ids.values(), segments, pad_token_id), None if on_npu() else segments.keep.to(input_ids.device)
 
 
 def build_vlm_attn_mask_thd(input_ids: Tensor, pad_token_id: int = 0) -> tuple[Tensor, Tensor]:
     """Whole rows, and the 2D mask by which the model packs them itself, on an NPU too (verl#7250, verl#7372)."""
-    segments = segments_of(input_ids, ContextParallel.from_megatron())
+    segments = segments_from_jagged(input_ids, ContextParallel.from_megatron())
     return repad(input_ids.values(), segments, pad_token_id), segments.keep.to(input_ids.device)
 
 

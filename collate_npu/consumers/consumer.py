@@ -1,0 +1,243 @@
+"""Consumer: one model stack as an executable description: what it reads, what it refuses, and where that is written.
+
+The adapter runs it, and README's table is made of it. A new stack is one file beside this one that holds a `Consumer`;
+nothing else lists them. Legend: B batch, S width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from collate_npu.consumers.models import (
+    PositionRule,
+    config_of,
+    first_position,
+    needs_mask_2d,
+    position_rule,
+    text_config,
+)
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.masks.forms import Verdict, none_is_exact
+from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.segments import Segments
+
+MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
+Keeps = Literal["recurrent", "always", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is known of the model before any batch."""
+
+    config: Any = None
+    model_type: str = ""
+    needs_mask_2d: bool | None = None
+    """Does it carry state from token to token? None where nobody said."""
+    attn_implementation: str = "sdpa"
+
+    @classmethod
+    def of(
+        cls,
+        model: Any = None,
+        *,
+        model_type: str | None = None,
+        needs_2d: bool | None = None,
+        attn_implementation: str | None = None,
+    ) -> Model:
+        """From a module, a config or a name in transformers' registry; what the caller says wins."""
+        config = None if model is None else config_of(model)
+        text = None if config is None else text_config(config)
+        if needs_2d is None and (model is not None or model_type is not None):
+            needs_2d = needs_mask_2d(model if model is not None else model_type)
+        return cls(
+            config=config,
+            model_type=getattr(text, "model_type", None) or model_type or "",
+            needs_mask_2d=needs_2d,
+            attn_implementation=attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa",
+        )
+
+    @property
+    def aux_loss(self) -> bool:
+        """Does a router's loss read the mask (`output_router_logits`)?"""
+        return self.config is not None and bool(getattr(text_config(self.config), "output_router_logits", False))
+
+    @cached_property
+    def positions(self) -> PositionRule:
+        """How it counts positions by itself; by place where nobody can know."""
+        known = type(self.config).__module__.startswith("transformers.")
+        return position_rule(self.config) if known else "places"
+
+    @cached_property
+    def first_position(self) -> int:
+        """The position of a sequence's first token."""
+        return first_position(self.config) if self.positions == "padding_idx" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One batch on one model: what a description decides on."""
+
+    segments: Segments
+    model: Model = Model()
+    pattern: Pattern = CAUSAL
+    padding_free: bool = False
+
+    @cached_property
+    def exact(self) -> Verdict:
+        """May the mask be left out?"""
+        return none_is_exact(self.segments, self.pattern)
+
+    @property
+    def plain(self) -> bool:
+        """Plain causal attention, one sequence a row: a 2D mask says everything."""
+        return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
+
+    @property
+    def recurrent(self) -> bool:
+        """Does the model carry state from token to token? For a flat row True where nobody said."""
+        return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
+
+    @property
+    def inside(self) -> bool:
+        """Does padding stand before or between real tokens of a row?"""
+        return self.segments.padding_side not in ("none", "right")
+
+
+Test = Callable[[Case], str | bool]
+"""Why it applies; "" or False where it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A form the consumer reads, and when it gets it; the first that applies is taken."""
+
+    form: MaskForm
+    reads: str
+    """In words, for README."""
+    when: Test = lambda case: True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """What has no right form here. `rule` may name the reason as `{why}`."""
+
+    of: str
+    """In words, for README."""
+    when: Test
+    rule: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What becomes of the masks of one batch."""
+
+    form: MaskForm
+    keeps_mask_2d: bool
+    """Does `attention_mask_2d` stay in the batch?"""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """One model stack. Refusals are asked first, in order, then forms; a flat row without refusal needs no mask."""
+
+    name: str
+    forms: tuple[Form, ...]
+    refuses: tuple[Refusal, ...] = ()
+    key: str = "attention_mask"
+    keep_dtype: torch.dtype = torch.bool
+    """dtype of a 2D mask under `key`."""
+    keeps_mask_2d: Keeps = "recurrent"
+    counts_positions: bool = False
+    """Does the model count positions by itself, where they are left out?"""
+    source: str
+
+    def route(self, case: Case) -> Route:
+        """The one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
+        for refusal in self.refuses:
+            if why := refusal.when(case):
+                rule = refusal.rule.format(why=why)
+                raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy))
+        if case.padding_free:
+            why = "padding free: offsets carry the boundaries, and there is no padding"
+            return Route(form="none", keeps_mask_2d=False, why=why)
+        chosen, why = next((form, why) for form in self.forms if (why := form.when(case)))
+        kept = {"recurrent": case.recurrent, "always": True, "never": False}[self.keeps_mask_2d]
+        return Route(form=chosen.form, keeps_mask_2d=kept, why=why if isinstance(why, str) else chosen.reads)
+
+
+@cache
+def consumers() -> Mapping[str, Consumer]:
+    """Every consumer by name: those of the files in this folder."""
+    import collate_npu.consumers as folder
+
+    modules = [importlib.import_module(f"{folder.__name__}.{info.name}") for info in pkgutil.iter_modules(folder.__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Consumer)]
+    return MappingProxyType({consumer.name: consumer for consumer in found})
+
+
+def consumer_named(name: str | Consumer) -> Consumer:
+    """A consumer by its name, or as it is. Raises for a name that no file has."""
+    if isinstance(name, Consumer):
+        return name
+    if not isinstance(name, str) or name not in consumers():
+        raise CollateError(explain("consumer", repr(name), f"Known are {', '.join(consumers())}.", "Name one of them."))
+    return consumers()[name]
+
+
+def route(
+    consumer: str | Consumer,
+    segments: Segments,
+    *,
+    model: Model | None = None,
+    pattern: str | Pattern = "causal",
+    padding_free: bool = False,
+) -> Route:
+    """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right.
+
+    Device is never a reason; the consumer's kernel is.
+    """
+    case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
+    return consumer_named(consumer).route(case)
+
+
+def packed_rows(case: Case) -> str:
+    """A recurrent layer in padded rows that hold several sequences: no mask stops its state."""
+    if case.padding_free or not (case.recurrent and case.segments.packed):
+        return ""
+    return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
+
+
+PACKED_RECURRENT = Refusal(
+    of="several sequences in a row, on recurrent layers",
+    when=packed_rows,
+    rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
+    remedy="Give each sequence its own row, or use padding_free=True with kernels that read cu_seqlens and seq_idx.",
+)
+
+
+def not_exact(case: Case) -> str:
+    """Why None is wrong; "" where it is exact, or the row is flat."""
+    return "" if case.padding_free or case.exact else case.exact.why
+
+
+def table() -> str:
+    """The consumers as the table of the README, in Markdown."""
+    lines = ["| consumer | what it is given | `attention_mask_2d` | what is refused | source |", "|---|---|---|---|---|"]
+    kept = {"recurrent": "kept for recurrent layers", "always": "kept", "never": "taken out"}
+    for consumer in consumers().values():
+        forms = "; ".join(form.reads for form in consumer.forms)
+        forms = forms if consumer.key == "attention_mask" else f"under `{consumer.key}`: {forms}"
+        refused = "; ".join(refusal.of for refusal in consumer.refuses) or "nothing"
+        cells = (f"`{consumer.name}`", forms, kept[consumer.keeps_mask_2d], refused, consumer.source)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

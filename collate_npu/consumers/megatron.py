@@ -1,0 +1,79 @@
+"""Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention.
+
+`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration asks here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collate_npu.consumers.consumer import PACKED_RECURRENT, Consumer, Form, Refusal, not_exact, route
+from collate_npu.consumers.models import config_of
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.masks.forms import none_is_exact
+from collate_npu.segments import Segments
+
+MEGATRON = Consumer(
+    name="megatron",
+    forms=(
+        Form(form="none", reads="None where exact", when=lambda case: bool(case.exact) and case.exact.why),
+        Form(
+            form="masked",
+            reads="else bool [B, 1, S, S], True = blocked: its local kernels",
+            when=lambda case: case.exact.why,
+        ),
+    ),
+    refuses=(PACKED_RECURRENT,),
+    source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
+    "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
+)
+
+TRANSFORMER_ENGINE = Consumer(
+    name="transformer_engine",
+    forms=(Form(form="none", reads="None: causal attention, whatever mask is given"),),
+    refuses=(
+        PACKED_RECURRENT,
+        Refusal(
+            of="every batch where None is not exact",
+            when=not_exact,
+            rule="TransformerEngine's causal kernels, and Megatron's fused softmax, read no dense mask, and {why}.",
+            remedy="Pad right with one sequence a row, use padding_free=True, or run local kernels with "
+            "masked_softmax_fusion=False (consumer='megatron').",
+        ),
+    ),
+    source="megatron-core core/extensions/transformer_engine.py:2307-2315, core/transformer/enums.py:40-48, "
+    "core/fusions/fused_softmax.py:285-290",
+)
+
+
+def kernel_of(model: Any) -> str:
+    """The consumer a Megatron module is: "megatron" where its attention is local and its softmax not fused.
+
+    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290).
+    """
+    kinds = {type(module).__name__ for module in model.modules()}
+    fused = bool(getattr(config_of(model), "masked_softmax_fusion", False))
+    return "megatron" if "DotProductAttention" in kinds and not fused else "transformer_engine"
+
+
+def kernel_of_args(args: Any) -> str:
+    """The same from an argument namespace of ms-swift or Megatron-LM: its `attention_backend` and `masked_softmax_fusion`.
+
+    Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
+    """
+    backend = getattr(args, "attention_backend", None)
+    local = getattr(backend, "name", backend) == "local"  # an enum in Megatron's own arguments
+    return "megatron" if local and not getattr(args, "masked_softmax_fusion", True) else "transformer_engine"
+
+
+def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -> None:
+    """Raise where None is wrong and nothing reads a mask: neither this attention kernel nor `recurrent` layers of
+    megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
+    exact = none_is_exact(segments)
+    if exact:
+        return
+    route(kernel, segments)
+    if recurrent:
+        rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
+        remedy = "Pad right, with one sequence a row, or use padding_free=True."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))

@@ -1,0 +1,27 @@
+"""torchtitan: a BlockMask for FlexAttention; its recurrent layers read offsets alone."""
+
+from __future__ import annotations
+
+from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+
+
+def _reaches_state(case: Case) -> bool:
+    return not case.padding_free and case.recurrent and case.inside
+
+
+TORCHTITAN = Consumer(
+    name="torchtitan",
+    key="attention_masks",
+    forms=(Form(form="block_mask", reads="a BlockMask; no query sees a padded key"),),
+    refuses=(
+        PACKED_RECURRENT,
+        Refusal(
+            of="padding before a token, on recurrent layers",
+            when=_reaches_state,
+            rule="torchtitan's recurrent layers read cu_seqlens, and padding before a token reaches their state.",
+            remedy="Pad right, or pack the rows: integrations.torchtitan.get_attention_masks makes their offsets.",
+        ),
+    ),
+    keeps_mask_2d="never",
+    source="torchtitan models/common/attention.py:85-87, 468-508",
+)

@@ -1,0 +1,174 @@
+"""transformers: the 2D mask wherever it says everything, else the dense form that the attention implementation takes.
+
+Rules depend on the release installed (4.57 to 5.23 were read and run) and on the model's config; both are looked at.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.models import (
+    layer_kinds,
+    transformers_version,
+    why_padding_leaks,
+    width_dependence,
+    windows,
+)
+from collate_npu.masks.patterns import Pattern
+
+
+def _by_2d(case: Case) -> str:
+    """A model whose every layer slides builds that window itself."""
+    if case.plain:
+        return "every layer of a transformers model reads the 2D mask"
+    return "the model makes its own window of the 2D mask" if not case.segments.packed and _own_window(case) else ""
+
+
+def _own_window(case: Case) -> bool:
+    config = case.model.config
+    if config is None or set(layer_kinds(config)) - {"sliding_attention"}:
+        return False
+    return any(case.pattern == Pattern.sliding(size) for size in windows(config))
+
+
+def _needs_dense(case: Case) -> str:
+    if case.padding_free or _by_2d(case):
+        return ""
+    return "the row holds several sequences" if case.segments.packed else f"attention is {case.pattern}"
+
+
+def _on(*implementations: str) -> Any:
+    return lambda case: case.model.attn_implementation in implementations and _needs_dense(case)
+
+
+def _flat_state(case: Case) -> bool:
+    flat = case.padding_free and case.recurrent and case.segments.packed
+    return flat and transformers_version() < (5, 20)
+
+
+def _leak(case: Case) -> str:
+    """Why padding inside a row changes its tokens on this model."""
+    if case.padding_free or not case.inside:
+        return ""
+    holes = bool(case.segments.hole_rows)
+    if case.model.config is None:
+        return "the state of a recurrent layer decays over the hole" if holes and case.recurrent else ""
+    left = why_padding_leaks(case.model.config, "left")
+    return left or (why_padding_leaks(case.model.config, "holes", longest=case.segments.longest_span) if holes else "")
+
+
+def _single_row(case: Case) -> bool:
+    one_row = case.segments.shape[0] == 1 and case.inside
+    return not case.padding_free and case.recurrent and one_row and transformers_version() < (5, 15)
+
+
+def _width(case: Case) -> str:
+    """Sequences whose indexer would choose other keys than alone, because the tensor is wider than they are."""
+    limit = None if case.model.config is None else width_dependence(case.model.config)
+    wider = any(n > (limit or 0) and n != case.segments.shape[1] for n in case.segments.sequence_lengths)
+    return f"which keys its indexer chooses of more than {limit} depends on the width" if limit is not None and wider else ""
+
+
+def _dropped_window(case: Case) -> str:
+    flash = case.model.attn_implementation.startswith("flash") and find_spec("torch_npu") is not None
+    return _short_window(case) if flash else ""
+
+
+def _short_window(case: Case) -> str:
+    """The model's window, where some sequence is longer than it."""
+    sizes = () if case.model.config is None else windows(case.model.config)
+    return f"some layers look back {sizes[0]} places" if sizes and sizes[0] < case.segments.longest_span else ""
+
+
+def _lost_window(case: Case) -> str:
+    return _short_window(case) if _needs_dense(case) and not _own_window(case) else ""
+
+
+def _unreadable(case: Case) -> str:
+    return "" if case.model.attn_implementation in ("sdpa", "eager", "flex_attention") else _needs_dense(case)
+
+
+TRANSFORMERS = Consumer(
+    name="transformers",
+    forms=(
+        Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
+        Form(
+            form="block_mask",
+            reads="for packed rows and other patterns a BlockMask on flex_attention",
+            when=_on("flex_attention"),
+        ),
+        Form(
+            form="mapping",
+            reads="on recurrent models {kind of layer: mask}",
+            when=lambda case: case.recurrent and _needs_dense(case),
+        ),
+        Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
+        Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
+    ),
+    refuses=(
+        Refusal(
+            of="flat rows on recurrent layers before transformers 5.20",
+            when=_flat_state,
+            rule="Before 5.20 transformers carries the state of a recurrent layer from one sequence of a flat row to the next.",
+            remedy="Upgrade transformers, or give each sequence its own row (padding_free=False).",
+        ),
+        Refusal(
+            of="padding on the left or inside a sequence where it reaches real tokens: holes on recurrent layers, biased "
+            "projections, layers that ignore masks",
+            when=_leak,
+            rule="Padding there changes the real tokens of this model: {why}.",
+            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both.",
+        ),
+        Refusal(
+            of="one row padded left on recurrent layers before 5.15",
+            when=_single_row,
+            rule="Before 5.15 transformers drops the mask of a single row in recurrent layers.",
+            remedy="Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers.",
+        ),
+        Refusal(
+            of="padding on models whose choice of keys depends on the width (indexers with few heads)",
+            when=_width,
+            rule="Alone a sequence has its own width, and {why}.",
+            remedy="Batch sequences of one length, so that nothing is padded.",
+        ),
+        Refusal(
+            of="sliding windows on flash attention where torch_npu is installed",
+            when=_dropped_window,
+            rule="transformers' NPU flash attention drops windows in silence (npu_flash_attention.py:54-104), and {why}.",
+            remedy="Use attn_implementation='sdpa', or rows no longer than the window.",
+        ),
+        PACKED_RECURRENT,
+        Refusal(
+            of="packed rows on models with windows: every layer would get one dense mask",
+            when=_lost_window,
+            rule="A dense mask goes to every layer as it is (masking_utils.py:833), and {why}.",
+            remedy="Use padding_free=True, one sequence a row, or rows no longer than the window.",
+        ),
+        Refusal(
+            of="dense masks on flash attention",
+            when=_unreadable,
+            rule="This attention implementation reads a 2D mask or offsets, and {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True.",
+        ),
+        Refusal(
+            of="other patterns on recurrent layers with flex_attention",
+            when=lambda case: case.recurrent and case.model.attn_implementation == "flex_attention" and _needs_dense(case),
+            rule="A BlockMask says nothing to recurrent layers, which then ignore padding, and {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager'.",
+        ),
+        Refusal(
+            of="other patterns on recurrent layers with a router's loss",
+            when=lambda case: case.recurrent and case.model.aux_loss and _needs_dense(case),
+            rule="The router's aux loss indexes a 2D mask, recurrent layers beside a 4D one need a mapping, and {why}.",
+            remedy="Set output_router_logits=False, or keep plain causal attention.",
+        ),
+    ),
+    keep_dtype=torch.int64,  # as tokenizers emit it: code downstream subtracts and counts it
+    keeps_mask_2d="never",  # an attention_mask_2d keyword is accepted and never read
+    counts_positions=True,
+    source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
+)

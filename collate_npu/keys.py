@@ -1,0 +1,110 @@
+"""Keys: what each key of a feature or a batch is, in one row: its kind, what padding holds, which dimension is tokens, what
+a rank gets of it, and its role where it says something about padding or packing.
+
+`KEYS` is a plain dict, never written to. Pass a longer one for keys of your own: `keys={**KEYS, "my_weights": TOKENS}`.
+Nothing in the library lists keys anywhere else. Legend: B rows, S width, L tokens of a sample, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
+Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
+Share = Literal["split", "replicate", "rows", "scope"]
+Role = Literal[
+    "tokens", "mask", "keep", "segment_ids", "lengths", "offsets", "padded_offsets", "longest", "sequence_index", "labels"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key: the collator, the door, the split and every integration go by this row."""
+
+    kind: Kind
+    """`tokens`: one value a token. `positions`: one a token, or several axes of them. `vision`: patches, grids, audio.
+    `sample`: one value a sample. `truth`: says which tokens are real. `offsets`: of one flat row."""
+    whole: bool = False
+    """Ids, classes or flags: int64 in a batch, and a float there is a mistake, never a value to round."""
+    fill: Fill = 0
+    """What padding holds: a number, the pad id, the ignored label, one more than the token before, or the same."""
+    dim: int = 1
+    """Which dimension of a batch's tensor is tokens."""
+    unit: int = 0
+    """Dimensions of one image's or clip's value. A sample's value of that rank is stacked, any other joined."""
+    share: Share = "split"
+    """What a rank gets under context parallelism. `split`: its tokens. `replicate`: everything. `rows`: of a dense mask its
+    query rows, keys whole. `scope`: its tokens, or everything with `mask_2d="global"`."""
+    role: Role | None = None
+    """What it tells of the batch's shape, padding or packing; the door reads by role."""
+    why: str = ""
+
+
+TOKENS = Key(kind="tokens", why="one value a token")
+SAMPLE = Key(kind="sample", share="replicate", why="one value a sample")
+
+_IDS = Key(kind="tokens", whole=True, fill="pad", role="tokens", why="one id a token")
+_LABELS = Key(
+    kind="tokens",
+    whole=True,
+    fill="ignored",
+    role="labels",
+    why="shift_labels() before a split, where the model shifts them",
+)
+_POSITIONS = Key(kind="positions", whole=True, fill="next", dim=-1, why="[B, S], or [3, B, S] with mRoPE: tokens are last")
+_KERNEL = "of the whole row; ring kernels divide them themselves (TransformerEngine thd)"
+_OFFSETS = Key(kind="offsets", share="replicate", role="offsets", why=_KERNEL)
+_PADDED = Key(kind="offsets", share="replicate", role="padded_offsets", why=_KERNEL)
+_LONGEST = Key(kind="offsets", share="replicate", role="longest", why=_KERNEL)
+
+
+def _vision(unit: int) -> Key:
+    why = "patches and grids go through the vision tower before tokens are shared out"
+    return Key(kind="vision", share="replicate", unit=unit, why=why)
+
+
+KEYS: Mapping[str, Key] = {
+    "input_ids": _IDS,
+    "tokens": _IDS,
+    "inputs_embeds": Key(kind="tokens", role="tokens", why="one vector a token"),
+    "labels": _LABELS,
+    "shift_labels": Key(kind="tokens", whole=True, fill="ignored", why="labels already moved to the token before"),
+    "token_type_ids": Key(kind="tokens", whole=True, fill="pad_type", why="one flag a token"),
+    **dict.fromkeys(("mm_token_type_ids", "visual_pos_masks", "routed_experts"), TOKENS),
+    **dict.fromkeys(("loss_scale", "loss_mask", "completion_mask", "assistant_masks", "special_tokens_mask"), TOKENS),
+    **dict.fromkeys(("position_ids", "text_position_ids"), _POSITIONS),
+    "attention_mask": Key(
+        kind="truth", whole=True, dim=-2, share="rows", role="mask", why="this rank's queries against every key"
+    ),
+    "attention_mask_2d": Key(kind="truth", whole=True, share="scope", role="keep", why="True = real token"),
+    "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
+    "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
+    "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
+    "seq_idx": Key(kind="offsets", share="scope", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
+    **dict.fromkeys(("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _PADDED),
+    **dict.fromkeys(("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_kv"), _LONGEST),
+    "packed_seq_params": Key(kind="offsets", share="replicate", why="Megatron's object of the same offsets"),
+    **dict.fromkeys(("pixel_values", "pixel_values_videos"), _vision(unit=3)),
+    **dict.fromkeys(("image_grid_thw", "video_grid_thw", "image_sizes", "feature_attention_mask"), _vision(unit=1)),
+    **dict.fromkeys(("pixel_attention_mask", "input_features"), _vision(unit=2)),
+    **dict.fromkeys(("second_per_grid_ts", "audio_feature_lengths", "image_flags"), _vision(unit=0)),
+    **dict.fromkeys(("lengths", "num_samples", "num_items_in_batch"), SAMPLE),
+}
+
+KEEP_KEY = "attention_mask_2d"
+SEGMENT_KEY = "segment_ids"
+
+
+def with_role(names: Iterable[str], *roles: Role, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
+    """Those of `names` that have one of these roles, in the order of the table."""
+    held = set(names)
+    return tuple(name for name, key in keys.items() if key.role in roles and name in held)
+
+
+def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
+    """Those of `names` that are of one of these kinds, in the order of the table."""
+    held = set(names)
+    return tuple(name for name, key in keys.items() if key.kind in kinds and name in held)
