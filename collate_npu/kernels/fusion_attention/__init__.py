@@ -3,7 +3,7 @@
 Imports only torch and numpy, and touches no device: the operator itself is never called from here.
 """
 
-from collate_npu.kernels.fusion_attention.arguments import Form, choose_form, fusion_attention_kwargs
+from collate_npu.kernels.fusion_attention.arguments import NpuForm, choose_form, fusion_attention_kwargs
 from collate_npu.kernels.fusion_attention.contract import check_contract, contract_breaches
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import Breach
@@ -11,7 +11,7 @@ from collate_npu.kernels.fusion_attention.reference import reference_fusion_atte
 
 __all__ = [
     "Breach",
-    "Form",
+    "NpuForm",
     "check_contract",
     "choose_form",
     "contract_breaches",

@@ -17,77 +17,72 @@ Legend: B batch, S width, T tokens without padding, N sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
-from collate_npu.kernels.fusion_attention.geometry import UNLIMITED, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.geometry import PREFIX_TRIANGLE, TRIANGLE, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.pattern_terms import CompressedName, PatternTerms, pattern_terms
 from collate_npu.kernels.fusion_attention.refused import LAYOUTS
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
-Layout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
+InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
-FormName = Literal["full", "triangle", "band", "prefix", "shared", "dense"]
+NpuFormName = CompressedName | Literal["dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class NpuForm:
     """The form chosen for a batch, its sparse mode, and why it is exact and nothing cheaper is."""
 
-    name: FormName
+    name: NpuFormName
     sparse_mode: int
     why: str
 
 
 def choose_form(
-    segments: Segments, *, pattern: str | Pattern = "causal", layout: Layout = "BSND", causal_mode: Literal[2, 3] = 3
-) -> Form:
+    segments: Segments,
+    *,
+    pattern: str | Pattern = "causal",
+    layout: InputLayout = "BSND",
+    causal_mode: Literal[2, 3] = 3,
+) -> NpuForm:
     """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none."""
-    pattern = _pattern(segments, Pattern.of(pattern))
+    return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
+
+
+def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) -> PatternTerms:
     _check(segments, layout, causal_mode)
-    form = _compressed_form(segments, pattern, layout, causal_mode)
-    if form is not None:
-        return form
-    reason = none_is_exact(segments).why if pattern.kind == "causal" or not none_is_exact(segments) else str(pattern)
-    if pattern.kind == "bidirectional":
-        return Form(name="dense", sparse_mode=1, why="bidirectional, and padding or another sequence to block")
-    if pattern.kind == "prefix":
-        few = segments.shape[0] <= MAX_PREFIX_ROWS
-        return Form(name="dense", sparse_mode=5 if few else 1, why=reason)
-    return Form(name="dense", sparse_mode=0, why=reason)
+    return pattern_terms(segments, pattern, tnd=layout == "TND", causal_mode=causal_mode)
 
 
-def _compressed_form(segments: Segments, pattern: Pattern, layout: Layout, causal_mode: Literal[2, 3]) -> Form | None:
-    tnd = layout == "TND"
+def _choose(segments: Segments, terms: PatternTerms, layout: str) -> NpuForm:
+    if layout == "TND":
+        why = f"{terms.what}, packed sequences, each bounded by its length"
+        return NpuForm(name=terms.compressed, sparse_mode=terms.compressed_mode, why=why)
+    few = not terms.prefixes or segments.shape[0] <= MAX_PREFIX_ROWS
     exact = none_is_exact(segments)
-    where = "packed sequences, each bounded by its length" if tnd else exact.why.replace("causal attention, ", "")
-    if pattern.kind == "bidirectional":
-        whole = tnd or (segments.padding_side == "none" and not segments.packed)
-        return Form(name="full", sparse_mode=0, why=f"full attention, {where}") if whole else None
-    if not tnd and not exact:
-        return None
-    if pattern.kind == "causal" or (tnd and pattern.kind == "chunked"):
-        what = "causal" if pattern.kind == "causal" else f"chunks of {pattern.size} are sequences of their own"
-        return Form(name="triangle", sparse_mode=causal_mode, why=f"{what}, {where}")
-    if pattern.kind == "sliding":
-        return Form(name="band", sparse_mode=4, why=f"sliding window of {pattern.size}, {where}")
-    if pattern.kind == "chunked":
-        return Form(name="shared", sparse_mode=0, why=f"chunks of {pattern.size} in one matrix for all rows, {where}")
-    few = tnd or segments.shape[0] <= MAX_PREFIX_ROWS
-    return Form(name="prefix", sparse_mode=6, why=f"prefix, {where}") if few else None
+    whole = segments.padding_side == "none" and not segments.packed
+    if few and (whole if terms.compressed == "full" else exact):
+        where = "nothing to block" if whole else exact.why.replace("causal attention, ", "")
+        return NpuForm(name=terms.compressed, sparse_mode=terms.compressed_mode, why=f"{terms.what}, {where}")
+    why = f"{terms.what} of more than {MAX_PREFIX_ROWS} rows" if exact and not few else f"{terms.what}; {exact.why}"
+    return NpuForm(name="dense", sparse_mode=terms.dense_mode if few else 1, why=why)
 
 
 def fusion_attention_kwargs(
     segments: Segments,
     *,
     pattern: str | Pattern = "causal",
-    layout: Layout = "BSND",
+    layout: InputLayout = "BSND",
     operator: Operator = "npu_fusion_attention",
     causal_mode: Literal[2, 3] = 3,
     keep_tail: bool = False,
@@ -104,36 +99,26 @@ def fusion_attention_kwargs(
     and both are the same attention. `_v3` takes its length lists as CPU tensors. Masks are built on `device`.
 
     Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator
-    documents or a sliding window over a sequence with holes; and beyond `max_mask_bytes`.
+    documents or a sliding window over a sequence with holes; and where the mask, compressed ones included, would take
+    more than `max_mask_bytes`.
     Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
     ops-transformer flash_attention_score_tiling_general.cpp:639-812.
     """
-    pattern = _pattern(segments, Pattern.of(pattern))
-    form = choose_form(segments, pattern=pattern, layout=layout, causal_mode=causal_mode)
+    pattern = Pattern.of(pattern)
+    terms = _terms(segments, pattern, layout, causal_mode)
+    form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
-    if form.name in ("triangle", "band"):
-        kwargs |= {"atten_mask": triangle(device), "sparse_mode": form.sparse_mode}
+    if form.name in ("triangle", "band", "prefix"):
+        kwargs |= {"atten_mask": _compressed_mask(form, device, max_mask_bytes), "sparse_mode": form.sparse_mode}
     if form.name == "band":
-        kwargs |= {"pre_tockens": pattern.size - 1, "next_tockens": 0}
-    if form.name == "prefix":
-        kwargs |= {"atten_mask": prefix_triangle(device), "sparse_mode": 6}
+        kwargs |= {"pre_tockens": terms.before, "next_tockens": 0}
     if form.name in ("shared", "dense"):
-        kwargs |= _dense_arguments(segments, pattern, form, device, max_mask_bytes)
+        kwargs |= _dense_arguments(segments, pattern, terms, form, device, max_mask_bytes)
     if layout == "TND":
-        kwargs |= _packed_arguments(segments, pattern, operator, keep_tail)
+        kwargs |= _packed_arguments(segments, terms, operator, keep_tail)
     elif form.sparse_mode in (5, 6):
-        kwargs["prefix"] = _row_prefixes(segments, pattern)
+        kwargs["prefix"] = _row_prefixes(segments, terms.prefixes)
     return kwargs
-
-
-def _pattern(segments: Segments, pattern: Pattern) -> Pattern:
-    """The simplest pattern that is the same attention over this batch."""
-    longest = max((end - start for _, start, end in segments.spans), default=0)
-    if pattern.kind in ("sliding", "chunked") and pattern.size >= longest:
-        return Pattern.of("causal")
-    if pattern.kind == "prefix" and not any(pattern.prefixes(segments.num_sequences)):
-        return Pattern.of("causal")
-    return pattern
 
 
 def _check(segments: Segments, layout: str, causal_mode: int) -> None:
@@ -148,11 +133,24 @@ def _check(segments: Segments, layout: str, causal_mode: int) -> None:
         raise UnsupportedFormError(explain("segments", repr(segments), rule, remedy))
 
 
-# --- dense
+# --- masks
+
+
+def _compressed_mask(form: NpuForm, device: torch.device | str, max_mask_bytes: int) -> Tensor:
+    Q, K = PREFIX_TRIANGLE if form.name == "prefix" else TRIANGLE
+    if max_mask_bytes < Q * K:
+        rule = f"The compressed mask [{Q}, {K}] takes {Q * K} bytes, the limit max_mask_bytes is {max_mask_bytes}."
+        raise UnsupportedFormError(explain("max_mask_bytes", str(max_mask_bytes), rule, "Raise it."))
+    return prefix_triangle(device) if form.name == "prefix" else triangle(device)
 
 
 def _dense_arguments(
-    segments: Segments, pattern: Pattern, form: Form, device: torch.device | str, max_mask_bytes: int
+    segments: Segments,
+    pattern: Pattern,
+    terms: PatternTerms,
+    form: NpuForm,
+    device: torch.device | str,
+    max_mask_bytes: int,
 ) -> dict[str, Any]:
     if form.name == "shared":
         segments = Segments.from_lengths([segments.shape[1]])
@@ -161,17 +159,16 @@ def _dense_arguments(
     if form.sparse_mode:
         arguments["sparse_mode"] = form.sparse_mode
     else:
-        reach = pattern.size - 1 if pattern.size else UNLIMITED
-        arguments |= {"pre_tockens": reach, "next_tockens": 0}
+        arguments |= {"pre_tockens": terms.before, "next_tockens": 0}
     if bool(masked_B1SS.all(-1).any()):
         arguments["inner_precise"] = SKIP_EMPTY_ROWS
     return arguments
 
 
-def _row_prefixes(segments: Segments, pattern: Pattern) -> list[int]:
+def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
     """For each row, how many keys from its left edge some query sees beyond the diagonal, and no padding after them."""
     ends = [0] * segments.shape[0]
-    for (b, start, end), prefix in zip(segments.spans, pattern.prefixes(segments.num_sequences)):
+    for (b, start, end), prefix in zip(segments.spans, prefixes):
         if prefix:
             ends[b] = max(ends[b], min(start + prefix, end))
     return ends
@@ -180,17 +177,18 @@ def _row_prefixes(segments: Segments, pattern: Pattern) -> list[int]:
 # --- TND
 
 
-def _packed_arguments(segments: Segments, pattern: Pattern, operator: Operator, keep_tail: bool) -> dict[str, Any]:
-    _check_holes(segments, pattern)
+def _packed_arguments(segments: Segments, terms: PatternTerms, operator: Operator, keep_tail: bool) -> dict[str, Any]:
+    if terms.counts_places:
+        _check_holes(segments)
     tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
-    lengths = [n for chunks in _chunk_lengths(segments, pattern) for n in chunks]
+    lengths = [n for chunks in _chunk_lengths(segments, terms.chunk) for n in chunks]
     ends = [*np.cumsum(lengths).tolist(), *tail]
     _check_count("sequences", len(ends), MAX_SEQUENCES)
     lists = torch.tensor(ends) if operator == "npu_fusion_attention_v3" else ends
     arguments: dict[str, Any] = {"actual_seq_qlen": lists, "actual_seq_kvlen": lists}
-    if pattern.kind == "prefix":
+    if terms.prefixes:
         _check_count("sequences with a prefix", len(ends), MAX_PREFIX_ROWS)
-        wanted = zip(_offsets(segments), pattern.prefixes(segments.num_sequences))
+        wanted = zip(_offsets(segments), terms.prefixes)
         arguments["prefix"] = [int((offsets < prefix).sum()) for offsets, prefix in wanted] + [0] * len(tail)
     return arguments
 
@@ -201,15 +199,15 @@ def _offsets(segments: Segments) -> list[np.ndarray[Any, Any]]:
     return [tokens - tokens[0] for tokens in np.split(columns, segments.cu_seqlens_host[1:-1])]
 
 
-def _chunk_lengths(segments: Segments, pattern: Pattern) -> list[list[int]]:
-    if pattern.kind != "chunked":
+def _chunk_lengths(segments: Segments, chunk: int) -> list[list[int]]:
+    if not chunk:
         return [[n] for row in segments.lengths for n in row]
-    counted = (np.bincount(offsets // pattern.size) for offsets in _offsets(segments))
+    counted = (np.bincount(offsets // chunk) for offsets in _offsets(segments))
     return [[int(n) for n in counts if n] for counts in counted]
 
 
-def _check_holes(segments: Segments, pattern: Pattern) -> None:
-    if pattern.kind == "sliding" and any(offsets[-1] >= len(offsets) for offsets in _offsets(segments)):
+def _check_holes(segments: Segments) -> None:
+    if any(offsets[-1] >= len(offsets) for offsets in _offsets(segments)):
         rule = "A window counts places in the row; packing the tokens closes the holes and moves keys into it."
         raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
 

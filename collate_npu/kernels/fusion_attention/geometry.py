@@ -14,12 +14,12 @@ Legend: Q query rows, K keys.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 Corner = Literal["top-left", "bottom-right"]
@@ -28,6 +28,7 @@ UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
 TRIANGLE = (2048, 2048)
 PREFIX_TRIANGLE = (3072, 2048)
+EVERY = slice(None)
 
 
 def triangle(device: torch.device | str = "cpu") -> Tensor:
@@ -35,7 +36,7 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
 
     Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 2 (compressed lower triangle, True = blocked).
     """
-    return torch.tensor(_triangle(), device=device)
+    return torch.from_numpy(_triangle_view().copy()).to(device)
 
 
 def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
@@ -43,37 +44,42 @@ def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
 
     Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 6.
     """
-    return torch.tensor(_prefix_triangle(), device=device)
+    (Q, K), (rows, _) = TRIANGLE, PREFIX_TRIANGLE
+    masked = np.empty((rows, K), np.bool_)
+    masked[:Q] = _triangle_view()
+    masked[Q:, : K // 2], masked[Q:, K // 2 :] = False, True
+    return torch.from_numpy(masked).to(device)
 
 
-@cache
-def _triangle() -> npt.NDArray[Any]:
-    return np.triu(np.ones(TRIANGLE, np.bool_), k=1)
+def _triangle_view() -> npt.NDArray[Any]:
+    """Read-only, over one vector: each row is the one above, moved right by one."""
+    Q, K = TRIANGLE
+    return sliding_window_view(np.arange(1 - Q, K) > 0, K)[::-1]
 
 
-@cache
-def _prefix_triangle() -> npt.NDArray[Any]:
-    below = np.zeros((PREFIX_TRIANGLE[0] - TRIANGLE[0], PREFIX_TRIANGLE[1]), np.bool_)
-    below[:, PREFIX_TRIANGLE[1] // 2 :] = True
-    return np.concatenate([_triangle(), below])
-
-
-def outside_band(Q: int, K: int, before: int, after: int, corner: Corner = "top-left") -> Tensor:
+def outside_band(Q: int, K: int, before: int, after: int, corner: Corner = "top-left", queries: slice = EVERY) -> Tensor:
     """bool `[Q, K]`, True where key - query is not in `[-before, after]`, both counted from the corner.
 
+    `queries` picks rows of it, here and below; nothing else is built.
     From the bottom-right corner the last query stands on the last key, so every row moves by K - Q
     (op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 0 and 4).
     """
     shift = K - Q if corner == "bottom-right" else 0
-    distance_QK = torch.arange(K) - torch.arange(Q)[:, None] - shift
+    distance_QK = torch.arange(K) - torch.arange(Q)[queries, None] - shift
     return (distance_QK < -before) | (distance_QK > after)
 
 
-def above_diagonal(Q: int, K: int, corner: Corner) -> Tensor:
+def band_leaves_rows_empty(Q: int, K: int, before: int, after: int, corner: Corner = "top-left") -> bool:
+    """Whether some query row of `outside_band` is True throughout."""
+    at_Q = torch.arange(Q) + (K - Q if corner == "bottom-right" else 0)
+    return bool(((at_Q - before).clamp(min=0) > (at_Q + after).clamp(max=K - 1)).any())
+
+
+def above_diagonal(Q: int, K: int, corner: Corner, queries: slice = EVERY) -> Tensor:
     """bool `[Q, K]`, the causal mask of mode 2 (`"top-left"`) or 3 (`"bottom-right"`)."""
-    return outside_band(Q, K, Q + K, 0, corner)
+    return outside_band(Q, K, Q + K, 0, corner, queries)
 
 
-def outside_prefix(Q: int, K: int, prefix: int) -> Tensor:
+def outside_prefix(Q: int, K: int, prefix: int, queries: slice = EVERY) -> Tensor:
     """bool `[Q, K]`, modes 5 and 6: causal from the bottom-right, and the first `prefix` keys for every query (T:777)."""
-    return above_diagonal(Q, K, "bottom-right") & (torch.arange(K) >= prefix)
+    return above_diagonal(Q, K, "bottom-right", queries) & (torch.arange(K) >= prefix)

@@ -16,13 +16,16 @@ The sources that rules cite, none of which is copied here:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import explain
+from collate_npu.errors import CollateError, explain
 from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
 
 DEFAULTS: dict[str, Any] = {
@@ -48,25 +51,27 @@ DEFAULTS: dict[str, Any] = {
     "offset": 0,
 }
 """`npu_fusion_attention` behind query, key, value and head_num (torch_npu 2.13.0); `_v3` lacks the last three."""
+INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
+INTEGER_LISTS = ("prefix", "actual_seq_qlen", "actual_seq_kvlen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of query and key: under TND, B counts sequences and Sq, Skv are the longest ones."""
+    """Sizes of query and key, None for not given: the lists of TND say B (sequences), Sq and Skv (the longest) as well."""
 
-    B: int
     N: int
     Nkv: int
-    Sq: int
-    Skv: int
     D: int
+    B: int | None = None
+    Sq: int | None = None
+    Skv: int | None = None
     Tq: int | None = None
     Tkv: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breach:
-    """One rule that a call breaks. `silent`: the card takes the call and computes something else."""
+    """One rule that a call breaks. `silent`: the operator takes the call and computes something else."""
 
     rule: str
     where: str
@@ -80,21 +85,32 @@ class Breach:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """Arguments with the operator's defaults filled in, lists read as tuples of host numbers, and the sizes."""
 
     arguments: Mapping[str, Any]
     sizes: Sizes
-    unknown: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
+    """The arguments that were passed; the others are the operator's defaults."""
 
     @classmethod
     def read(cls, kwargs: Mapping[str, Any], sizes: Sizes) -> Call:
+        """Raises `CollateError` for values that the operator's schema does not take."""
         given = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value", "head_num")}
         arguments = DEFAULTS | given
-        for name in ("prefix", "actual_seq_qlen", "actual_seq_kvlen"):
-            arguments[name] = _integers(arguments[name])
-        return cls(arguments, sizes, tuple(sorted(given.keys() - DEFAULTS.keys())))
+        for name in INTEGER_LISTS:
+            arguments[name] = _integers(name, arguments[name])
+        for name in INTEGERS:
+            arguments[name] = _integer(name, arguments[name])
+        if not isinstance(arguments["atten_mask"], (Tensor, NoneType)):
+            got, rule = type(arguments["atten_mask"]).__name__, "A mask is a tensor, True = blocked, or None."
+            raise CollateError(explain("atten_mask", got, rule, "Use dense(segments, polarity='masked')."))
+        return cls(arguments, sizes, frozenset(given))
+
+    @property
+    def unknown(self) -> list[str]:
+        return sorted(self.given - DEFAULTS.keys())
 
     @property
     def layout(self) -> Any:
@@ -112,12 +128,13 @@ class Call:
 
     @property
     def mode(self) -> int:
-        return int(self.arguments["sparse_mode"])
+        mode: int = self.arguments["sparse_mode"]
+        return mode
 
     @property
     def tokens(self) -> tuple[int, int]:
         """`(pre, next)` as given; mode 0 counts them from the top-left corner, modes 4, 7 and 8 from the bottom-right."""
-        return int(self.arguments["pre_tockens"]), int(self.arguments["next_tockens"])
+        return self.arguments["pre_tockens"], self.arguments["next_tockens"]
 
     @property
     def prefix(self) -> tuple[int, ...] | None:
@@ -129,20 +146,24 @@ class Call:
         """`(actual_seq_qlen, actual_seq_kvlen)`."""
         return self.arguments["actual_seq_qlen"], self.arguments["actual_seq_kvlen"]
 
-    @property
+    @cached_property
     def lengths(self) -> list[tuple[int, int]]:
-        """`(Sq, Skv)` of each sequence; outside TND the same for each of the B rows."""
+        """`(Sq, Skv)` of each sequence; outside TND the same for each of the B rows. Raises where no size says it."""
         q_ends, kv_ends = self.ends
-        if self.tnd and q_ends is not None and kv_ends is not None:
-            return list(zip(lengths_of(q_ends), lengths_of(kv_ends)))
-        return [(self.sizes.Sq, self.sizes.Skv)] * self.sizes.B
+        if self.tnd:
+            return list(zip(lengths_of(q_ends or ()), lengths_of(kv_ends or ())))
+        B, Sq, Skv = self.sizes.B, self.sizes.Sq, self.sizes.Skv
+        if B is None or Sq is None or Skv is None:
+            rule = f"Layout {self.layout} needs the rows of query and key, and their number."
+            raise CollateError(explain("B, Sq, Skv", f"{B}, {Sq}, {Skv}", rule, "Pass all three, or segments."))
+        return [(Sq, Skv)] * B
 
-    @property
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """`(max Sq, max Skv)`: the size of a dense mask."""
         return max((q for q, _ in self.lengths), default=0), max((kv for _, kv in self.lengths), default=0)
 
-    @property
+    @cached_property
     def prefix_is_legal(self) -> bool:
         """One entry for each sequence, in `[max(0, Skv - Sq), Skv]` (T:1325-1352, TND T:4045-4082)."""
         pairs = self.lengths
@@ -156,7 +177,19 @@ def lengths_of(ends: Sequence[int]) -> list[int]:
     return [max(end - start, 0) for start, end in zip((0, *ends), ends)]
 
 
-def _integers(values: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+def _integers(name: str, values: Any) -> tuple[int, ...] | None:
     if values is None:
         return None
-    return tuple(int(n) for n in (values.tolist() if isinstance(values, Tensor) else values))
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return tuple(_integer(name, n) for n in values)
+    rule = "The operator takes a list of whole numbers on the host."
+    raise CollateError(explain(name, type(values).__name__, rule, "Pass a list, or for _v3 an int64 tensor."))
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        rule, remedy = "The operator takes whole numbers alone.", "Pass ints."
+        raise CollateError(explain(name, f"{type(value).__name__} {value!r}", rule, remedy)) from None

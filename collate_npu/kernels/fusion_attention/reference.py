@@ -1,7 +1,8 @@
 """A CPU reference of `npu_fusion_attention`: what the documents and host code say it computes, in plain torch.
 
-Written from the contract, not from a card; it refuses what the card's host code refuses (`card`) and computes what the
-card takes, silent mistakes included: None is full attention in every mode. Differentiable. Cost: all Sq * Skv scores.
+Written from the contract, never compared with hardware. It refuses what the operator's host code refuses (`refused`) and
+computes what the operator takes, silent mistakes included: None is full attention in every mode. Differentiable. Cost: all
+Sq * Skv scores.
 
 Legend: B batch, N query heads, Q/K query and key rows, D head size, T packed tokens.
 """
@@ -9,7 +10,6 @@ Legend: B batch, N query heads, Q/K query and key rows, D head size, T packed to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ from torch.nn.functional import pad
 from collate_npu.errors import UnsupportedFormError, explain, shape_of
 from collate_npu.kernels.fusion_attention import refused
 from collate_npu.kernels.fusion_attention.accepted_wrong import SKIP_EMPTY_ROWS
+from collate_npu.kernels.fusion_attention.blocked_scores import blocked_scores
 from collate_npu.kernels.fusion_attention.geometry import (
     UNLIMITED,
-    above_diagonal,
-    outside_band,
-    outside_prefix,
+    Corner,
+    band_leaves_rows_empty,
     prefix_triangle,
     triangle,
 )
-from collate_npu.kernels.fusion_attention.operator_call import Call, Sizes, lengths_of
+from collate_npu.kernels.fusion_attention.operator_call import Call, Sizes
 
 SOFTMAX_LANES = 8
 """softmax_max and softmax_sum repeat each value this often (torch_npu op_plugin/meta/_meta_registrations.py:2317-2326)."""
@@ -62,11 +62,11 @@ def reference_fusion_attention(
 
     Signature of `npu::npu_fusion_attention` (torch_npu 2.13.0), so it registers under that schema. Rows with every key
     blocked are a mean of V, or 0 with `inner_precise=2` and where the operator notices them itself (T:624-682, T:1357).
-    Tokens behind the last TND end give 0. Raises `UnsupportedFormError` for what the card refuses, for compressed masks
-    with wrong contents, and for pse, sink and dropout, which are not covered.
+    Tokens behind the last TND end give 0. Raises `UnsupportedFormError` for what the operator refuses, for compressed
+    masks with wrong contents, and for pse, sink and dropout, which are not covered.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("query", "key", "value", "head_num")}
-    call = Call.read(arguments, _sizes(query, key, head_num, input_layout, actual_seq_qlen, actual_seq_kvlen))
+    call = Call.read(arguments, _sizes(query, key, head_num, input_layout))
     _check(call)
     if call.tnd:
         out, top, total = _packed(call, query, key, value, scale)
@@ -74,7 +74,7 @@ def reference_fusion_attention(
         q = _to_bnsd(query, input_layout, head_num)
         k, v = (_to_bnsd(x, input_layout, call.sizes.Nkv) for x in (key, value))
         masked = _by_row(call)
-        zero = torch.tensor([_zeroes_empty_rows(call, b) for b in range(call.sizes.B)])[:, None, None, None]
+        zero = torch.tensor([_zeroes_empty_rows(call, b) for b in range(len(call.lengths))])[:, None, None, None]
         out, top, total = _attend(q, k, v, masked, zero, scale)
         out = _from_bnsd(out, input_layout)
     lanes = [x.detach().float().unsqueeze(-1).repeat_interleave(SOFTMAX_LANES, -1) for x in (top, total)]
@@ -83,7 +83,7 @@ def reference_fusion_attention(
 
 def _check(call: Call) -> None:
     if found := list(refused.breaches(call)):
-        raise UnsupportedFormError("npu_fusion_attention, refused by the card:\n" + "\n".join(map(str, found)))
+        raise UnsupportedFormError("npu_fusion_attention refuses:\n" + "\n".join(map(str, found)))
     names = [name for name in ("pse", "sink", "dropout_mask") if call.arguments[name] is not None]
     if names or call.arguments["keep_prob"] != 1:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."
@@ -92,7 +92,7 @@ def _check(call: Call) -> None:
         return
     right = prefix_triangle() if call.mode == 6 else triangle()
     if not torch.equal(call.atten_mask.cpu().bool().reshape(right.shape), right):
-        rule = "The card uses a compressed mask's contents unchecked, in blocks that no document describes."
+        rule = "The operator uses a compressed mask's contents unchecked, in blocks that no document describes."
         remedy = "Use geometry.triangle() or geometry.prefix_triangle()."
         raise UnsupportedFormError(explain("atten_mask", shape_of(call.atten_mask), rule, remedy))
 
@@ -100,52 +100,16 @@ def _check(call: Call) -> None:
 # --- which scores are blocked
 
 
-def _masked(call: Call, n: int, Q: int, K: int) -> Tensor:
-    """bool `[Q, K]` or `[N, Q, K]`, True = blocked by the mask or left out by the sparse mode, for row or sequence n."""
-    if call.atten_mask is None:
-        return torch.zeros(Q, K, dtype=torch.bool)
-    if call.mode in (2, 3) or (call.mode in (7, 8) and n != _cut(call)):
-        return above_diagonal(Q, K, "top-left" if call.mode in (2, 8) else "bottom-right")
-    if call.mode in (4, 7, 8):
-        return outside_band(Q, K, *call.tokens, "bottom-right")
-    assert call.prefix is not None or call.mode < 5
-    if call.mode == 6 and call.prefix is not None:
-        return outside_prefix(Q, K, call.prefix[n])
-    dense = _dense(call, call.atten_mask.cpu().bool(), n, Q, K)
-    if call.mode == 0:
-        return dense | outside_band(Q, K, *call.tokens)
-    if call.mode == 5 and call.prefix is not None and call.prefix_is_legal:
-        return dense | outside_prefix(Q, K, call.prefix[n])
-    return dense
-
-
-def _dense(call: Call, blocked: Tensor, n: int, Q: int, K: int) -> Tensor:
-    if not call.tnd:
-        return blocked if blocked.ndim == 2 else blocked[n if blocked.shape[0] > 1 else 0]
-    if tuple(blocked.shape) == call.longest:
-        return blocked[:Q, :K]
-    if blocked.ndim == 4:  # the kernel steps by the packed sum of Sq * Skv (K flash_attention_var_len_score.h:354,376)
-        raise UnsupportedFormError(explain("atten_mask", shape_of(blocked), "A 4-D mask under TND is not covered.", ""))
-    q0, k0 = (sum(pair[axis] for pair in call.lengths[:n]) for axis in (0, 1))
-    return blocked[q0 : q0 + Q, k0 : k0 + K]
-
-
 def _by_row(call: Call) -> Tensor:
     """bool `[B or 1, N or 1, Q, K]` of a padded layout, built once where all rows are blocked alike."""
     differ = call.atten_mask is not None and (call.mode in (5, 6) or (call.mode < 2 and call.atten_mask.ndim == 4))
-    rows = [_masked(call, b, call.sizes.Sq, call.sizes.Skv) for b in range(call.sizes.B if differ else 1)]
+    rows = [blocked_scores(call, b) for b in range(len(call.lengths) if differ else 1)]
     return torch.stack([row if row.ndim == 3 else row[None] for row in rows])
-
-
-def _cut(call: Call) -> int:
-    """The sequence that modes 7 (last) and 8 (first) cut: the one with the band."""
-    filled = [n for n, (q, _) in enumerate(call.lengths) if q]
-    return (filled[-1] if call.mode == 7 else filled[0]) if filled else -1
 
 
 def _zeroes_empty_rows(call: Call, n: int) -> bool:
     Q, K = call.lengths[n]
-    if int(call.arguments["inner_precise"]) == SKIP_EMPTY_ROWS or K == 0:
+    if call.arguments["inner_precise"] == SKIP_EMPTY_ROWS or K == 0:
         return True
     if call.atten_mask is None:
         return False
@@ -153,8 +117,9 @@ def _zeroes_empty_rows(call: Call, n: int) -> bool:
         return Q > K
     if call.mode in (5, 6):
         return bool(call.prefix_is_legal and call.prefix and call.prefix[n] == 0 and Q > K)
-    corner = {0: "top-left", 4: "bottom-right"}.get(call.mode)
-    return corner is not None and bool(outside_band(Q, K, *call.tokens, corner).all(-1).any())  # type: ignore[arg-type]
+    corners: dict[int, Corner] = {0: "top-left", 4: "bottom-right"}
+    corner = corners.get(call.mode)
+    return corner is not None and band_leaves_rows_empty(Q, K, *call.tokens, corner)
 
 
 # --- attention
@@ -178,7 +143,7 @@ def _packed(call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float)
     for n, (Q, K) in enumerate(call.lengths):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q0 : q0 + Q], key[k0 : k0 + K], value[k0 : k0 + K]))
         zero = torch.tensor(_zeroes_empty_rows(call, n))
-        outs.append(_attend(q, k, v, _masked(call, n, Q, K), zero, scale))
+        outs.append(_attend(q, k, v, blocked_scores(call, n), zero, scale))
         q0, k0 = q0 + Q, k0 + K
     out, top, total = (torch.cat([part[i][0].transpose(0, 1) for part in outs]) for i in range(3))
     left = query.shape[0] - q0
@@ -188,20 +153,10 @@ def _packed(call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float)
 # --- layouts
 
 
-def _sizes(query: Tensor, key: Tensor, head_num: int, layout: str, q_ends: Any, kv_ends: Any) -> Sizes:
+def _sizes(query: Tensor, key: Tensor, head_num: int, layout: str) -> Sizes:
     N = int(head_num)
     if layout == "TND" and query.ndim == key.ndim == 3:
-        q, kv = (lengths_of([int(n) for n in ends]) if ends is not None else [] for ends in (q_ends, kv_ends))
-        return Sizes(
-            B=len(q),
-            N=N,
-            Nkv=key.shape[1],
-            Sq=max(q, default=0),
-            Skv=max(kv, default=0),
-            D=query.shape[2],
-            Tq=query.shape[0],
-            Tkv=key.shape[0],
-        )
+        return Sizes(N=N, Nkv=key.shape[1], D=query.shape[2], Tq=query.shape[0], Tkv=key.shape[0])
     ranks = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4}
     if ranks.get(layout) != query.ndim or query.ndim != key.ndim or N < 1:
         rule, remedy = "BSH, SBH and TND have 3 dimensions, BSND and BNSD 4.", "Name the layout of q, k and v."

@@ -1,6 +1,6 @@
-"""What the operator's own host code refuses: a call that breaks one of these fails with an error on the card.
+"""What the operator's own host code refuses. Breaking one of these raises an error, but only at run time on the card.
 
-These are the rules a mistake against which is loud but late. Source tags are explained in `call`.
+Source tags are explained in `operator_call`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collate_npu.kernels.fusion_attention.operator_call import Breach, Call
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 TRIANGLE_MODES = (2, 3, 4, 7, 8)
 MAX_HEAD_DIM = 768
-_MODES = {False: (0, 1, 2, 3, 4, 5, 6), True: (0, 1, 2, 3, 4, 6, 7, 8)}
+PADDED_MODES = (0, 1, 2, 3, 4, 5, 6)
+PACKED_MODES = (0, 1, 2, 3, 4, 6, 7, 8)
 
 
 def breaches(call: Call) -> Iterator[Breach]:
-    """The rules this call breaks; later groups are read only where the earlier ones hold, for they build on them."""
+    """The rules this call breaks. Each group builds on the ones before it, so the first that is broken ends the reading."""
     for group in (_arguments, _sequences, _mask, _sparsity):
         found = list(group(call))
         yield from found
@@ -36,8 +37,9 @@ def _arguments(call: Call) -> Iterator[Breach]:
     if call.layout not in LAYOUTS:
         says, remedy = f"The layouts are {', '.join(LAYOUTS)}.", "Name the one q, k and v are in."
         yield Breach(rule="layout", where="input_layout", got=repr(call.layout), says=says, remedy=remedy, source="P:743")
-    if call.mode not in _MODES[call.tnd]:
-        says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, _MODES[call.tnd]))}."
+    modes = PACKED_MODES if call.tnd else PADDED_MODES
+    if call.mode not in modes:
+        says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, modes))}."
         remedy = "Use mode 6 for a prefix under TND; 7 and 8 are for TND alone."
         got, source = str(call.mode), "P:772-786, T:768, T:4098"
         yield Breach(rule="sparse-mode", where="sparse_mode", got=got, says=says, remedy=remedy, source=source)
@@ -59,7 +61,7 @@ def _sequences(call: Call) -> Iterator[Breach]:
     q_ends, kv_ends = call.ends
     if not q_ends or not kv_ends or len(q_ends) != len(kv_ends):
         says = "TND needs both lists, not empty and equally long."
-        remedy = "Pass the cumulative ends of the same sequences for query and key, on the host, without a leading 0."
+        remedy = "Pass the cumulative ends of the same sequences for query and key, on the host."
         got, where = f"{len(q_ends or ())} and {len(kv_ends or ())} ends", "actual_seq_qlen, actual_seq_kvlen"
         yield Breach(rule="tnd-lists", where=where, got=got, says=says, remedy=remedy, source="P:779, T:1176")
         return
@@ -95,7 +97,7 @@ def _mask(call: Call) -> Iterator[Breach]:
         says = f"sparse_mode {call.mode} takes the compressed mask {list(compressed_shape(call.mode))}."
         remedy = "Use fusion_attention_kwargs, or sparse_mode 0 or 1 with a dense mask."
         yield Breach(rule="compressed-shape", where="atten_mask", got=got, says=says, remedy=remedy, source="T:1565, T:1571")
-    elif call.mode == 5 and call.prefix_is_legal and call.sizes.B > 1 and (atten_mask.ndim == 2 or shape[0] == 1):
+    elif call.mode == 5 and call.prefix_is_legal and len(call.lengths) > 1 and (atten_mask.ndim == 2 or shape[0] == 1):
         says, remedy = "A prefix mask has one matrix for each row.", "Expand it to [B, 1, Sq, Skv]."
         yield Breach(rule="prefix-shape", where="atten_mask", got=got, says=says, remedy=remedy, source="T:785")
 
@@ -141,7 +143,7 @@ def _sparsity(call: Call) -> Iterator[Breach]:
 
 def _tokens(call: Call) -> Iterator[Breach]:
     pre, after = call.tokens
-    Sq, Skv = call.sizes.Sq, call.sizes.Skv
+    Sq, Skv = call.longest
     if call.mode == 4:
         pre, after = pre + Sq - Skv, after + Skv - Sq
     if (pre < 0 and (after < -pre or -pre >= Skv)) or (after < 0 and (-after > pre or -after >= Sq)):

@@ -116,7 +116,7 @@ def test_a_row_without_keys_is_a_mean_of_v_or_0() -> None:
         agree(tensors, layout, ~blocked, atten_mask=blocked, inner_precise=2)
 
 
-def test_rows_that_the_card_notices_itself_are_0() -> None:
+def test_rows_that_the_operator_notices_itself_are_0() -> None:
     tensors = qkv(1, 8, 5)
     assert not run(tensors, "BSND", atten_mask=triangle(), sparse_mode=3)[:, :3].any()
     assert not run(tensors, "BSND", atten_mask=prefix_triangle(), sparse_mode=6, prefix=[0])[:, :3].any()
@@ -231,6 +231,35 @@ def test_its_arguments_are_the_operators_in_order() -> None:
     assert all(defaults[name] == value for name, value in DEFAULTS.items() if name != "input_layout")
 
 
+@pytest.mark.parametrize("layout", [*PADDED, "TND"])
+@pytest.mark.parametrize("D", [0, 1, 768, 769])
+def test_head_sizes_are_read_off_each_layout_and_bounded(layout: str, D: int) -> None:
+    """Sq, Skv, heads, key heads and D all differ, so that no one of them can stand for another."""
+    alone = [torch.randn(1, length, heads, D, dtype=torch.float64) for length, heads in ((3, 4), (5, 2), (5, 2))]
+    lists = {"actual_seq_qlen": [3], "actual_seq_kvlen": [5]} if layout == "TND" else {}
+    given = [x[0] if layout == "TND" else in_layout(x, layout) for x in alone]
+    if D in (0, 769):
+        with pytest.raises(UnsupportedFormError, match=f"head-size.*got {D}"):
+            reference_fusion_attention(*given, 4, layout, **lists)
+        return
+    mask = torch.ones(3, 5, dtype=torch.bool).triu(2)
+    out = reference_fusion_attention(*given, 4, layout, scale=D**-0.5, atten_mask=mask, sparse_mode=1, **lists)[0]
+    wanted = torch_attention(*alone, ~mask)
+    torch.testing.assert_close(out, wanted[0] if layout == "TND" else in_layout(wanted, layout), atol=1e-9, rtol=0)
+
+
+def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:
+    with pytest.raises(UnsupportedFormError, match="head-size"):
+        reference_fusion_attention(torch.zeros(1, 3, 2), *[torch.zeros(1, 3, 2)] * 2, 4, "BSH")
+
+
+@pytest.mark.parametrize("lists", [("actual_seq_qlen",), ("actual_seq_kvlen",), ()])
+def test_packed_calls_without_both_lists_are_refused(lists: tuple[str, ...]) -> None:
+    tensors = [x[0] for x in qkv(1, 3, 3)]
+    with pytest.raises(UnsupportedFormError, match="tnd-lists"):
+        reference_fusion_attention(*tensors, HEADS, "TND", **dict.fromkeys(lists, (3,)))
+
+
 @pytest.mark.parametrize(
     ("layout", "kwargs", "words"),
     [
@@ -243,7 +272,7 @@ def test_its_arguments_are_the_operators_in_order() -> None:
         ("TND", {}, "3 dimensions"),
     ],
 )
-def test_what_the_card_refuses_and_what_is_not_covered_raises(layout: str, kwargs: Any, words: str) -> None:
+def test_what_the_operator_refuses_and_what_is_not_covered_raises(layout: str, kwargs: Any, words: str) -> None:
     with pytest.raises(UnsupportedFormError, match=words):
         reference_fusion_attention(*qkv(2, 4, 4), HEADS, layout, **kwargs)
 
@@ -313,6 +342,6 @@ def test_the_vendors_benchmark_is_wrong_where_the_documents_contradict_it() -> N
     q, k, v = qkv(1, 4, 7)
     bench = oracle().npu_fusion_attention
     none = bench(q, k, v, HEADS, "BSND", scale=SCALE, sparse_mode=3)[0]
-    assert (none - run([q, k, v], "BSND", sparse_mode=3)).abs().max() > 0.1, "it builds a mask where the card has none"
+    assert (none - run([q, k, v], "BSND", sparse_mode=3)).abs().max() > 0.1, "it builds a mask where the operator has none"
     band = {"atten_mask": triangle(), "sparse_mode": 4, "pre_tockens": 1, "next_tockens": 0}
     assert (bench(q, k, v, HEADS, "BSND", scale=SCALE, **band)[0] - run([q, k, v], "BSND", **band)).abs().max() > 0.1
