@@ -22,7 +22,7 @@ from torch import Tensor
 from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.find import segments_from_batch, token_shape
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.outputs import ignore_first_labels, shift_labels
 from collate_npu.parallel import ContextParallel

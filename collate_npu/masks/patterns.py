@@ -224,7 +224,7 @@ class Prefix(Pattern):
         block_QK[:, : self.lengths[n % len(self.lengths)]] = allowed
 
     def reaches(self, longest: int) -> bool:
-        return max(self.lengths) > 1
+        return any(self.lengths)
 
     def check(self, num_sequences: int) -> None:
         if len(self.lengths) not in (1, num_sequences):

@@ -261,8 +261,7 @@ def _check(cp: ContextParallel) -> None:
         raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
     for name in ("size", "tensor_parallel", "block", "ulysses"):
         whole_number(name, getattr(cp, name), least=1)
-    whole_number("rank", cp.rank)
-    if not 0 <= cp.rank < cp.size:
+    if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
     if cp.mask_2d not in get_args(Scope):

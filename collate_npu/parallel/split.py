@@ -152,8 +152,8 @@ class _Shard:
         return take_runs(value, value.ndim - 2, self.queries)
 
     def _of_2d(self, key: str, value: Tensor) -> Tensor:
-        if value.shape[0] == value.shape[1] > 1:
-            rule = "With as many rows as tokens this is a [B, S] padding mask or an [S, S] attention mask."
+        if value.shape[0] == value.shape[1] > 1 and value.is_floating_point():
+            rule = "With as many rows as tokens an additive one is a [B, S] padding mask or an [S, S] attention mask."
             remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
             raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
         # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.

@@ -18,7 +18,8 @@ from collate_npu.integrations.context_parallel import (
     ready_batch,
     refuse_model,
 )
-from collate_npu.parallel import KEY_TABLE, Rule, shift_labels
+from collate_npu.keys import KEYS, SAMPLE
+from collate_npu.outputs import shift_labels
 
 
 def batch_of(segments: Segments, **more: object) -> dict:
@@ -218,8 +219,8 @@ def test_buffers_and_dims_follow_the_table():
         "loss_scale": 1,
         "extra": 1,
     }
-    table = {**KEY_TABLE, "extra": Rule("replicate")}
-    assert len(buffers_of(batch, table=table)[0]) == len(buffers) - 1
+    table = {**KEYS, "extra": SAMPLE}
+    assert len(buffers_of(batch, keys=table)[0]) == len(buffers) - 1
     with pytest.raises(CollateError, match="input_ids"):
         buffers_of({"labels": torch.zeros(2, 8)})
 

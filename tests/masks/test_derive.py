@@ -221,7 +221,7 @@ def test_keep_decides_the_polarity_of_key_masks(name):
 
 def test_keep_decides_about_padding_that_attends_itself():
     keep = dense(RIGHT) & RIGHT.keep[:, None, :, None] | torch.eye(5, dtype=torch.bool)
-    with pytest.raises(AmbiguousMaskError, match="diagonal was forced"):
+    with pytest.raises(AmbiguousMaskError, match="padding that attends itself"):
         derive_segments(keep, polarity="keep")
     assert derive_segments(keep, polarity="keep", keep=RIGHT.keep) == RIGHT
 
@@ -248,8 +248,8 @@ def test_disagreement_names_all_rows():
     assert "row 1" not in text
     with pytest.raises(CollateError) as raised:
         derive_segments(segments.keep, keep=other)
-    assert "row 0: got 4 real tokens, not 3\n  row 2: got 5 real tokens, not 4" in str(raised.value)
-    with pytest.raises(CollateError, match="row 0: got 3 real tokens, not 4"):
+    assert "row 0: got 3 real tokens, not 4\n  row 2: got 4 real tokens, not 5" in str(raised.value)
+    with pytest.raises(CollateError, match="row 0: got 4 real tokens, not 3"):
         derive_segments(other, keep=segments.keep)
 
 
@@ -267,9 +267,9 @@ def test_plus_infinity_is_refused():
 
 
 def test_masks_of_another_width_disagree():
-    with pytest.raises(CollateError, match=r"attention_mask_2d: got \[2, 4\] beside \[2, 5\]"):
+    with pytest.raises(CollateError, match=r"attention_mask: got bool \[2, 5\] beside tokens \[2, 4\]"):
         derive_segments(RIGHT.keep, keep=RIGHT.keep[:, :4])
-    with pytest.raises(CollateError, match=r"attention_mask_2d: got \[2, 4\] beside \[2, 5\]"):
+    with pytest.raises(CollateError, match=r"attention_mask: got bool \[2, 1, 5, 5\] beside tokens \[2, 4\]"):
         derive_segments(dense(RIGHT), keep=RIGHT.keep[:, :4])
 
 

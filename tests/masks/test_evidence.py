@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from collate_npu import AmbiguousMaskError, Pattern, Segments, dense
-from collate_npu.masks.evidence import UnexplainedError, read_square
+from collate_npu.masks import evidence
+from collate_npu.masks.evidence import Known, UnexplainedError
+
+
+def read_square(attends_BQK, **known):
+    return evidence.read_square(attends_BQK, Known(**known)).segments
 
 
 def drawn(text):
@@ -73,7 +78,7 @@ def test_a_gap_is_two_sequences_or_a_window():
 
 
 def test_a_token_that_attends_only_itself_may_be_forced_padding():
-    with pytest.raises(AmbiguousMaskError, match=r"tokens \[2\] that attend only themselves"):
+    with pytest.raises(AmbiguousMaskError, match="sequences that end at token 1"):
         ids_of(LONE)
     assert ids_of(LONE, prove=False) == [[1, 1, 2]]
     assert ids_of(LONE_BESIDE_UNFORCED, pattern=Pattern.of("causal")) == [[1, 1, 2, 0]]
@@ -81,23 +86,23 @@ def test_a_token_that_attends_only_itself_may_be_forced_padding():
 
 def test_a_truth_says_which_lone_tokens_are_padding():
     keep = np.array([[True, True, False]])
-    assert ids_of(LONE, keep_BS=keep) == [[1, 1, 0]]
+    assert ids_of(LONE, keep=keep) == [[1, 1, 0]]
     with pytest.raises(UnexplainedError) as raised:
-        ids_of(HOLE, keep_BS=np.ones((1, 4), bool))
+        ids_of(HOLE, keep=np.ones((1, 4), bool))
     assert raised.value.rows == [(0, "3 real tokens where the 2D mask has 4")]
 
 
 def test_columns_and_diagonal_must_agree():
     with pytest.raises(UnexplainedError) as raised:
         ids_of(LOST_DIAGONAL)
-    assert raised.value.rows == [(0, "key 1 is attended by other tokens, but token 1 does not attend itself")]
+    assert raised.value.rows == [(0, "key 1 is attended by other tokens, but token 1 is padding or does not attend itself")]
 
 
 def test_a_matrix_of_no_pattern_is_unexplained():
     with pytest.raises(UnexplainedError) as raised:
         ids_of(LONELY_ROW)
     assert raised.value.rows[0][0] == 0
-    assert "rows that are not those of" in raised.value.rows[0][1]
+    assert raised.value.rows[0][1] == "rows that no pattern gives"
 
 
 def test_all_rows_without_explanation_are_named():
@@ -117,8 +122,11 @@ def test_one_pattern_explains_the_whole_batch():
 
 def test_prefixes_are_read_off_each_sequence():
     segments = Segments.from_lengths([[3, 4], [5]])
-    matrix = dense(segments, pattern=Pattern.prefix((2, 0, 4)))[:, 0].numpy()
+    prefixes = Pattern.prefix((2, 0, 4))
+    matrix = dense(segments, pattern=prefixes)[:, 0].numpy()
     assert read_square(matrix) == segments
+    reading = evidence.read_square(matrix, Known(segments=segments))
+    assert (reading.segments, reading.pattern) == (segments, prefixes)
 
 
 def test_a_single_full_last_row_is_an_ordinary_causal_row():
@@ -142,3 +150,65 @@ def test_every_doubtful_row_is_named():
     assert "row 0: " in str(raised.value)
     assert "row 2: " in str(raised.value)
     assert "row 1: " not in str(raised.value)
+
+
+# --- what is known beside the matrix
+
+
+def test_known_segments_are_compared_at_real_queries_alone():
+    """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
+    segments = Segments([[1, 1, 2, 2, 0, 0]])
+    document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
+    assert evidence.read_square(document, Known(segments=segments)).pattern == Pattern.of("causal")
+    assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
+    with pytest.raises(UnexplainedError):
+        evidence.read_square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy(), Known(segments=segments))
+
+
+def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
+    segments = Segments.from_lengths([5])
+    matrix = dense(segments, pattern=Pattern.sliding(2))[:, 0].numpy()
+    for known in (Known(pattern=Pattern.of("causal")), Known(segments=segments, pattern=Pattern.of("causal"))):
+        with pytest.raises(UnexplainedError) as raised:
+            evidence.read_square(matrix, known)
+        assert raised.value.instead == Pattern.sliding(2)
+
+
+def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
+    matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
+    with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
+        evidence.read_square(matrix, Known(pattern=Pattern.sliding(2)))
+    narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
+    assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
+
+
+def test_one_row_that_sees_everything_among_causal_rows_is_not_read_as_real():
+    batch = np.concatenate([dense(Segments([[1, 1, 1, 0]]))[0].numpy(), np.ones((1, 4, 4), bool)])
+    with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
+        read_square(batch)
+
+
+def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
+    """Padding with a forced diagonal: turned around, it looks like sequences of one token beside padding."""
+    keep = np.array([[False, False, False, True, True, True]])
+    matrix = dense(Segments.from_keep(keep))[:, 0].numpy() | np.eye(6, dtype=bool)
+    assert read_square(matrix, keep=keep) == Segments.from_keep(keep)
+    with pytest.raises(AmbiguousMaskError, match="turned around"):
+        read_square(matrix, keep=~keep)
+
+
+@pytest.mark.parametrize("gap", [64, 128, 256])
+def test_time_does_not_grow_with_the_readings_that_are_looked_for(gap):
+    """Two short sequences with a wide gap: as many chunk sizes as the gap is wide would explain them."""
+    segments = Segments(np.array([[1] * 8 + [0] * gap + [2] * 8]))
+    attends = dense(segments)[:, 0].numpy() & segments.keep.numpy()[:, :, None]
+    rebuilt = []
+    count = evidence.dense_row
+    try:
+        evidence.dense_row = lambda *args: rebuilt.append(args) or count(*args)
+        with pytest.raises(AmbiguousMaskError):
+            read_square(attends)
+        assert read_square(attends, pattern=Pattern.of("causal")) == segments
+    finally:
+        evidence.dense_row = count
+    assert len(rebuilt) <= 4

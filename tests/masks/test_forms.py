@@ -19,7 +19,7 @@ from collate_npu import (
     none_is_exact,
     varlen,
 )
-from collate_npu.masks.forms import _dense_keep_on, _query_rows
+from collate_npu.masks.forms import _query_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -27,13 +27,13 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def within(pattern, q, k, prefix):
     """The definition of each pattern, for places counted from the sequence's first token."""
-    if pattern.kind == "bidirectional":
+    if pattern.name == "bidirectional":
         return True
-    if pattern.kind == "prefix":
+    if pattern.name == "prefix":
         return k <= q or k < prefix
-    if pattern.kind == "sliding":
+    if pattern.name == "sliding":
         return q - pattern.size < k <= q
-    if pattern.kind == "chunked":
+    if pattern.name == "chunked":
         return k <= q and q // pattern.size == k // pattern.size
     return k <= q
 
@@ -43,7 +43,8 @@ def keep_by_hand(segments, pattern):
     pattern = Pattern.of(pattern)
     B, S = segments.shape
     out = torch.zeros(B, S, S, dtype=torch.bool)
-    before = 0
+    before, N = 0, segments.num_sequences
+    prefixes = pattern.of_each(N) if pattern.name == "prefix" else (0,) * N
     for b, ids in enumerate(segments.ids.tolist()):
         owner = 1
         for q in range(S):
@@ -51,7 +52,7 @@ def keep_by_hand(segments, pattern):
             if owner not in ids:
                 continue
             start = ids.index(owner)
-            prefix = pattern.prefixes(segments.num_sequences)[before + owner - 1]
+            prefix = prefixes[before + owner - 1]
             for k in range(S):
                 out[b, q, k] = ids[k] == owner and within(pattern, q - start, k - start, prefix)
         before += max(ids, default=0)
@@ -73,13 +74,13 @@ def test_dense_is_the_definition(attention):
 
 
 @given(strategies.attentions(), st.data())
-def test_dense_on_a_device_and_the_predicate_say_the_same(attention, data):
+def test_dense_and_the_predicate_say_the_same(attention, data):
     segments, pattern = attention
-    S = segments.shape[1]
+    B, S = segments.shape
     rows = data.draw(st.none() | st.lists(st.integers(0, S - 1), max_size=S))
-    picked = _query_rows(rows, S)
-    on_device = _dense_keep_on(segments, pattern, picked, torch.device("cpu"))
-    assert torch.equal(on_device, dense(segments, pattern=pattern, rows=rows))
+    b, q = torch.arange(B)[:, None, None, None], torch.from_numpy(_query_rows(rows, S))[:, None]
+    evaluated = mask_mod(segments, pattern)(b, b, q, torch.arange(S))
+    assert torch.equal(evaluated, dense(segments, pattern=pattern, rows=rows))
 
 
 @given(strategies.attentions(), st.data())
@@ -297,7 +298,7 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
     assert bool(verdict) == verdict.ok
     if verdict:
         assert same
-    elif pattern.kind == "causal":
+    elif pattern.name == "causal":
         assert not same
 
 

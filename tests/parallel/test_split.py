@@ -9,21 +9,17 @@ from hypothesis import strategies as st
 from test_layout import LAYOUTS, places
 
 from collate_npu import AmbiguousMaskError, CollateError, Segments, UnsupportedFormError, dense
+from collate_npu.keys import KEYS, SAMPLE, Key
+from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
-    KEY_TABLE,
-    MASK_2D_SCOPE,
-    REPLICATE,
     ContextParallel,
-    Rule,
     cu_seqlens_of,
     join_shards,
     query_rows,
-    shift_labels,
     split_batch,
     split_tensor,
     token_rows,
 )
-from collate_npu.parallel.table import Scoped
 
 
 def full_batch(B: int, S: int, offsets: list[int]) -> dict:
@@ -97,9 +93,15 @@ def test_mrope_positions_are_cut_along_their_last_dimension(case, axes):
     assert torch.equal(shard["position_ids"], positions[..., token_rows(S, cp, offsets)])
 
 
-def test_expanded_positions_stay_expanded():
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_shard_shares_no_memory_with_the_batch(layout):
+    """Also where one run is cut, or the batch's positions are expanded: writing to the shard changes nothing else."""
     batch = {"input_ids": torch.zeros(4, 8), "position_ids": torch.arange(8).expand(4, 8)}
-    assert split_batch(batch, ContextParallel(2, 0))["position_ids"].stride() == (0, 1)
+    shard = split_batch(batch, ContextParallel(2, 0, layout=layout))
+    for key, value in shard.items():
+        value[0] = 99
+        assert (batch[key] < 99).all()
+        assert (value[1:] < 99).all()
 
 
 def test_a_split_batch_shares_no_dict_with_the_batch():
@@ -116,7 +118,7 @@ def test_the_2d_mask_is_local_or_global_and_nothing_else_changes():
     batch = {"input_ids": torch.arange(16).view(2, 8), "attention_mask_2d": segments.keep, "seq_idx": segments.ids - 1}
     local, whole = (split_batch(batch, ContextParallel(2, 1, mask_2d=scope)) for scope in ("local", "global"))
     assert torch.equal(local["attention_mask_2d"], segments.keep[:, 2:6])
-    assert whole["attention_mask_2d"] is segments.keep
+    assert torch.equal(whole["attention_mask_2d"], segments.keep)
     assert local["seq_idx"].shape == (2, 4)
     assert whole["seq_idx"].shape == (2, 8)
     assert torch.equal(local["input_ids"], whole["input_ids"])
@@ -135,13 +137,6 @@ def test_scope_changes_what_a_sequence_gathering_layer_receives():
         mask_2d = split_batch({"input_ids": hidden[..., 0], "attention_mask_2d": segments.keep}, cp)["attention_mask_2d"]
         assert mask_2d.shape == (1, 4)  # where shapes happen to broadcast, the row would be masked by another rank's tokens
         assert not torch.equal(mask_2d, segments.keep[:, :4])
-
-
-def test_the_table_of_scopes_says_why():
-    assert all(
-        isinstance(row, Scoped) and row.scope in ("local", "global") and len(row.why) > 20 for row in MASK_2D_SCOPE.values()
-    )
-    assert MASK_2D_SCOPE["megatron"].scope == "global"
 
 
 # --- dense masks ----------------------------------------------------------------------------------------------------------
@@ -233,14 +228,16 @@ def test_masks_that_are_refused():
     with pytest.raises(UnsupportedFormError, match="create_cp_block_mask"):
         split_batch({"input_ids": ids, "attention_mask": object()}, cp)
     with pytest.raises(AmbiguousMaskError, match="as many rows as tokens"):
-        split_batch({"input_ids": torch.zeros(8, 8), "attention_mask": torch.ones(8, 8)}, cp)
+        split_batch({"input_ids": torch.zeros(8, 8), "attention_mask": torch.zeros(8, 8)}, cp)
+    keep = torch.ones(8, 8, dtype=torch.int64)
+    assert split_batch({"input_ids": torch.zeros(8, 8), "attention_mask": keep}, cp)["attention_mask"].shape == (8, 4)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_rule_says_why():
-    assert all(rule.why for rule in KEY_TABLE.values())
+    assert all(rule.why for rule in KEYS.values())
 
 
 def test_the_table_is_extended_by_another():
@@ -249,12 +246,10 @@ def test_the_table_is_extended_by_another():
     with pytest.raises(CollateError, match=r"labels.*float32 \[3, 5\]") as error:
         split_batch(batch, cp)
     assert "rope: got" in str(error.value)  # every bad key at once
-    table = {**KEY_TABLE, "labels": REPLICATE, "rope": Rule("split", 0)}
-    shard = split_batch(batch, cp, table=table)
+    table = {**KEYS, "labels": SAMPLE, "rope": Key(kind="tokens", dim=0)}
+    shard = split_batch(batch, cp, keys=table)
     assert shard["labels"] is batch["labels"]
     assert shard["rope"][:, 0].tolist() == [2, 3, 4, 5]
-    with pytest.raises(TypeError):
-        KEY_TABLE["labels"] = REPLICATE
 
 
 def test_keys_that_the_table_does_not_know():

@@ -65,6 +65,11 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
 
 
 def _choose(segments: Segments, terms: PatternTerms, layout: str) -> NpuForm:
+    if terms.compressed is None and layout == "TND":
+        rule = f"The operator has no compressed form of {terms.what}, and packed rows take no dense mask of each row."
+        raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
+    if terms.compressed is None:
+        return NpuForm(name="dense", sparse_mode=1, why=terms.what)
     if layout == "TND":
         why = f"{terms.what}, packed sequences, each bounded by its length"
         return NpuForm(name=terms.compressed, sparse_mode=terms.compressed_mode, why=why)

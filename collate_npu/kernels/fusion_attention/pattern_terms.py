@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
 
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
@@ -18,8 +18,8 @@ class PatternTerms:
 
     what: str
     """The pattern in words."""
-    compressed: CompressedName
-    """The form that is exact where nothing but the pattern blocks, and its sparse mode."""
+    compressed: CompressedName | None
+    """The form that is exact where nothing but the pattern blocks, and its sparse mode; None where only a mask says it."""
     compressed_mode: int
     dense_mode: int = 1
     """The sparse mode of a dense mask, for everything else."""
@@ -34,22 +34,21 @@ class PatternTerms:
 
 
 def pattern_terms(segments: Segments, pattern: Pattern, *, tnd: bool, causal_mode: int) -> PatternTerms:
-    """The terms of the simplest pattern that is the same attention over this batch."""
-    if pattern.kind == "bidirectional":
-        return PatternTerms(what="full attention", compressed="full", compressed_mode=0)
-    prefixes = pattern.prefixes(segments.num_sequences)
-    if any(prefixes):
-        return PatternTerms(what="prefix", compressed="prefix", compressed_mode=6, dense_mode=5, prefixes=prefixes)
-    size, longest = pattern.size, max((end - start for _, start, end in segments.spans), default=0)
-    if pattern.kind in ("causal", "prefix") or size >= longest:
+    """The terms of the simplest pattern that is the same attention over this batch; a dense mask for one unknown here."""
+    if not pattern.reaches(segments.longest_span):
         return PatternTerms(what="causal", compressed="triangle", compressed_mode=causal_mode, dense_mode=0)
-    if pattern.kind == "sliding":
-        what = f"sliding window of {size}"
-        return PatternTerms(
-            what=what, compressed="band", compressed_mode=4, dense_mode=0, before=size - 1, counts_places=True
-        )
-    if tnd:
-        what = f"chunks of {size} are sequences of their own"
-        return PatternTerms(what=what, compressed="triangle", compressed_mode=causal_mode, chunk=size)
-    what = f"chunks of {size} in one matrix for all rows"
-    return PatternTerms(what=what, compressed="shared", compressed_mode=0, dense_mode=0, before=size - 1)
+    if isinstance(pattern, Bidirectional):
+        return PatternTerms(what="full attention", compressed="full", compressed_mode=0)
+    if isinstance(pattern, Prefix):
+        prefixes = pattern.of_each(segments.num_sequences)
+        return PatternTerms(what="prefix", compressed="prefix", compressed_mode=6, dense_mode=5, prefixes=prefixes)
+    if isinstance(pattern, Sliding):
+        what, before = f"sliding window of {pattern.size}", pattern.size - 1
+        return PatternTerms(what=what, compressed="band", compressed_mode=4, dense_mode=0, before=before, counts_places=True)
+    if isinstance(pattern, Chunked) and tnd:
+        what = f"chunks of {pattern.size} are sequences of their own"
+        return PatternTerms(what=what, compressed="triangle", compressed_mode=causal_mode, chunk=pattern.size)
+    if isinstance(pattern, Chunked):
+        what, before = f"chunks of {pattern.size} in one matrix for all rows", pattern.size - 1
+        return PatternTerms(what=what, compressed="shared", compressed_mode=0, dense_mode=0, before=before)
+    return PatternTerms(what=str(pattern), compressed=None, compressed_mode=1)

@@ -35,7 +35,7 @@ def test_every_form_computes_the_dense_attention_at_every_real_token(data: st.Da
         kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
     except UnsupportedFormError:
         assert layout == "TND"
-        assert pattern.kind == "sliding"
+        assert pattern.name == "sliding"
         assert not torch.equal(batch.keep, Segments.from_ids(filled(batch)).keep), "refused, but there are no holes"
         return
     tensors = qkv(*batch.shape, batch.shape[1], seed=data.draw(st.integers(0, 99)))
