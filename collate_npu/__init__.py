@@ -3,7 +3,7 @@
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.route import needs_mask_2d
+from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError
 from collate_npu.masks.derive import derive_segments
 from collate_npu.masks.forms import Varlen, Verdict, block_mask, dense, mask_mod, none_is_exact, varlen

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.route import DEAF, family_needs_mask_2d, text_config
+from collate_npu.consumers.models import MODELS_IGNORING_MASK, family_needs_mask_2d, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -276,7 +276,7 @@ def _why_not(model_type: str, attn_implementation: str) -> str | None:
         return f"{type(error).__name__}: {re.split(r'(?<=[.]) |$', str(error), maxsplit=1, flags=re.M)[0]}"
     if moved <= 1e-4:
         return None
-    why = f": {DEAF[model_type][1]}" if model_type in DEAF else ""
+    why = f": {MODELS_IGNORING_MASK[model_type][1]}" if model_type in MODELS_IGNORING_MASK else ""
     return f"left padding with a 2D attention_mask moves logits by {moved:.2g}{why}"
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.collate.features import VISION_KEYS
-from collate_npu.consumers.route import Route, check_consumer, config_of, layer_masks, needs_mask_2d, route, text_config
+from collate_npu.consumers.models import config_of, layer_masks, needs_mask_2d, text_config
+from collate_npu.consumers.route import Route, check_consumer, route
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain
 from collate_npu.masks.derive import agree, derive_segments, key_segments
 from collate_npu.masks.forms import MAX_MASK_BYTES, Polarity, block_mask, dense

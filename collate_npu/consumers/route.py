@@ -7,11 +7,11 @@ Reading a config costs microseconds; a model type by name loads transformers' co
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
+from collate_npu.consumers import models
+from collate_npu.consumers.models import MODELS_IGNORING_MASK
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.patterns import Pattern
@@ -176,22 +176,9 @@ def _route_transformers(
     return Route(form="mapping" if needs_2d else form, mask_2d=False, why=why)
 
 
-DEAF: dict[str, tuple[tuple[int, int] | None, str]] = {
-    "recurrent_gemma": (
-        None,
-        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
-    ),
-    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
-    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
-    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
-    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
-}
-"""transformers models whose recurrent layers no mask reaches: the release that mended it, or None, and why."""
-
-
 def _refuse_deaf(segments: Segments, model_type: str) -> None:
-    mended, why = DEAF.get(model_type, ((0, 0), ""))
-    if segments.padding_side in ("none", "right") or (mended is not None and _transformers_version() >= mended):
+    mended, why = MODELS_IGNORING_MASK.get(model_type, ((0, 0), ""))
+    if segments.padding_side in ("none", "right") or (mended is not None and models.transformers_version() >= mended):
         return
     rule = f"Padding before a real token reaches the state of {model_type}: {why}."
     raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right."))
@@ -200,7 +187,7 @@ def _refuse_deaf(segments: Segments, model_type: str) -> None:
 def _refuse_single_row(segments: Segments, needs_2d: bool) -> None:
     """Before 5.15 recurrent layers skipped the mask of a batch of one row (`shape[0] > 1`), silently."""
     one_row = segments.shape[0] == 1 and segments.padding_side not in ("none", "right")
-    if needs_2d and one_row and _transformers_version() < (5, 15):
+    if needs_2d and one_row and models.transformers_version() < (5, 15):
         rule = "transformers before 5.15 drops the mask of a single row in recurrent layers (apply_mask_to_padding_states)."
         remedy = "Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
@@ -211,20 +198,10 @@ def _refuse_flat(segments: Segments, needs_2d: bool) -> None:
 
     From then on it raises where it lacks kernels that read the offsets (5.20 integrations/hub_kernels.py).
     """
-    if needs_2d and segments.packed and _transformers_version() < (5, 20):
+    if needs_2d and segments.packed and models.transformers_version() < (5, 20):
         rule = "transformers before 5.20 carries the state of a recurrent layer from one sequence of a flat row to the next."
         remedy = "Upgrade transformers, or give each sequence its own row (padding_free=False)."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
-
-
-@cache
-def _transformers_version() -> tuple[int, ...]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return tuple(int(part) for part in version("transformers").split(".")[:2])
-    except PackageNotFoundError:
-        return (1 << 30,)  # a config of something that only looks like transformers
 
 
 def _refuse_packed_recurrent(segments: Segments, needs_2d: bool) -> None:
@@ -233,99 +210,3 @@ def _refuse_packed_recurrent(segments: Segments, needs_2d: bool) -> None:
         rule = "A recurrent layer carries its state from one sequence of a row into the next; no mask stops it."
         remedy = "Give each sequence its own row, or use padding_free=True with kernels that read cu_seqlens and seq_idx."
         raise UnsupportedFormError(explain("attention_mask", f"several sequences in rows {rows[:8]}", rule, remedy))
-
-
-def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
-    """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
-
-    Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and before
-    transformers 5.13, whose hybrid models take no mapping. Source: transformers 5.23 masking_utils.py:1532-1545.
-    """
-    if _transformers_version() < (5, 13):
-        rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
-        remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
-        raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
-    kinds = set(_kinds(text_config(config), "layer_types"))
-    unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
-    if unknown or not kinds & _ATTENTION_KEYS:
-        rule = "A mapping is known for full_attention beside linear_attention or conv."
-        remedy = "Keep plain causal attention, which needs the 2D mask alone."
-        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, remedy))
-    return {kind: "recurrent" if kind in _RECURRENT_KEYS else "attention" for kind in sorted(kinds)}
-
-
-_ATTENTION_KEYS = frozenset({"full_attention"})
-_RECURRENT_KEYS = frozenset({"linear_attention", "conv"})
-
-# A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
-_RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
-# Fields that only a transformers config with such layers has; they decide where the layers are not listed.
-_RECURRENT_FIELD = re.compile(
-    r"mamba_|n_mamba|ssm_|linear_(conv|key|value|num|head|attn)_|time_step_|lru_width|conv_L_cache|short_conv"
-    r"|rescale_every|chunkwise_kernel"
-)
-
-
-def needs_mask_2d(model: Any) -> bool:
-    """Must this model be told which tokens are padding, beside its attention mask? A module, a config or a model type.
-
-    Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
-    fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
-    Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
-    """
-    if isinstance(model, str):
-        return family_needs_mask_2d(_config_of_type(model))
-    config = text_config(config_of(model))
-    if kinds := _kinds(config, "layer_types"):
-        return any(map(_RECURRENT_KIND.search, kinds))
-    if hasattr(config, "linear_attention_freq"):
-        return _megatron_is_recurrent(config)
-    return family_needs_mask_2d(config)
-
-
-def family_needs_mask_2d(config: Any) -> bool:
-    """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
-    config = text_config(config)
-    kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in _kinds(config, name)]
-    fields = (name for name, value in vars(config).items() if value is not None)
-    return any(map(_RECURRENT_KIND.search, kinds)) or any(map(_RECURRENT_FIELD.match, fields))
-
-
-def text_config(config: Any) -> Any:
-    """The language model's part of a composite (vision, audio) config; the config itself where there is none."""
-    if hasattr(config, "get_text_config"):
-        return config.get_text_config(decoder=True)
-    return getattr(config, "text_config", None) or config
-
-
-def config_of(model: Any) -> Any:
-    """The config of a model, wrapped (DDP, FSDP, Megatron's Float16Module) or not; a config as it is."""
-    while not hasattr(model, "config") and hasattr(model, "module"):
-        model = model.module
-    return getattr(model, "config", model)
-
-
-def _config_of_type(model_type: str) -> Any:
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[model_type]()
-    except (ImportError, KeyError):
-        rule = "A name is looked up in the config registry of the installed transformers, which has no such one."
-        raise CollateError(explain("model_type", repr(model_type), rule, "Pass the model or its config.")) from None
-
-
-def _kinds(config: Any, name: str) -> list[str]:
-    kinds = getattr(config, name, None)
-    return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
-
-
-def _megatron_is_recurrent(config: Any) -> bool:
-    # Every Megatron config carries the sizes of linear attention, used or not, so only its switches tell.
-    freq = config.linear_attention_freq
-    variant = getattr(config, "experimental_attention_variant", None) or ""
-    return bool(
-        (any(freq) if isinstance(freq, (list, tuple)) else freq)
-        or _RECURRENT_KIND.search(variant)
-        or getattr(config, "is_hybrid_model", False)
-    )

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.route import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.parallel import KEY_TABLE, ContextParallel, Rule, shift_labels

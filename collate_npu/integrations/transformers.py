@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.collate.features import TOKEN_KEYS, TRUTH_KEYS, VISION_KEYS
-from collate_npu.consumers.route import needs_mask_2d
+from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, explain
 
 COLUMNS = tuple(sorted({*TOKEN_KEYS, *TRUTH_KEYS, *VISION_KEYS, "input_ids"}))

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.route import layer_masks
+from collate_npu.consumers.models import layer_masks
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Polarity, dense
 from collate_npu.outputs import per_sequence

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from collate_npu.consumers.adapter import find_segments
-from collate_npu.consumers.route import config_of, needs_mask_2d
+from collate_npu.consumers.models import config_of, needs_mask_2d
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import MAX_MASK_BYTES, Polarity, dense, none_is_exact
 from collate_npu.parallel import ContextParallel, query_rows, shift_labels, split_batch

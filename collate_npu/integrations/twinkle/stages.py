@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import KEEP_KEY, BatchAdapter
-from collate_npu.consumers.route import config_of
+from collate_npu.consumers.models import config_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.megatron.mcore_bridge import deliver
 from collate_npu.masks.forms import none_is_exact
