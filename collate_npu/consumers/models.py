@@ -1,34 +1,17 @@
-"""What a config or a module of a model tells: who reads its batches, its layers, how it counts positions, its windows.
+"""What a config or a module of a model tells: who reads its batches, which layers it has, and their windows.
 
-A module may be wrapped (DDP, FSDP, torch.compile, PEFT). Reading a config costs microseconds; `position_rule` of a config,
-and a model type by name, import transformers' code of that one family. Rules are those of transformers 4.57 to 5.23.
+A module may be wrapped (DDP, FSDP, torch.compile, PEFT). Reading costs microseconds; a model type by name loads
+transformers' config class once. How it counts positions: positions.py; where padding reaches its tokens: leaks.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
-import sys
+from collections.abc import Iterable
 from functools import cache
-from types import ModuleType
 from typing import Any, Literal
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-
-PositionRule = Literal["places", "padding_idx", "axes", "none"]
-
-MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
-    "recurrent_gemma": (
-        None,
-        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
-    ),
-    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
-    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
-    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
-    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
-}
-"""Model type -> (first transformers release that masks its recurrent layers, or None; why earlier ones do not)."""
 
 
 @cache
@@ -47,7 +30,12 @@ def consumer_of(model: Any) -> Literal["transformers", "megatron", "torchtitan"]
 
     Told by the modules its base classes were defined in, so that nothing is imported.
     """
-    return _kind(unwrap(model))
+    return _BASES.get(_known_base(unwrap(model)))
+
+
+def is_transformers(model: Any) -> bool:
+    """Is this module itself, unwrapped, one of transformers'?"""
+    return _known_base(model) == ("transformers", "PreTrainedModel")
 
 
 def unwrap(model: Any) -> Any:
@@ -58,16 +46,16 @@ def unwrap(model: Any) -> Any:
 
 
 def _inner(model: Any) -> Any:
-    if _kind(model) == "transformers":
+    if is_transformers(model):
         return None
     if callable(base := getattr(model, "get_base_model", None)):
         return base()
     return next((inner for name in ("_orig_mod", "module") if (inner := getattr(model, name, None)) is not None), None)
 
 
-# Base class -> the package that defines it. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier
-# releases have ModelProtocol. megatron-core: transformer/module.py:29, which Float16Module and its DDP derive from.
-_BASES = {
+# Base class -> stack. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol.
+# megatron-core: transformer/module.py:29, which Float16Module and its DDP derive from too.
+_BASES: dict[tuple[str, str], Literal["transformers", "megatron", "torchtitan"]] = {
     ("transformers", "PreTrainedModel"): "transformers",
     ("megatron", "MegatronModule"): "megatron",
     ("torchtitan", "Decoder"): "torchtitan",
@@ -76,9 +64,9 @@ _BASES = {
 }
 
 
-def _kind(model: Any) -> Any:
-    bases = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
-    return next((_BASES[base] for base in bases if base in _BASES), None)
+def _known_base(model: Any) -> tuple[str, str]:
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
+    return next((base for base in bases if base in _BASES), ("", ""))
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
@@ -91,7 +79,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
         rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
         remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
-    kinds = set(_kinds(text_config(config), "layer_types"))
+    kinds = set(layer_kinds(text_config(config)))
     unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
     if unknown or not kinds & _ATTENTION_KEYS:
         rule = "A mapping is known for full_attention beside linear_attention or conv."
@@ -122,7 +110,7 @@ def needs_mask_2d(model: Any) -> bool:
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))
     config = text_config(config_of(model))
-    if kinds := _kinds(config, "layer_types"):
+    if kinds := layer_kinds(config):
         return any(map(_RECURRENT_KIND.search, kinds))
     if hasattr(config, "linear_attention_freq"):
         return _megatron_is_recurrent(config)
@@ -132,7 +120,7 @@ def needs_mask_2d(model: Any) -> bool:
 def family_needs_mask_2d(config: Any) -> bool:
     """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
     config = text_config(config)
-    kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in _kinds(config, name)]
+    kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
     return any(map(_RECURRENT_KIND.search, kinds)) or any(map(_RECURRENT_FIELD.match, fields))
 
@@ -160,7 +148,8 @@ def _config_of_type(model_type: str) -> Any:
         raise CollateError(explain("model_type", repr(model_type), rule, "Pass the model or its config.")) from None
 
 
-def _kinds(config: Any, name: str) -> list[str]:
+def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
+    """The kinds of layer a config lists under this name; none where it lists none."""
     kinds = getattr(config, name, None)
     return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
 
@@ -174,3 +163,60 @@ def _megatron_is_recurrent(config: Any) -> bool:
         or _RECURRENT_KIND.search(variant)
         or getattr(config, "is_hybrid_model", False)
     )
+
+
+def windows(model: Any) -> tuple[int, ...]:
+    """The windows and chunks of the layers that attend less than the whole past, ascending; () where all attend to all.
+
+    A mask or a kernel that drops them is right for sequences no longer than the smallest.
+    """
+    config = text_config(config_of(model))
+    local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
+    return tuple(sorted(local | {size for size in attention_windows(config).values() if size}))
+
+
+def attention_windows(model: Any) -> dict[str, int | None]:
+    """Each kind of attention layer of a transformers model and its window; the kind "" where its config lists none.
+
+    The kinds are the keys of the mask mapping it takes; with "" it takes one mask. A window belongs to that mask: a dense
+    mask that is handed over replaces the model's own, window and all. Source: transformers 5.23 masking_utils.py:833-846
+    (returned as it is), :1532-1545 (keys), modeling_mistral.py:353, modeling_llama4.py `attention_chunk_size`.
+    """
+    config = text_config(config_of(model))
+    kinds = set(layer_kinds(config))
+    if not kinds:
+        return {"": None if getattr(config, "use_sliding_window", None) is False else _window(config)}
+    return {kind: _window_of(config, kind) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
+
+
+def _window_of(config: Any, kind: str) -> int | None:
+    if kind == "chunked_attention":
+        return _positive(getattr(config, "attention_chunk_size", None))
+    return _window(config) if "sliding" in kind or kind in _WINDOWED else None
+
+
+_WINDOWED = frozenset({"window_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
+
+
+def _window(config: Any) -> int | None:
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_window_size")]
+    if isinstance(both := getattr(config, "local_attention", None), int):  # modernbert: to both sides together
+        sizes.append(both // 2)
+    return next(filter(None, map(_positive, sizes)), None)
+
+
+def _positive(size: Any) -> int | None:
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
+    """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
+
+    Read from their `is_causal`. Of 215 causal and masked families of 5.23, 170 say it and none says it wrongly.
+    """
+    said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
+    return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]
+
+
+def _parts(model: Any) -> Iterable[Any]:
+    return model.modules() if is_transformers(model) else ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from collate_npu.consumers import models
-from collate_npu.consumers.models import MODELS_IGNORING_MASK
+from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.patterns import Pattern
