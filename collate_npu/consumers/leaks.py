@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
+from collate_npu.consumers.forwards import position_rule
 from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, transformers_version, windows
 
 MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
@@ -36,6 +37,7 @@ def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, l
     reasons = [_found(_MIXING, names)]
     if where != "right":
         reasons += [_ignoring(names), _bias_leak(text) if recurrent else "", _found(_COUNTING_PLACES, names)]
+        reasons += [_NO_POSITIONS if names & _ABSOLUTE and position_rule(model) == "none" else ""]
     if where == "holes":
         sizes = [size for size in windows(text) if size < longest]
         reasons += [_DECAY if recurrent else "", _CUT.format(sizes[0]) if sizes else "", _found(_COUNTING_HOLES, names)]
@@ -78,17 +80,20 @@ _MIXING = {
     "funnel": "it pools every two places into one (modeling_funnel.py:253)",
     "mobilebert": "its embeddings take in the neighbours of a token, padding or not (modeling_mobilebert.py:123)",
     "nystromformer": "its landmarks are means over the whole width (modeling_nystromformer.py:182)",
+    "prophetnet": "the offsets of its second stream are counted from the width (modeling_prophetnet.py:44)",
     "yoso": "its attention hashes and convolves the whole width (modeling_yoso.py:347)",
 }
 _COMPRESSES = "it compresses every few places into one key, padding or not (modeling_deepseek_v4.py:419-431)"
-_NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
 _COUNTING_PLACES = {
     "compressed_sparse_attention": _COMPRESSES,
     "heavily_compressed_attention": _COMPRESSES,
     "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
-    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"), _NO_POSITIONS),
-    **dict.fromkeys(("plbart", "trocr"), _NO_POSITIONS),
 }
+# Learned or sinusoidal positions by place. distilbert takes position_ids in 5.x; the others never do.
+_ABSOLUTE = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "distilbert", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"}
+)
+_NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
 _DISTANCE = "the distance between two tokens is counted in places, those of a hole included"
 _COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)
 

@@ -1,7 +1,7 @@
 """What a config or a module of a model tells: who reads its batches, which layers it has, and their windows.
 
 A module may be wrapped (DDP, FSDP, torch.compile, PEFT). Reading costs microseconds; a model type by name loads
-transformers' config class once. How it counts positions: positions.py; where padding reaches its tokens: leaks.py.
+transformers' config class once. How it counts positions: forwards.py; where padding reaches its tokens: leaks.py.
 """
 
 from __future__ import annotations
@@ -172,41 +172,51 @@ def windows(model: Any) -> tuple[int, ...]:
     """
     config = text_config(config_of(model))
     local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
-    return tuple(sorted(local | {size for size in attention_windows(config).values() if size}))
+    return tuple(sorted(local.union(*_windows(config).values())))
 
 
 def attention_windows(model: Any) -> dict[str, int | None]:
     """Each kind of attention layer of a transformers model and its window; the kind "" where its config lists none.
 
     The kinds are the keys of the mask mapping it takes; with "" it takes one mask. A window belongs to that mask: a dense
-    mask that is handed over replaces the model's own, window and all. Source: transformers 5.23 masking_utils.py:833-846
-    (returned as it is), :1532-1545 (keys), modeling_mistral.py:353, modeling_llama4.py `attention_chunk_size`.
+    mask that is handed over replaces the model's own, window and all. Raises where layers of one kind differ in it.
+    Source: transformers 5.23 masking_utils.py:833-846 (returned as it is), :1532-1545 (keys), modeling_mistral.py:353.
     """
-    config = text_config(config_of(model))
-    kinds = set(layer_kinds(config))
-    if not kinds:
-        return {"": None if getattr(config, "use_sliding_window", None) is False else _window(config)}
-    return {kind: _window_of(config, kind) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
+    found = _windows(text_config(config_of(model)))
+    for kind, sizes in found.items():
+        if len(sizes) > 1:
+            rule = "A mapping has one mask for each kind of layer."
+            remedy = "Keep plain causal attention, which needs the 2D mask alone."
+            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
+    return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 
 
-def _window_of(config: Any, kind: str) -> int | None:
+def _windows(config: Any) -> dict[str, set[int]]:
+    if not (kinds := set(layer_kinds(config))):
+        return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
+    return {kind: _sizes(config, *_fields(kind)) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
+
+
+_WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
+
+
+def _fields(kind: str) -> tuple[str, ...]:
     if kind == "chunked_attention":
-        return _positive(getattr(config, "attention_chunk_size", None))
-    return _window(config) if "sliding" in kind or kind in _WINDOWED else None
+        return ("attention_chunk_size",)
+    return _WINDOW_FIELDS if "sliding" in kind or "compressed" in kind or kind == "window_attention" else ()
 
 
-_WINDOWED = frozenset({"window_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
-
-
-def _window(config: Any) -> int | None:
-    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_window_size")]
-    if isinstance(both := getattr(config, "local_attention", None), int):  # modernbert: to both sides together
-        sizes.append(both // 2)
-    return next(filter(None, map(_positive, sizes)), None)
-
-
-def _positive(size: Any) -> int | None:
-    return size if isinstance(size, int) and size > 0 else None
+def _sizes(config: Any, *names: str) -> set[int]:
+    """The values of the first field that is set: one, or one for each layer where layers have configs of their own."""
+    for name in names:
+        try:
+            found = [getattr(config, name, None)]
+        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: 5.23 integrations/heterogeneity
+            found = [getattr(layer, name, None) for layer in config.per_layer_config]
+        halved = 2 if name == "local_attention" else 1  # modernbert's is that to both sides together
+        if sizes := {size // halved for size in found if isinstance(size, int) and size > 0}:
+            return sizes
+    return set()
 
 
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:

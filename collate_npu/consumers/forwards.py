@@ -1,12 +1,11 @@
-"""How a transformers model counts positions, and so when a batch must carry them.
+"""What the forward of a transformers model reads: positions, and how it counts its own; dense masks.
 
-Read from the model's own code: the signature of its forward, and how its modeling file makes positions up. Of a config
-this imports that file. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
+Told by the model's own code: the signature of its forward, and what its modeling file calls. Of a config this imports
+that file. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Mapping
@@ -25,8 +24,8 @@ def position_rule(model: Any) -> PositionRule:
     * "places": 0, 1, 2 ... by place. Wrong for left padding where positions are absolute, and for packed rows.
     * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. What is
       given must count from `first_position`. Source: 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
-    * "axes": by place or, with images, by the 2D mask. A flat row needs [4, 1, T]: a text row that starts again with each
-      sequence, from which the mask is built, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
+    * "axes": by place or, with images, by the 2D mask: then never give [B, S]. A flat row needs [4, 1, T]: a text row that
+      starts again with each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
     * "none": `position_ids` reaches no layer (BLOOM, Mamba), or is not taken at all (T5): never give it.
 
     Raises `CollateError` for a config whose modeling code cannot be found.
@@ -58,12 +57,29 @@ def first_position(model: Any) -> int:
     return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
 
 
+def reads_dense_mask(model: Any) -> bool:
+    """Does the model take a dense mask [B, 1, S, S] as it is: bool, True = attended, on sdpa; additive on eager?
+
+    So do those that build theirs with transformers' masking_utils.py (:833-846), and before 5.0 with the helper below. Of
+    the others most raise, and some read it the other way round in silence (XGLM, MPT in 4.57: 1 = attended, on eager).
+    """
+    sources = [_source(cls.__module__) for cls in _classes(unwrap(model))]
+    return any(name in source for source in sources for name in ("masking_utils", _HELPER))
+
+
+_HELPER = "_prepare_4d_causal_attention_mask_with_cache_position"
+
+
 def _classes(model: Any) -> list[type]:
     """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
     if not is_transformers(model):
         configs = {id(config): config for config in (model, text_config(model))}.values()
-        return [cls for config in configs for cls in _classes_of(config.__class__)]
-    parts = [type(part) for part in model.modules() if is_transformers(part) and part.main_input_name == "input_ids"]
+        classes = [cls for config in configs for cls in _classes_of(config.__class__)]
+        if not classes:
+            got = f"{type(model).__name__}, which has no class there"
+            raise CollateError(explain("model", got, _READ, "Pass the model itself."))
+        return classes
+    parts = [type(part) for part in model.modules() if is_transformers(part) and "input_ids" in _parameters(type(part))]
     takes = _parameters(type(model)).values()
     passes_on = any(each.kind is each.VAR_KEYWORD or each.name == "position_ids" for each in takes)
     return [type(model), *parts] if passes_on else [type(model)]
@@ -71,24 +87,18 @@ def _classes(model: Any) -> list[type]:
 
 @cache
 def _classes_of(config_class: Any) -> list[type]:
-    """The model classes of transformers' own registry for this config, else of the modeling file beside its own."""
+    """transformers' own classes for this config: its base model and its language models."""
     try:
         from transformers.models.auto import modeling_auto as auto
 
-        found = auto.MODEL_MAPPING.get(config_class, None) or auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-        first = found[0] if isinstance(found, (list, tuple)) else found
-        name = first.__module__ if first else config_class.__module__.replace("configuration_", "modeling_")
-        module = importlib.import_module(name)
+        names = ("MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING")
+        found = [getattr(auto, name).get(config_class, None) for name in names]
     except ImportError as error:
-        rule = "How a model counts positions is read from the code of its transformers module."
-        raise CollateError(explain("model", f"{config_class.__name__}, {error}", rule, "Pass the model itself.")) from None
-    read = first.config_class if first else config_class
-    models = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if "PreTrainedModel" in map(_name, cls.__mro__)]
-    return [cls for cls in models if getattr(cls, "config_class", None) is read]
+        raise CollateError(explain("model", f"{config_class.__name__}, {error}", _READ, "Pass the model itself.")) from None
+    return [cls for each in found if each for cls in (each if isinstance(each, (list, tuple)) else [each])]
 
 
-def _name(cls: type) -> str:
-    return cls.__name__
+_READ = "How a model counts positions is read from the code of its class in transformers."
 
 
 def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
