@@ -98,14 +98,14 @@ _DISTANCE = "the distance between two tokens is counted in places, those of a ho
 _COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)
 
 
-def width_dependence(config: Any) -> int | None:
+def width_dependence(model: Any) -> int | None:
     """The longest sequence whose attention does not depend on the width of the tensor, padded or not; None: any length.
 
     An indexer keeps the best `index_topk` keys; ReLU makes many scores exactly zero where it has few heads, and which of
     equal scores win depends on how many there are. Measured on 5.23: with 2 heads every family moves, with 8 none.
     Source: modeling_deepseek_v32.py:228-241, modeling_glm5_next.py:863-889.
     """
-    config = text_config(config)
+    config = text_config(config_of(model))
     if (heads := getattr(config, "index_n_heads", None)) is None or heads >= _HEADS_WITHOUT_TIES:
         return None
     rates = getattr(config, "compress_rates", None) or {}
