@@ -45,7 +45,7 @@ def host_array(name: str, value: Any) -> Array:
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
         raise CollateError(explain(name, f"a {type(value).__name__}", "It holds numbers.", _REMEDY))
     try:
-        array = np.asarray([host_array(name, v) for v in value] if _holds_tensors(value) else value)
+        array = np.asarray([host_array(name, v) for v in value] if _holds_tensors(value) else value)  # type: ignore[union-attr]
     except ValueError:
         raise CollateError(explain(name, "nested lists of unequal length", "Its rows are equally long.", _REMEDY)) from None
     if array.dtype.kind not in "biuf":

@@ -45,7 +45,7 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
 
 def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
     """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in."""
-    return list(torch.split(unpad(x, segments), segments.sequence_lengths))
+    return list(torch.split(unpad(x, segments), list(segments.sequence_lengths)))
 
 
 def to_nested(x: Tensor, segments: Segments) -> Tensor:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.models import MODELS_IGNORING_MASK, family_needs_mask_2d, text_config
+from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
+from collate_npu.consumers.models import family_needs_mask_2d, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

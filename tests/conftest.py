@@ -43,5 +43,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def newest_transformers():
     """Routes for transformers depend on the release installed; the rules of older ones are tested by their number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collate_npu.consumers.route._transformers_version", lambda: (5, 23))
+        patch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 23))
         yield

@@ -16,7 +16,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from collate_npu import testing  # noqa: E402
-from collate_npu.consumers.route import family_needs_mask_2d, needs_mask_2d  # noqa: E402
+from collate_npu.consumers.models import family_needs_mask_2d, needs_mask_2d  # noqa: E402
 
 pytestmark = pytest.mark.models
 

@@ -69,7 +69,7 @@ def finish_batch(collator: Emitter, batch: dict[str, Any], segments: Segments, *
 
 
 def _check_omitted(collator: Emitter, out: dict[str, Any], segments: Segments) -> None:
-    exact = none_is_exact(segments, collator.pattern or "causal")
+    exact = none_is_exact(segments, pattern_of(collator))
     if collator._adapter is not None and out.get("attention_mask") is not None and not exact:
         rule = f"{collator._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
         raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
@@ -78,14 +78,14 @@ def _check_omitted(collator: Emitter, out: dict[str, Any], segments: Segments) -
 def _mask(collator: Emitter, segments: Segments) -> Tensor | None:
     if collator.attention_mask in ("2d", "omit"):
         return segments.keep
-    exact = none_is_exact(segments, collator.pattern or "causal")
+    exact = none_is_exact(segments, pattern_of(collator))
     if collator.attention_mask == "none" and not exact:
         rule = f"attention_mask='none' was asked for, and {exact.why}."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
     if exact and collator.attention_mask != "4d":
         return None
     _warn_of_neutral_form()
-    return dense(segments, polarity="masked", pattern=collator.pattern or "causal", max_mask_bytes=collator.max_mask_bytes)
+    return dense(segments, polarity="masked", pattern=pattern_of(collator), max_mask_bytes=collator.max_mask_bytes)
 
 
 @cache
@@ -97,6 +97,11 @@ def _warn_of_neutral_form() -> None:
         "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
         stacklevel=4,
     )
+
+
+def pattern_of(collator: Emitter) -> Pattern:
+    """The attention the batch is for: declared, told by the model, or plain causal."""
+    return Pattern.of(collator.pattern or "causal") if collator._adapter is None else collator._adapter.pattern
 
 
 def adapter_of(collator: Emitter, model: Any, model_type: str | None) -> BatchAdapter | None:
@@ -178,4 +183,4 @@ def ignore_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) 
 
 def predicts_next(collator: Emitter) -> bool:
     """Are labels those of the next token, not moved yet?"""
-    return not collator.labels_shifted and not isinstance(Pattern.of(collator.pattern or "causal"), Bidirectional)
+    return not collator.labels_shifted and not isinstance(pattern_of(collator), Bidirectional)

@@ -116,7 +116,8 @@ class WrappedCollator:
         return segments
 
     def _found(self, batch: Mapping[str, Any]) -> Segments:
-        return segments_from_batch(batch, polarity=self.polarity, pattern=self.pattern)
+        declared = self.pattern if self._adapter is None else self._adapter.declared
+        return segments_from_batch(batch, polarity=self.polarity, pattern=declared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, split_batch
 from collate_npu.segments import Segments
@@ -58,13 +58,15 @@ class BatchAdapter:
         check_polarity(polarity)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
         self.padding_free = padding_free
-        self.declared = None if pattern is None else Pattern.of(pattern)
-        self.pattern = Pattern.of(pattern or "causal")
         self.polarity: Polarity | None = polarity
         self.context_parallel = context_parallel
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
+        said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
+        self.declared = None if said is None else Pattern.of(said)
+        """The pattern that the caller, or an encoder, declares; None leaves it open."""
+        self.pattern = self.declared or CAUSAL
         self._check()
 
     def _check(self) -> None:

@@ -16,17 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from collate_npu.consumers.models import (
-    PositionRule,
-    config_of,
-    first_position,
-    needs_mask_2d,
-    position_rule,
-    text_config,
-)
+from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
+from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
-from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
@@ -42,6 +36,14 @@ class Model:
     needs_mask_2d: bool | None = None
     """Does it carry state from token to token? None where nobody said."""
     attn_implementation: str = "sdpa"
+    positions: PositionRule = "places"
+    """How a transformers model counts positions by itself; by place where nobody can know."""
+    first_position: int = 0
+    """The position of a sequence's first token."""
+    reads_dense: bool = True
+    """Does it take a dense mask as it is?"""
+    pattern: PatternName | None = None
+    """What its attention layers say they are; None where nobody asked them."""
 
     @classmethod
     def of(
@@ -57,28 +59,22 @@ class Model:
         text = None if config is None else text_config(config)
         if needs_2d is None and (model is not None or model_type is not None):
             needs_2d = needs_mask_2d(model if model is not None else model_type)
+        read: dict[str, Any] = {}
+        if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
+            read = {"positions": position_rule(model), "first_position": first_position(model)}
+            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model)}
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
             needs_mask_2d=needs_2d,
             attn_implementation=attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa",
+            **read,
         )
 
     @property
     def aux_loss(self) -> bool:
         """Does a router's loss read the mask (`output_router_logits`)?"""
         return self.config is not None and bool(getattr(text_config(self.config), "output_router_logits", False))
-
-    @cached_property
-    def positions(self) -> PositionRule:
-        """How it counts positions by itself; by place where nobody can know."""
-        known = type(self.config).__module__.startswith("transformers.")
-        return position_rule(self.config) if known else "places"
-
-    @cached_property
-    def first_position(self) -> int:
-        """The position of a sequence's first token."""
-        return first_position(self.config) if self.positions == "padding_idx" else 0
 
 
 @dataclass(frozen=True, kw_only=True)

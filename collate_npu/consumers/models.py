@@ -1,33 +1,17 @@
-"""What a config or a module of a model tells: who reads its batches, its layers, how it counts positions, its windows.
+"""What a config or a module of a model tells: who reads its batches, which layers it has, and their windows.
 
-A module may be wrapped (DDP, FSDP, torch.compile, PEFT). Reading a config costs microseconds; `position_rule` of a config,
-and a model type by name, import transformers' code of that one family. Rules are those of transformers 4.57 to 5.23.
+A module may be wrapped (DDP, FSDP, torch.compile, PEFT). Reading costs microseconds; a model type by name loads
+transformers' config class once. How it counts positions: forwards.py; where padding reaches its tokens: leaks.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
-import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-
-PositionRule = Literal["places", "padding_idx", "axes", "none"]
-
-MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
-    "recurrent_gemma": (
-        None,
-        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
-    ),
-    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
-    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
-    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
-    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
-}
-"""Model type -> (first transformers release that masks its recurrent layers, or None; why earlier ones do not)."""
 
 
 @cache
@@ -46,7 +30,12 @@ def consumer_of(model: Any) -> Literal["transformers", "megatron", "torchtitan"]
 
     Told by the modules its base classes were defined in, so that nothing is imported.
     """
-    return _kind(unwrap(model))
+    return _BASES.get(_known_base(unwrap(model)))
+
+
+def is_transformers(model: Any) -> bool:
+    """Is this module itself, unwrapped, one of transformers'?"""
+    return _known_base(model) == ("transformers", "PreTrainedModel")
 
 
 def unwrap(model: Any) -> Any:
@@ -57,16 +46,16 @@ def unwrap(model: Any) -> Any:
 
 
 def _inner(model: Any) -> Any:
-    if _kind(model) == "transformers":
+    if is_transformers(model):
         return None
     if callable(base := getattr(model, "get_base_model", None)):
         return base()
     return next((inner for name in ("_orig_mod", "module") if (inner := getattr(model, name, None)) is not None), None)
 
 
-# Base class -> the package that defines it. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier
-# releases have ModelProtocol. megatron-core: transformer/module.py:29, which Float16Module and its DDP derive from.
-_BASES = {
+# Base class -> stack. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol.
+# megatron-core: transformer/module.py:29, which Float16Module and its DDP derive from too.
+_BASES: dict[tuple[str, str], Literal["transformers", "megatron", "torchtitan"]] = {
     ("transformers", "PreTrainedModel"): "transformers",
     ("megatron", "MegatronModule"): "megatron",
     ("torchtitan", "Decoder"): "torchtitan",
@@ -75,9 +64,9 @@ _BASES = {
 }
 
 
-def _kind(model: Any) -> Any:
-    bases = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
-    return next((_BASES[base] for base in bases if base in _BASES), None)
+def _known_base(model: Any) -> tuple[str, str]:
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
+    return next((base for base in bases if base in _BASES), ("", ""))
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
@@ -90,7 +79,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
         rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
         remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
-    kinds = set(_kinds(text_config(config), "layer_types"))
+    kinds = set(layer_kinds(text_config(config)))
     unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
     if unknown or not kinds & _ATTENTION_KEYS:
         rule = "A mapping is known for full_attention beside linear_attention or conv."
@@ -121,7 +110,7 @@ def needs_mask_2d(model: Any) -> bool:
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))
     config = text_config(config_of(model))
-    if kinds := _kinds(config, "layer_types"):
+    if kinds := layer_kinds(config):
         return any(map(_RECURRENT_KIND.search, kinds))
     if hasattr(config, "linear_attention_freq"):
         return _megatron_is_recurrent(config)
@@ -131,7 +120,7 @@ def needs_mask_2d(model: Any) -> bool:
 def family_needs_mask_2d(config: Any) -> bool:
     """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
     config = text_config(config)
-    kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in _kinds(config, name)]
+    kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
     return any(map(_RECURRENT_KIND.search, kinds)) or any(map(_RECURRENT_FIELD.match, fields))
 
@@ -159,7 +148,8 @@ def _config_of_type(model_type: str) -> Any:
         raise CollateError(explain("model_type", repr(model_type), rule, "Pass the model or its config.")) from None
 
 
-def _kinds(config: Any, name: str) -> list[str]:
+def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
+    """The kinds of layer a config lists under this name; none where it lists none."""
     kinds = getattr(config, name, None)
     return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
 
@@ -175,172 +165,68 @@ def _megatron_is_recurrent(config: Any) -> bool:
     )
 
 
-def position_rule(model: Any) -> PositionRule:
-    """How a transformers model (a module or a config) counts tokens where `position_ids` is left out, and reads it.
-
-    * "places": 0, 1, 2 ... by place. Wrong for left padding where positions are absolute, and for packed rows.
-    * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. What is
-      given must count from `first_position`. Source: transformers 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
-    * "axes": by place or, with images, by the 2D mask. A flat row needs [4, 1, T]: a text row that starts again with each
-      sequence, from which the mask is built, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
-    * "none": `position_ids` reaches no layer (BLOOM, Mamba), or is not taken at all (T5): never give it.
-
-    Raises `CollateError` for a config whose modeling code cannot be found.
-    """
-    model = unwrap(model)
-    classes = _classes(model)
-    if not any("position_ids" in inspect.signature(cls.forward).parameters for cls in classes):
-        return "none"
-    sources = [_source(module) for module in {cls.__module__: None for cls in classes}]
-    if any(map(_FOUR_ROWS.search, sources)):
-        return "axes"
-    counts_ids = any("def create_position_ids_from_input_ids" in source for source in sources)
-    return "padding_idx" if counts_ids and config_of(model).model_type not in _COUNTS_PLACES else "places"
-
-
-_FOUR_ROWS = re.compile(r"position_ids\.shape\[0\] == 4")
-# Its protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
-_COUNTS_PLACES = frozenset({"evolla"})
-# Counted from 2 whatever the pad id is: modeling_nystromformer.py:60, modeling_yoso.py:239, modeling_mra.py:477,
-# and modeling_mpnet.py:61 (`self.padding_idx = 1`).
-_FIRST_POSITION = dict.fromkeys(("nystromformer", "yoso", "mra", "mpnet"), 2)
-
-
-def first_position(model: Any) -> int:
-    """The position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
-    config = text_config(config_of(model))
-    if config.model_type in _FIRST_POSITION:
-        return _FIRST_POSITION[config.model_type]
-    return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
-
-
-def _classes(model: Any) -> list[type]:
-    """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
-    if _kind(model) != "transformers":
-        configs = {id(config): config for config in (model, text_config(model))}.values()
-        return [cls for config in configs for cls in _classes_of(type(config))]
-    parts = [type(part) for part in model.modules() if _kind(part) == "transformers" and part.main_input_name == "input_ids"]
-    takes = inspect.signature(type(model).forward).parameters.values()
-    passes_on = any(each.kind is each.VAR_KEYWORD or each.name == "position_ids" for each in takes)
-    return [type(model), *parts] if passes_on else [type(model)]
-
-
-@cache
-def _classes_of(config_class: type) -> list[type]:
-    """The model classes of transformers' own registry for this config, else of the modeling file beside its own."""
-    try:
-        from transformers.models.auto import modeling_auto as auto
-
-        found = auto.MODEL_MAPPING.get(config_class, None) or auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-        first = found[0] if isinstance(found, (list, tuple)) else found
-        name = first.__module__ if first else config_class.__module__.replace("configuration_", "modeling_")
-        module = importlib.import_module(name)
-    except ImportError as error:
-        rule = "How a model counts positions is read from the code of its transformers module."
-        raise CollateError(explain("model", f"{config_class.__name__}, {error}", rule, "Pass the model itself.")) from None
-    read = first.config_class if first else config_class
-    models = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if "PreTrainedModel" in map(_name, cls.__mro__)]
-    return [cls for cls in models if getattr(cls, "config_class", None) is read]
-
-
-def _name(cls: type) -> str:
-    return cls.__name__
-
-
-@cache
-def _source(module: str) -> str:
-    return inspect.getsource(sys.modules[module])
-
-
 def windows(model: Any) -> tuple[int, ...]:
     """The windows and chunks of the layers that attend less than the whole past, ascending; () where all attend to all.
 
-    A kernel that drops them is right for rows no longer than the smallest. Source: transformers 5.23 masking_utils.py
-    `sliding_window_overlay`, `chunked_overlay`; modeling_mistral.py:353 for configs that list no layers.
+    A mask or a kernel that drops them is right for sequences no longer than the smallest.
     """
     config = text_config(config_of(model))
-    kinds = set(_kinds(config, "layer_types")) | set(_kinds(config, "attention_layers"))
-    sliding = any("sliding" in kind or kind in _WINDOWED for kind in kinds)
-    if not kinds:
-        sliding = getattr(config, "use_sliding_window", True) is not False
-    fields = [*_WINDOW_FIELDS] * sliding + ["attention_chunk_size"] * ("chunked_attention" in kinds)
-    sizes = {size for name in fields if isinstance(size := getattr(config, name, None), int) and size > 0}
-    return tuple(sorted(sizes))
+    local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
+    return tuple(sorted(local.union(*_windows(config).values())))
 
 
-_WINDOWED = frozenset({"local", "window_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
-# gpt_neo says window_size, recurrent_gemma attention_window_size, modernbert local_attention.
-_WINDOW_FIELDS = ("sliding_window", "window_size", "attention_window_size", "local_attention")
+def attention_windows(model: Any) -> dict[str, int | None]:
+    """Each kind of attention layer of a transformers model and its window; the kind "" where its config lists none.
 
-
-def why_padding_leaks(config: Any, where: Literal["left", "holes"], *, longest: int = sys.maxsize) -> str:
-    """Why padding before ("left") or between ("holes") the tokens of a row changes them in transformers; "" if it does not.
-
-    `longest` is the longest row with its holes: a window that no row fills cannot be cut short by one.
+    The kinds are the keys of the mask mapping it takes; with "" it takes one mask. A window belongs to that mask: a dense
+    mask that is handed over replaces the model's own, window and all. Raises where layers of one kind differ in it.
+    Source: transformers 5.23 masking_utils.py:833-846 (returned as it is), :1532-1545 (keys), modeling_mistral.py:353.
     """
-    model_type, text = getattr(config, "model_type", ""), text_config(config)
-    names = {model_type, getattr(text, "model_type", "")}
-    recurrent = needs_mask_2d(text)
-    for name in names & set(MODELS_IGNORING_MASK):
-        mended, why = MODELS_IGNORING_MASK[name]
-        if mended is None or transformers_version() < mended:
-            return why
-    if recurrent and (fields := _bias_of_projections(text)):
-        return f"with {fields[0]}=True the projection into its recurrent layers turns masked padding into its bias"
-    if why := next((why for name, why in _COUNTING_PLACES.items() if name in names | set(_kinds(text, "layer_types"))), ""):
-        return why
-    if where == "left":
-        return ""
-    if recurrent:
-        return "the state of a recurrent layer decays over the hole, and its convolution reaches into it"
-    if (sizes := windows(text)) and sizes[0] < longest:
-        return f"its window of {sizes[0]} counts places, the hole included"
-    return _COUNTING_HOLES.get(text.model_type, "")
+    found = _windows(text_config(config_of(model)))
+    for kind, sizes in found.items():
+        if len(sizes) > 1:
+            rule = "A mapping has one mask for each kind of layer."
+            remedy = "Keep plain causal attention, which needs the 2D mask alone."
+            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
+    return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 
 
-def _bias_of_projections(config: Any) -> list[str]:
-    """Masked tokens enter these projections as zeros and leave them as the bias; those after the scan do no harm."""
-    harmless = {"nemotron_h": {"mamba_proj_bias"}}.get(config.model_type, set())
-    return [name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name not in harmless]
+def _windows(config: Any) -> dict[str, set[int]]:
+    if not (kinds := set(layer_kinds(config))):
+        return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
+    return {kind: _sizes(config, *_fields(kind)) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
 
 
-# mamba, mamba2, falcon_mamba, nemotron_h; bamba, falcon_h1, granitemoehybrid, jamba, zamba; lfm2, lfm3; zamba2. The bias of
-# the convolution alone (use_conv_bias, mamba_conv_bias) is masked again behind it (5.23 modeling_mamba2.py:431).
-_PROJECTION_BIASES = ("use_bias", "mamba_proj_bias", "conv_bias", "add_bias_linear")
-
-# Model type or kind of layer -> why padding on the left is counted as text.
-_COUNTING_PLACES = {
-    "compressed_sparse_attention": "it compresses every few places into one key (modeling_deepseek_v4.py:419-431)",
-    "heavily_compressed_attention": "it compresses every few places into one key (modeling_deepseek_v4.py:419-431)",
-    "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
-    **dict.fromkeys(
-        ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"),
-        "its positions are places, and position_ids is not taken (modeling_bart.py)",
-    ),
-}
-_COUNTING_HOLES = dict.fromkeys(
-    ("mpnet", "mpt", "roformer", "xlnet", "ultrabert"), "the distance of two tokens is one of places, the hole included"
-)
+_WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
 
 
-def layer_kinds(config: Any) -> list[str]:
-    """The kinds of layers a config lists, `["full_attention", ...]`; empty where it lists none."""
-    return _kinds(text_config(config), "layer_types")
+def _fields(kind: str) -> tuple[str, ...]:
+    if kind == "chunked_attention":
+        return ("attention_chunk_size",)
+    return _WINDOW_FIELDS if "sliding" in kind or "compressed" in kind or kind == "window_attention" else ()
 
 
-def width_dependence(config: Any) -> int | None:
-    """The longest sequence whose attention does not depend on the width of the tensor, padded or not; None: any length.
+def _sizes(config: Any, *names: str) -> set[int]:
+    """The values of the first field that is set: one, or one for each layer where layers have configs of their own."""
+    for name in names:
+        try:
+            found = [getattr(config, name, None)]
+        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: 5.23 integrations/heterogeneity
+            found = [getattr(layer, name, None) for layer in config.per_layer_config]
+        halved = 2 if name == "local_attention" else 1  # modernbert's is that to both sides together
+        if sizes := {size // halved for size in found if isinstance(size, int) and size > 0}:
+            return sizes
+    return set()
 
-    An indexer keeps the best `index_topk` keys; ReLU makes many scores exactly zero where it has few heads, and which of
-    equal scores win depends on how many there are. Measured on 5.23: with 2 heads every family moves, with 8 none.
-    Source: modeling_deepseek_v32.py:228-241, modeling_glm5_next.py:863-889.
+
+def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
+    """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
+
+    Read from their `is_causal`. Of 215 causal and masked families of 5.23, 170 say it and none says it wrongly.
     """
-    config = text_config(config)
-    if (heads := getattr(config, "index_n_heads", None)) is None or heads >= _HEADS_WITHOUT_TIES:
-        return None
-    rates = getattr(config, "compress_rates", None) or {}
-    topk = getattr(config, "index_topk", None)
-    return None if topk is None else topk * int(rates.get("compressed_sparse_attention", 1))
+    said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
+    return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]
 
 
-_HEADS_WITHOUT_TIES = 8
+def _parts(model: Any) -> Iterable[Any]:
+    return model.modules() if is_transformers(model) else ()

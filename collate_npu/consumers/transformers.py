@@ -6,18 +6,13 @@ Rules depend on the release installed (4.57 to 5.23 were read and run) and on th
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.models import (
-    layer_kinds,
-    transformers_version,
-    why_padding_leaks,
-    width_dependence,
-    windows,
-)
+from collate_npu.consumers.leaks import why_padding_leaks, width_dependence
+from collate_npu.consumers.models import layer_kinds, transformers_version, windows
 from collate_npu.masks.patterns import Pattern
 
 
@@ -25,6 +20,8 @@ def _by_2d(case: Case) -> str:
     """A model whose every layer slides builds that window itself."""
     if case.plain:
         return "every layer of a transformers model reads the 2D mask"
+    if not case.segments.packed and case.model.pattern == "bidirectional" == case.pattern.name:
+        return "an encoder reads the 2D mask"
     return "the model makes its own window of the 2D mask" if not case.segments.packed and _own_window(case) else ""
 
 
@@ -51,14 +48,14 @@ def _flat_state(case: Case) -> bool:
 
 
 def _leak(case: Case) -> str:
-    """Why padding inside a row changes its tokens on this model."""
-    if case.padding_free or not case.inside:
+    """Why the padding of this batch changes its tokens on this model."""
+    if case.padding_free or case.segments.padding_side == "none":
         return ""
-    holes = bool(case.segments.hole_rows)
-    if case.model.config is None:
+    holes, config = bool(case.segments.hole_rows), case.model.config
+    if config is None:
         return "the state of a recurrent layer decays over the hole" if holes and case.recurrent else ""
-    left = why_padding_leaks(case.model.config, "left")
-    return left or (why_padding_leaks(case.model.config, "holes", longest=case.segments.longest_span) if holes else "")
+    where: Literal["holes", "left", "right"] = "holes" if holes else "left" if case.inside else "right"
+    return why_padding_leaks(config, where, longest=case.segments.longest_span)
 
 
 def _single_row(case: Case) -> bool:
@@ -113,12 +110,11 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="flat rows on recurrent layers before transformers 5.20",
             when=_flat_state,
-            rule="Before 5.20 transformers carries the state of a recurrent layer from one sequence of a flat row to the next.",
+            rule="Before 5.20 the state of a recurrent layer runs from one sequence of a flat row into the next.",
             remedy="Upgrade transformers, or give each sequence its own row (padding_free=False).",
         ),
         Refusal(
-            of="padding on the left or inside a sequence where it reaches real tokens: holes on recurrent layers, biased "
-            "projections, layers that ignore masks",
+            of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both.",
@@ -153,6 +149,12 @@ TRANSFORMERS = Consumer(
             when=_unreadable,
             rule="This attention implementation reads a 2D mask or offsets, and {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True.",
+        ),
+        Refusal(
+            of="dense masks on models that build their own",
+            when=lambda case: "" if case.model.reads_dense else _needs_dense(case),
+            rule="The forward of this model takes no dense mask as it is, and {why}.",
+            remedy="Pad one sequence a row, or use padding_free=True.",
         ),
         Refusal(
             of="other patterns on recurrent layers with flex_attention",

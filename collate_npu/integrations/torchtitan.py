@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.host import Array
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
-from collate_npu.segments import IntArray, Segments
+from collate_npu.segments import Segments
 
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
@@ -131,7 +132,7 @@ def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | 
     return attends
 
 
-def _begins(ids_BS: IntArray) -> IntArray:
+def _begins(ids_BS: Array) -> Array:
     """True where a row, a sequence or a stretch of padding begins."""
     begins_BS = np.ones(ids_BS.shape, bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]

@@ -97,7 +97,7 @@ def _kept_apart(offsets: dict[str, Array]) -> tuple[str, Array, Array | None]:
     others = {key: ends for key, ends in offsets.items() if not np.array_equal(ends, physical)}
     real_name, real = next(iter(others.items()), ("", None))
     for key, ends in others.items():
-        if not padded or key in padded or not np.array_equal(ends, real) or len(ends) != len(physical):
+        if not padded or key in padded or real is None or not np.array_equal(ends, real) or len(ends) != len(physical):
             rule = f"It differs from {name}, {physical.tolist()[:8]}" + (
                 f", and from {real_name}." if key != real_name else "."
             )

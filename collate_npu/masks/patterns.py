@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.host import Array, host_array, whole_number
 
 PatternName = Literal["causal", "bidirectional"]
-Places = TypeVar("Places", Tensor, Array)
+Places = Any
+"""Tensors, or numpy arrays."""
 
 
 class Shown(Protocol):
@@ -216,7 +217,7 @@ class Prefix(Pattern):
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         if isinstance(n, Tensor):
-            return (k <= q) | (k < torch.tensor(self.lengths, device=n.device)[n % len(self.lengths)])  # type: ignore[operator, return-value]
+            return (k <= q) | (k < torch.tensor(self.lengths, device=n.device)[n % len(self.lengths)])
         return (k <= q) | (k < np.asarray(self.lengths)[n % len(self.lengths)])
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:

@@ -142,7 +142,7 @@ def _repadded(key: str, value: Any, rule: Key | None, S: int, source: npt.NDArra
         return taken + steps.to(value.dtype).view(by_token)
     fills: dict[Any, float] = {"pad": pad_token_id, "pad_type": 0, "ignored": -100}
     fill = fills.get(rule.fill, rule.fill)
-    return taken if fill == "last" else taken.masked_fill((steps > 0).view(by_token), fill)
+    return taken if isinstance(fill, str) else taken.masked_fill((steps > 0).view(by_token), fill)
 
 
 def _like(value: Any, longest: int) -> Any:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
-from collate_npu.consumers.route import CONSUMERS, config_of, family_needs_mask_2d, layer_masks, route, text_config
+from collate_npu.consumers.models import config_of, family_needs_mask_2d, layer_masks, text_config
+from collate_npu.consumers.route import CONSUMERS, route
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 RIGHT = Segments.from_lengths([3, 5])
@@ -135,7 +136,7 @@ def test_recurrent_layers_never_get_a_block_mask_alone():
 def test_older_transformers(monkeypatch):
     one_row = Segments.from_lengths([3], 5, "left")
     for version, single in (((4, 57), "refused"), ((5, 14), "refused"), ((5, 15), "keep_2d")):
-        monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda version=version: version)
+        monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
         assert form("transformers", one_row, needs_2d=True) == single
         assert form("transformers", Segments.from_lengths([3], 5), needs_2d=True) == "keep_2d"
         assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
@@ -144,7 +145,7 @@ def test_older_transformers(monkeypatch):
 def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
     flat = Segments.from_lengths([[3, 5]])
     for version, packed in (((4, 57), "refused"), ((5, 19), "refused"), ((5, 20), "none")):
-        monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda version=version: version)
+        monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
         assert form("transformers", flat, needs_2d=True, padding_free=True) == packed
         assert form("transformers", flat, padding_free=True) == "none"
         assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
@@ -153,9 +154,9 @@ def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
 
 def test_older_transformers_take_no_mapping(monkeypatch):
     layers = config(layer_types=["conv", "full_attention"])
-    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (5, 13))
+    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 13))
     assert layer_masks(layers)["conv"] == "recurrent"
-    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (5, 12))
+    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 12))
     with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
         layer_masks(layers)
 
@@ -168,7 +169,7 @@ def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
     assert form("transformers", RIGHT, **settings) == "keep_2d"
     assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
     assert form("megatron", LEFT, **settings) == "masked"
-    monkeypatch.setattr("collate_npu.consumers.route._transformers_version", lambda: (4, 57))
+    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (4, 57))
     with pytest.raises(UnsupportedFormError, match=f"reaches the state of {model_type}.*Pad right"):
         route("transformers", LEFT, **settings)
 

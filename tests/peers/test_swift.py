@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
-from collate_npu.consumers.route import text_config  # noqa: E402
+from collate_npu.consumers.models import text_config  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
 from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
 from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402

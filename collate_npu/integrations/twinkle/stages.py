@@ -156,7 +156,7 @@ class Stages:
         tokens = {key: row[key].index_select(_dim(key, row[key]), where) for key in keys}
         if positions is not None and len(positions) == 1:  # a document begins where they are 0, for twinkle as for us
             tokens["position_ids"] = segments.position_ids[:, segments.indices].to(positions)
-        padded, _ = pad_documents(tokens, self.cp, segments=Segments.from_lengths(segments.lengths), table=_DOCUMENTS)
+        padded, _ = pad_documents(tokens, self.cp, segments=Segments.from_lengths(segments.lengths), keys=_DOCUMENTS)
         return {key: padded.get(key, value) for key, value in row.items() if key != "attention_mask"}
 
 

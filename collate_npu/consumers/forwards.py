@@ -1,0 +1,110 @@
+"""What the forward of a transformers model reads: positions, and how it counts its own; dense masks.
+
+Told by the model's own code: the signature of its forward, and what its modeling file calls. Of a config this imports
+that file. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
+
+from collate_npu.consumers.models import config_of, is_transformers, text_config, unwrap
+from collate_npu.errors import CollateError, explain
+
+PositionRule = Literal["places", "padding_idx", "axes", "none"]
+
+
+def position_rule(model: Any) -> PositionRule:
+    """How a transformers model (a module or a config) counts tokens where `position_ids` is left out, and reads it.
+
+    * "places": 0, 1, 2 ... by place. Wrong for left padding where positions are absolute, and for packed rows.
+    * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. What is
+      given must count from `first_position`. Source: 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
+    * "axes": by place or, with images, by the 2D mask: then never give [B, S]. A flat row needs [4, 1, T]: a text row that
+      starts again with each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
+    * "none": `position_ids` reaches no layer (BLOOM, Mamba), or is not taken at all (T5): never give it.
+
+    Raises `CollateError` for a config whose modeling code cannot be found.
+    """
+    model = unwrap(model)
+    classes = _classes(model)
+    if not any("position_ids" in _parameters(cls) for cls in classes):
+        return "none"
+    sources = [_source(module) for module in {cls.__module__: None for cls in classes}]
+    if any(_FOUR_ROWS in source for source in sources):
+        return "axes"
+    counts_ids = any("def create_position_ids_from_input_ids" in source for source in sources)
+    return "padding_idx" if counts_ids and config_of(model).model_type not in _COUNTS_PLACES else "places"
+
+
+_FOUR_ROWS = "position_ids.shape[0] == 4"
+# Its protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
+_COUNTS_PLACES = frozenset({"evolla"})
+# Counted from 2 whatever the pad id is: modeling_nystromformer.py:60, modeling_yoso.py:239, modeling_mra.py:477,
+# and modeling_mpnet.py:61 (`self.padding_idx = 1`).
+_FIRST_POSITION = dict.fromkeys(("nystromformer", "yoso", "mra", "mpnet"), 2)
+
+
+def first_position(model: Any) -> int:
+    """The position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
+    config = text_config(config_of(model))
+    if config.model_type in _FIRST_POSITION:
+        return _FIRST_POSITION[config.model_type]
+    return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
+
+
+def reads_dense_mask(model: Any) -> bool:
+    """Does the model take a dense mask [B, 1, S, S] as it is: bool, True = attended, on sdpa; additive on eager?
+
+    So do those that build theirs with transformers' masking_utils.py (:833-846), and before 5.0 with the helper below. Of
+    the others most raise, and some read it the other way round in silence (XGLM, MPT in 4.57: 1 = attended, on eager).
+    """
+    sources = [_source(cls.__module__) for cls in _classes(unwrap(model))]
+    return any(name in source for source in sources for name in ("masking_utils", _HELPER))
+
+
+_HELPER = "_prepare_4d_causal_attention_mask_with_cache_position"
+
+
+def _classes(model: Any) -> list[type]:
+    """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
+    if not is_transformers(model):
+        configs = {id(config): config for config in (model, text_config(model))}.values()
+        classes = [cls for config in configs for cls in _classes_of(config.__class__)]
+        if not classes:
+            got = f"{type(model).__name__}, which has no class there"
+            raise CollateError(explain("model", got, _READ, "Pass the model itself."))
+        return classes
+    parts = [type(part) for part in model.modules() if is_transformers(part) and "input_ids" in _parameters(type(part))]
+    takes = _parameters(type(model)).values()
+    passes_on = any(each.kind is each.VAR_KEYWORD or each.name == "position_ids" for each in takes)
+    return [type(model), *parts] if passes_on else [type(model)]
+
+
+@cache
+def _classes_of(config_class: Any) -> list[type]:
+    """transformers' own classes for this config: its base model and its language models."""
+    try:
+        from transformers.models.auto import modeling_auto as auto
+
+        names = ("MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING")
+        found = [getattr(auto, name).get(config_class, None) for name in names]
+    except ImportError as error:
+        raise CollateError(explain("model", f"{config_class.__name__}, {error}", _READ, "Pass the model itself.")) from None
+    return [cls for each in found if each for cls in (each if isinstance(each, (list, tuple)) else [each])]
+
+
+_READ = "How a model counts positions is read from the code of its class in transformers."
+
+
+def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(cls.forward).parameters
+
+
+@cache
+def _source(module: str) -> str:
+    return inspect.getsource(sys.modules[module])

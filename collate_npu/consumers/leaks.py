@@ -1,0 +1,116 @@
+"""Where padding reaches the tokens of a transformers model although its mask is right, and why: to be refused, in a word.
+
+Measured on every hybrid family, and every causal and masked family that builds tiny, of transformers 5.23 and 4.57.1.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+from collate_npu.consumers.forwards import position_rule
+from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, transformers_version, windows
+
+MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
+    "recurrent_gemma": (
+        None,
+        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
+    ),
+    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
+    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
+    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
+    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
+}
+"""Model type -> (first transformers release that masks its recurrent layers, or None; why earlier ones do not)."""
+
+
+def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, longest: int = sys.maxsize) -> str:
+    """Why padding after, before or between the tokens of a row changes them; "" where a right 2D mask keeps it out.
+
+    `model` is a module or a config, `longest` the longest row with its holes: a window that no row fills is not cut
+    short by one. Not told here: positions (`position_rule`), and the mask of a single row before transformers 5.15.
+    """
+    config = config_of(model)
+    text = text_config(config)
+    names = {getattr(config, "model_type", ""), getattr(text, "model_type", ""), *layer_kinds(text)}
+    recurrent = needs_mask_2d(text)
+    reasons = [_found(_MIXING, names)]
+    if where != "right":
+        reasons += [_ignoring(names), _bias_leak(text) if recurrent else "", _found(_COUNTING_PLACES, names)]
+        reasons += [_NO_POSITIONS if names & _ABSOLUTE and position_rule(model) == "none" else ""]
+    if where == "holes":
+        sizes = [size for size in windows(text) if size < longest]
+        reasons += [_DECAY if recurrent else "", _CUT.format(sizes[0]) if sizes else "", _found(_COUNTING_HOLES, names)]
+    return next(filter(None, reasons), "")
+
+
+def _found(table: dict[str, str], names: set[str]) -> str:
+    return next((why for name, why in table.items() if name in names), "")
+
+
+def _ignoring(names: set[str]) -> str:
+    found = (MODELS_IGNORING_MASK[name] for name in names if name in MODELS_IGNORING_MASK)
+    return next((why for mended, why in found if mended is None or transformers_version() < mended), "")
+
+
+def _bias_leak(config: Any) -> str:
+    """Masked tokens enter these projections as zeros and leave them as the bias; behind the scan one does no harm."""
+    harmless = "mamba_proj_bias" if config.model_type == "nemotron_h" else ""
+    fields = [name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name != harmless]
+    return (
+        f"with {fields[0]}=True the projection into its recurrent layers turns masked padding into its bias"
+        if fields
+        else ""
+    )
+
+
+# mamba, mamba2, falcon_mamba, nemotron_h; bamba, falcon_h1, granitemoehybrid, jamba, zamba; lfm2, lfm3; zamba2. The bias of
+# the convolution alone (use_conv_bias, mamba_conv_bias) is masked again behind it (5.23 modeling_mamba.py:375, 431).
+_PROJECTION_BIASES = ("use_bias", "mamba_proj_bias", "conv_bias", "add_bias_linear")
+_BIAS = "with {}=True the projection into its recurrent layers turns masked padding into its bias"
+_DECAY = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
+_CUT = "its window of {} counts places, those of a hole included"
+
+# By model type or kind of layer, transformers 5.23.
+_MIXING = {
+    "canine": "it convolves neighbouring characters, padding or not (modeling_canine.py:187)",
+    "convbert": "it convolves neighbouring tokens, padding or not (modeling_convbert.py:191)",
+    "cpmant": "it tells padding by the id 0 alone (modeling_cpmant.py:605)",
+    "fnet": "its Fourier transform runs over the whole width (modeling_fnet.py:145)",
+    "funnel": "it pools every two places into one (modeling_funnel.py:253)",
+    "mobilebert": "its embeddings take in the neighbours of a token, padding or not (modeling_mobilebert.py:123)",
+    "nystromformer": "its landmarks are means over the whole width (modeling_nystromformer.py:182)",
+    "prophetnet": "the offsets of its second stream are counted from the width (modeling_prophetnet.py:44)",
+    "yoso": "its attention hashes and convolves the whole width (modeling_yoso.py:347)",
+}
+_COMPRESSES = "it compresses every few places into one key, padding or not (modeling_deepseek_v4.py:419-431)"
+_COUNTING_PLACES = {
+    "compressed_sparse_attention": _COMPRESSES,
+    "heavily_compressed_attention": _COMPRESSES,
+    "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
+}
+# Learned or sinusoidal positions by place. distilbert takes position_ids in 5.x; the others never do.
+_ABSOLUTE = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "distilbert", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"}
+)
+_NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
+_DISTANCE = "the distance between two tokens is counted in places, those of a hole included"
+_COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)
+
+
+def width_dependence(model: Any) -> int | None:
+    """The longest sequence whose attention does not depend on the width of the tensor, padded or not; None: any length.
+
+    An indexer keeps the best `index_topk` keys; ReLU makes many scores exactly zero where it has few heads, and which of
+    equal scores win depends on how many there are. Measured on 5.23: with 2 heads every family moves, with 8 none.
+    Source: modeling_deepseek_v32.py:228-241, modeling_glm5_next.py:863-889.
+    """
+    config = text_config(config_of(model))
+    if (heads := getattr(config, "index_n_heads", None)) is None or heads >= _HEADS_WITHOUT_TIES:
+        return None
+    rates = getattr(config, "compress_rates", None) or {}
+    topk = getattr(config, "index_topk", None)
+    return None if topk is None else topk * int(rates.get("compressed_sparse_attention", 1))
+
+
+_HEADS_WITHOUT_TIES = 8

@@ -1,0 +1,134 @@
+"""What a config or a module tells, on stand-ins: who reads its batches, what is inside a wrapper, which windows it has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from collate_npu import UnsupportedFormError
+from collate_npu.consumers.models import attention_windows, config_of, consumer_of, pattern_of, unwrap, windows
+
+
+def class_of(package, name, *bases):
+    return type(name, (*bases, nn.Module), {"__module__": f"{package}.some.file"})
+
+
+HF = class_of("transformers", "PreTrainedModel")
+STACKS = {
+    "transformers": HF,
+    "megatron": class_of("megatron", "MegatronModule"),
+    "torchtitan": class_of("torchtitan", "Decoder"),
+}
+
+
+class Wrapper(nn.Module):
+    """Like DDP: the model is its `module`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class Peft(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_stack_is_told_by_the_classes_a_module_derives_from(stack):
+    model = class_of("users", "Mine", STACKS[stack])()
+    for wrapped in (model, Wrapper(model), Wrapper(Wrapper(model)), torch.compile(model), Wrapper(torch.compile(model))):
+        assert consumer_of(wrapped) == stack
+        assert unwrap(wrapped) is model
+    assert consumer_of(Peft(Wrapper(model))) == stack
+    assert consumer_of(torch.compile(Wrapper(Peft(model)))) == stack
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(nn.Linear(2, 2), Wrapper(nn.Linear(2, 2)), SimpleNamespace(model_type="llama"), "llama", None, [HF()]),
+        *(class_of("transformers", "PushToHubMixin")(), class_of("users", "PreTrainedModel")()),
+    ],
+)
+def test_what_no_stack_runs_names_no_consumer(other):
+    assert consumer_of(other) is None
+
+
+def test_a_wrapper_of_megatron_is_megatrons_and_hides_nothing():
+    Module = STACKS["megatron"]
+    model = class_of("users", "GPTModel", Module)()
+    model.config = SimpleNamespace(hidden_size=8)
+    wrapped = class_of("megatron", "Float16Module", Module)()
+    wrapped.module = model
+    assert consumer_of(wrapped) == "megatron"
+    assert config_of(wrapped) is model.config
+
+
+def config(**fields):
+    return SimpleNamespace(**fields)
+
+
+SLIDING = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (config(), {"": None}),
+        (config(sliding_window=8), {"": 8}),  # mistral
+        (config(sliding_window=8, use_sliding_window=False), {"": None}),  # qwen3_moe
+        (config(sliding_window=None), {"": None}),
+        (config(layer_types=["full_attention"], sliding_window=8), {"full_attention": None}),  # dots1
+        (config(layer_types=SLIDING, sliding_window=8), {"full_attention": None, "sliding_attention": 8}),
+        (config(layer_types=["chunked_attention"], attention_chunk_size=16), {"chunked_attention": 16}),
+        (config(layer_types=["sliding_attention"], local_attention=128), {"sliding_attention": 64}),  # modernbert
+        (config(layer_types=["linear_attention", "sliding_attention"], attention_window_size=9), {"sliding_attention": 9}),
+        (config(text_config=config(sliding_window=8)), {"": 8}),
+    ],
+)
+def test_windows_are_those_of_the_layers_that_use_them(given, expected):
+    assert attention_windows(given) == expected
+    assert windows(given) == tuple(size for size in expected.values() if size)
+
+
+def test_layers_of_one_kind_with_two_windows_have_no_mapping():
+    class PerLayer(SimpleNamespace):
+        """transformers 5.23 refuses to read a field that layers differ in from the whole config."""
+
+        @property
+        def sliding_window(self):
+            raise RuntimeError("'sliding_window' is a per-layer attribute")
+
+    layers = [config(sliding_window=size) for size in (8, None, 4)]
+    given = PerLayer(layer_types=SLIDING, per_layer_config=layers)
+    assert windows(given) == (4, 8)
+    with pytest.raises(UnsupportedFormError, match="sliding_attention with windows"):
+        attention_windows(given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [([True, True], "causal"), ([False], "bidirectional"), ([True, False], None), ([], None), ([None, True], "causal")],
+)
+def test_a_pattern_is_told_only_where_every_layer_says_the_same(flags, said):
+    model = HF()
+    for number, flag in enumerate(flags):
+        layer = nn.Module()
+        layer.is_causal = flag
+        model.add_module(f"layer{number}", layer)
+    assert pattern_of(model) == said
+    assert pattern_of(Wrapper(model)) == said
+
+
+def test_a_module_of_no_stack_says_no_pattern():
+    layer = nn.Module()
+    layer.is_causal = True
+    assert pattern_of(layer) is None
