@@ -75,10 +75,13 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, ignore_ind
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
     """Ignore the labels of padding, and the first of every sequence: alone, no token precedes it, so nothing predicts it.
 
-    A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet.
+    A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet: the shift drops column 0, whose
+    labels stay.
     """
     ids_BS = segments.ids.to(labels.device)
-    return labels.masked_fill((ids_BS != pad(ids_BS[:, :-1], (1, 0))) | (ids_BS == 0), ignore_index)
+    ignored_BS = ids_BS == 0
+    ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]
+    return labels.masked_fill(ignored_BS, ignore_index)
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:

@@ -18,6 +18,7 @@ PACKAGE = Path(collate_npu.__file__).parent
 ORDER = (
     ("errors",),
     ("keys",),
+    ("host",),
     ("segments",),
     ("masks",),
     ("outputs", "parallel", "kernels"),
@@ -86,9 +87,9 @@ def test_collating_and_adapting_load_no_framework():
     code = """
 import sys, json, types
 from collate_npu import *
-from collate_npu.consumers.route import CONSUMERS
+from collate_npu.consumers.consumer import consumers
 model = types.SimpleNamespace(layer_types=["full_attention"])
-for consumer in [None, *(name for name in CONSUMERS if name not in ("torchtitan", "mindspeed", "transformer_engine"))]:
+for consumer in [None, *(name for name in consumers() if name not in ("torchtitan", "mindspeed", "transformer_engine"))]:
     collator = PaddingCollator(pad_token_id=0, consumer=consumer, model=model, padding_side="left")
     collator([{"input_ids": [1]}, {"input_ids": [1, 2]}])
 print(json.dumps(sorted(sys.modules)))

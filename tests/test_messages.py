@@ -23,9 +23,10 @@ from collate_npu import (
     derive_segments,
 )
 from collate_npu.errors import explain, explain_rows, shape_of
+from collate_npu.keys import KEYS, TOKENS
 
 SEGMENTS = Segments.from_lengths([3, 5])
-COLLATE = PaddingCollator(pad_token_id=0)
+COLLATE = PaddingCollator(pad_token_id=0, keys={**KEYS, "weights": TOKENS})
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 
 
@@ -110,10 +111,10 @@ input_ids of one sample is a list, array or tensor [L] of token ids.
 Drop the batch dimension; pass ids, not text.""",
     ),
     "mixed ndim of another key": (
-        lambda: COLLATE(ids([1, 2], [1, 2], mine=[np.ones(2), np.ones((2, 3))])),
+        lambda: COLLATE(ids([1, 2], [1, 2], weights=[np.ones(2), np.ones((2, 3))])),
         CollateError,
         """\
-mine: 2 bad rows.
+weights: 2 bad rows.
   row 0: got values of shape []
   row 1: got values of shape [3]
 All rows of a key have the same number of dimensions, and equal trailing ones.
@@ -147,7 +148,8 @@ Look for inf - inf or 0 * inf where it was built.""",
         lambda: derive_segments(torch.ones(2048, 2048, dtype=torch.bool).triu(1)),
         AmbiguousMaskError,
         "attention_mask: got bool [2048, 2048]. It is torch_npu's compressed causal triangle, which holds no padding, "
-        "or 2048 tokens without padding. Carry attention_mask_2d (or the lengths) from the collator and derive from that.",
+        "or 2048 tokens without padding. Carry attention_mask_2d (with segment_ids, where rows are packed) from the "
+        "collator beside it.",
     ),
     "4D already split for context parallelism": (
         lambda: derive_segments(dense(Segments.from_lengths([3, 8]), rows=[0, 1, 6, 7])),
@@ -159,13 +161,13 @@ Look for inf - inf or 0 * inf where it was built.""",
         lambda: derive_segments(SEGMENTS.keep, keep=Segments.from_lengths([4, 5]).keep),
         CollateError,
         """\
-attention_mask_2d: 1 bad row.
-  row 0: got 4 real tokens, not 3
+attention_mask: 1 bad row.
+  row 0: got 3 real tokens, not 4
 It disagrees with the other mask of the same batch about which tokens are real.
 Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths.""",
     ),
     "no mask at all": (
-        lambda: BatchAdapter(HYBRID)({"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}),
+        lambda: BatchAdapter(HYBRID, consumer="megatron")({"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}),
         AmbiguousMaskError,
         "batch: got keys input_ids, labels. No key says which tokens are padding: no mask may mean no padding, "
         "or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it).",
@@ -175,13 +177,13 @@ Alignment padding is padding in both; remove the wrong one, or rebuild both from
         UnsupportedFormError,
         "attention_mask: got Segments(B=2, S=2, lengths=[1, 2], padding='left'). MindSpeed's flash kernel runs a "
         "compressed causal triangle, and here padding stands on the left, so real tokens would attend it. "
-        "Pad right with one sequence a row, use padding_free=True, or set attention_mask_type=general.",
+        "Pad right with one sequence a row, or use padding_free=True.",
     ),
     "a dense mask too large": (
         lambda: dense(Segments.from_lengths([1 << 17])),
         UnsupportedFormError,
         "dense mask: got 16.00 GiB ([1, 1, 131072, 131072]). The limit max_mask_bytes is 4.00 GiB. "
-        "Use None where none_is_exact, varlen(), block_mask(), a slice of rows, or raise the limit.",
+        "Use None where none_is_exact, varlen(), a slice of rows, or raise the limit.",
     ),
     "a key that some samples lack": (
         lambda: COLLATE([{"input_ids": [1], "mine": 1}, {"input_ids": [1]}]),

@@ -33,7 +33,6 @@ from collate_npu.host import whole_number
 from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
-from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments, Side
 
 Features = Sequence[Mapping[str, Any]]
@@ -143,8 +142,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     batch = with_offsets(batch, segments)
     labels = batch.get("labels")
     if labels is not None and predicts_next(collator) and not labels.is_floating_point():
-        ignored = ignore_first_labels(labels, segments, ignore_index=collator.separator_id)
-        batch["labels"] = torch.where(segments.keep, ignored, labels)
+        labels[0, [start for _, start, _ in segments.spans]] = collator.separator_id
     return batch, segments
 
 

@@ -157,6 +157,10 @@ class Consumer:
     """Does the model count positions by itself, where they are left out?"""
     source: str
 
+    def __reduce__(self) -> Any:
+        """By name, for collators that go to workers: what a file of this folder holds is there too."""
+        return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
+
     def route(self, case: Case) -> Route:
         """The one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
         for refusal in self.refuses:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
+from collate_npu.consumers import models
 from collate_npu.consumers.forwards import position_rule
-from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, transformers_version, windows
+from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, windows
 
 MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
     "recurrent_gemma": (
@@ -40,7 +41,11 @@ def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, l
         reasons += [_NO_POSITIONS if names & _ABSOLUTE and position_rule(model) == "none" else ""]
     if where == "holes":
         sizes = [size for size in windows(text) if size < longest]
-        reasons += [_DECAY if recurrent else "", _CUT.format(sizes[0]) if sizes else "", _found(_COUNTING_HOLES, names)]
+        reasons += [
+            HOLE_IN_A_STATE if recurrent else "",
+            _CUT.format(sizes[0]) if sizes else "",
+            _found(_COUNTING_HOLES, names),
+        ]
     return next(filter(None, reasons), "")
 
 
@@ -50,12 +55,12 @@ def _found(table: dict[str, str], names: set[str]) -> str:
 
 def _ignoring(names: set[str]) -> str:
     found = (MODELS_IGNORING_MASK[name] for name in names if name in MODELS_IGNORING_MASK)
-    return next((why for mended, why in found if mended is None or transformers_version() < mended), "")
+    return next((why for mended, why in found if mended is None or models.transformers_version() < mended), "")
 
 
 def _bias_leak(config: Any) -> str:
     """Masked tokens enter these projections as zeros and leave them as the bias; behind the scan one does no harm."""
-    harmless = "mamba_proj_bias" if config.model_type == "nemotron_h" else ""
+    harmless = "mamba_proj_bias" if getattr(config, "model_type", "") == "nemotron_h" else ""
     fields = [name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name != harmless]
     return (
         f"with {fields[0]}=True the projection into its recurrent layers turns masked padding into its bias"
@@ -67,8 +72,7 @@ def _bias_leak(config: Any) -> str:
 # mamba, mamba2, falcon_mamba, nemotron_h; bamba, falcon_h1, granitemoehybrid, jamba, zamba; lfm2, lfm3; zamba2. The bias of
 # the convolution alone (use_conv_bias, mamba_conv_bias) is masked again behind it (5.23 modeling_mamba.py:375, 431).
 _PROJECTION_BIASES = ("use_bias", "mamba_proj_bias", "conv_bias", "add_bias_linear")
-_BIAS = "with {}=True the projection into its recurrent layers turns masked padding into its bias"
-_DECAY = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
+HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
 _CUT = "its window of {} counts places, those of a hole included"
 
 # By model type or kind of layer, transformers 5.23.

@@ -25,7 +25,7 @@ TEXT_KEY = "text_position_ids"
 def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> Tensor | None:
     """`position_ids` of this batch for this consumer; None where they are left out."""
     given = batch.get(KEY)
-    own = None if given is None or _derived(given, case) else host_tensor(KEY, given)
+    own = None if given is None or _derived(given, case) else given if isinstance(given, Tensor) else host_tensor(KEY, given)
     if not consumer.counts_positions:
         return own if own is not None or _needs_axes(case, batch) else case.segments.position_ids
     if case.model.positions == "axes" and (case.padding_free or not case.plain):

@@ -6,13 +6,15 @@ Rules depend on the release installed (4.57 to 5.23 were read and run) and on th
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
+from collate_npu.consumers import models
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.leaks import why_padding_leaks, width_dependence
-from collate_npu.consumers.models import layer_kinds, transformers_version, windows
+from collate_npu.consumers.leaks import HOLE_IN_A_STATE, why_padding_leaks, width_dependence
+from collate_npu.consumers.models import layer_kinds, windows
 from collate_npu.masks.patterns import Pattern
 
 
@@ -44,7 +46,7 @@ def _on(*implementations: str) -> Any:
 
 def _flat_state(case: Case) -> bool:
     flat = case.padding_free and case.recurrent and case.segments.packed
-    return flat and transformers_version() < (5, 20)
+    return flat and models.transformers_version() < (5, 20)
 
 
 def _leak(case: Case) -> str:
@@ -52,15 +54,16 @@ def _leak(case: Case) -> str:
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     holes, config = bool(case.segments.hole_rows), case.model.config
-    if config is None:
-        return "the state of a recurrent layer decays over the hole" if holes and case.recurrent else ""
     where: Literal["holes", "left", "right"] = "holes" if holes else "left" if case.inside else "right"
-    return why_padding_leaks(config, where, longest=case.segments.longest_span)
+    why = why_padding_leaks(
+        config or SimpleNamespace(model_type=case.model.model_type), where, longest=case.segments.longest_span
+    )
+    return why or (HOLE_IN_A_STATE if holes and case.recurrent else "")
 
 
 def _single_row(case: Case) -> bool:
     one_row = case.segments.shape[0] == 1 and case.inside
-    return not case.padding_free and case.recurrent and one_row and transformers_version() < (5, 15)
+    return not case.padding_free and case.recurrent and one_row and models.transformers_version() < (5, 15)
 
 
 def _width(case: Case) -> str:
@@ -86,7 +89,8 @@ def _lost_window(case: Case) -> str:
 
 
 def _unreadable(case: Case) -> str:
-    return "" if case.model.attn_implementation in ("sdpa", "eager", "flex_attention") else _needs_dense(case)
+    implementation, why = case.model.attn_implementation, _needs_dense(case)
+    return f"{why}, on {implementation}" if why and implementation not in ("sdpa", "eager", "flex_attention") else ""
 
 
 TRANSFORMERS = Consumer(

@@ -80,6 +80,7 @@ def ready_batch(
         out.setdefault("shift_labels", shift_labels(labels, segments))
     elif isinstance(labels, Tensor) and labels.ndim == 2:
         out["labels"] = ignore_first_labels(labels, segments)
+        out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
     device = batch["input_ids"].device if isinstance(batch.get("input_ids"), Tensor) else None

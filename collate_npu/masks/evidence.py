@@ -120,7 +120,7 @@ def _read_rows(attends_BQK: Bools, keep_BS: Bools | None) -> list[_Row]:
         elif keep_BS is not None and (real_S != keep_BS[b]).any():
             bad.append((b, f"{real_S.sum()} real tokens where the 2D mask has {keep_BS[b].sum()}"))
         else:
-            rows.append(_read_row(attends_QK, counts_Q, real_S))
+            rows.append(_read_row(attends_QK, counts_Q, real_S, keep_BS is None))
     if bad:
         raise UnexplainedError(bad)
     return rows
@@ -143,22 +143,23 @@ def _disagreement(used_K: Bools, real_S: Bools) -> str:
     return f"token {at} attends itself, but its key is used by no row that counts"
 
 
-def _read_row(attends_QK: Bools, counts_Q: Bools, real_S: Bools) -> _Row:
+def _read_row(attends_QK: Bools, counts_Q: Bools, real_S: Bools, fillers: bool) -> _Row:
     at = np.flatnonzero(real_S)
     ids = np.zeros(len(real_S), np.int32)
     ids[at] = 1 + np.concatenate([[0], np.cumsum(~attends_QK[at[1:], at[:-1]])])[: len(at)]
     first_Q, last_Q = _extent(attends_QK)
     place_Q = np.arange(len(real_S))
-    after_Q = counts_Q & ~real_S & (place_Q > at[0] if len(at) else False)
+    filler_Q = ~counts_Q if fillers else np.zeros_like(real_S)
+    after_Q = ~real_S & (place_Q > at[0] if len(at) else False)
     return _Row(
         real=real_S,
-        filler=~counts_Q,
+        filler=filler_Q,
         ids=ids,
         reach=int((place_Q - first_Q)[counts_Q].max(initial=0)),
         sees_future=bool((last_Q > place_Q)[real_S].any()),
         sees_all=bool(attends_QK.all()),
         last_sees_all=bool(attends_QK[-1].all()),
-        live_padding=bool(attends_QK[after_Q].any(axis=1).all()),
+        live_padding=bool((attends_QK.any(axis=1) & ~filler_Q)[after_Q].all()),
     )
 
 
@@ -252,7 +253,7 @@ def _refuse_inverted(attends_BQK: Bools, segments: Segments) -> None:
 
 def _refuse_unmasked_rows(rows: list[_Row], known: Known) -> None:
     """A producer that unmasks empty rows makes right padding by one, or a row of padding, equal to no padding at all."""
-    if len(rows[0].real) < 2:
+    if len(rows[0].real) < 2 and not known.unmasked_rows:
         return
     unmasks = known.unmasked_rows or any(row.filler.any() for row in rows)
     mixed = known.pattern is None and any(row.sees_all for row in rows) and not all(row.sees_all for row in rows)

@@ -66,7 +66,7 @@ def segments_from_batch(
     truth = _with_positions(batch, truth, (B, S), padding_free, bool(masks))
     for key, full in masks.items():
         if not _is_keys(full, (B, S)):
-            truth = _with_dense(key, full, truth, _parted_throughout(batch, (B, S)), B, polarity, declared)
+            truth = _with_dense(key, full, truth, _parted_throughout(batch, (B, S)), (B, S), polarity, declared)
     if truth is None:
         return _refuse_unknown(batch, padding_free)
     _check_positions(batch, truth.segments)
@@ -145,7 +145,7 @@ def _sources(
     batch: Mapping[str, Any], masks: Mapping[str, Tensor], shape: tuple[int, int], polarity: Polarity | None
 ) -> Iterator[_Truth]:
     if batch.get(SEGMENT_KEY) is not None:
-        yield _Truth(SEGMENT_KEY, Segments.from_ids(batch[SEGMENT_KEY]), True)
+        yield _Truth(SEGMENT_KEY, Segments.from_ids(host_array(SEGMENT_KEY, batch[SEGMENT_KEY])), True)
     if batch.get(KEEP_KEY) is not None:
         yield _keys_source(KEEP_KEY, host_tensor(KEEP_KEY, batch[KEEP_KEY]), "keep")
     for key, full in masks.items():
@@ -259,12 +259,16 @@ def _with_dense(
     full: Tensor,
     truth: _Truth | None,
     throughout: Segments | None,
-    B: int,
+    shape: tuple[int, int],
     polarity: Polarity | None,
     declared: Pattern | None,
 ) -> _Truth:
     """The truth with what a dense mask says of it; the mask must be that of the pattern."""
+    B, S = shape
     full = _one_head(key, full, polarity)
+    if full.shape[-1] != S:
+        rule = f"The tokens of the batch are {list(shape)} (rows, width)."
+        raise CollateError(explain(key, shape_of(full), rule, "Build them together, and split them together."))
     reading = _read(full, truth, throughout, B, polarity, declared)
     found = reading.pattern
     if declared is None and found is not None and found.reaches(reading.segments.longest_span):

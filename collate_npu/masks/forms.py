@@ -225,7 +225,8 @@ def mask_mod(
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = (ids[b, k] == owner[b, q]) & (ids[b, k] > 0)
-        return same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
+        attended: Tensor = same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
+        return attended
 
     return attends
 

@@ -65,7 +65,7 @@ class MaskValues:
     def read(self, polarity: Polarity) -> Bools:
         """True = attends, in the shape of the mask."""
         if polarity == "bias":
-            attends: Bools = self.array > self._threshold()
+            attends: Bools = self.array > (self._threshold() if self.additive else -np.inf)
             return attends
         equal: Bools = np.equal(self.array, polarity == "keep")
         return equal

@@ -21,6 +21,7 @@ from collate_npu import (
     dense,
     none_is_exact,
 )
+from collate_npu.keys import KEYS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -215,7 +216,7 @@ def test_unknown_and_vision_keys_strings_and_none():
         },
         {"input_ids": [3], "mine": [2.5], "text": "c", "score": 2, "tags": ["y", "z"], "nothing": None},
     ]
-    batch = PaddingCollator(tokenizer(padding_side="left"))(features)
+    batch = PaddingCollator(tokenizer(padding_side="left"), keys={**KEYS, "mine": TOKENS})(features)
     assert batch["mine"].tolist() == [[0.5, 1.5], [0.0, 2.5]]
     assert batch["text"] == ["ab", "c"]
     assert batch["score"].tolist() == [1, 2]
@@ -244,8 +245,9 @@ def test_positions_of_the_samples_stay():
         {"input_ids": [3], "position_ids": np.ones((3, 1), int)},
     ]
     assert PaddingCollator(tokenizer())(axes)["position_ids"].tolist() == [[[1, 1], [1, 0]]] * 3
-    with pytest.raises(UnsupportedFormError, match="Multi-axis positions"):
-        PaddingCollator(padding_free=True)(axes)
+    flat = PaddingCollator(padding_free=True)(axes)
+    assert flat["position_ids"].tolist() == [[[1, 1, 1]]] * 3
+    assert flat["text_position_ids"].tolist() == [[0, 1, 0]]
 
 
 def test_labels_of_a_classifier():

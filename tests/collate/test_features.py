@@ -12,6 +12,7 @@ from hypothesis import given
 
 from collate_npu import CollateError
 from collate_npu.collate.features import read_features
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
 
 def kinds(*features):
@@ -25,10 +26,10 @@ def test_samples_are_read_as_they_tell(features):
     assert samples.lengths == [len(feature["input_ids"]) for feature in features]
     assert set(samples.columns) == {"input_ids", "labels", "loss_scale"}
     assert set(samples.kinds.values()) == {"tokens"}
-    if samples.ids is None:
+    if samples.segment_ids is None:
         assert not {"attention_mask", "seq_lengths"} & set(features[0])
     else:
-        assert [row.tolist() for row in samples.ids] == truth
+        assert [row.tolist() for row in samples.segment_ids] == truth
 
 
 def test_the_first_key_is_input_ids():
@@ -43,16 +44,37 @@ def test_mappings_that_are_no_dicts_are_features():
 # --- kinds of keys
 
 
-def test_unknown_numbers_of_the_row_s_length_in_all_rows_are_per_token():
-    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0]})["x"] == "tokens"
-    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0, 4.0]})["x"] == "values"
-    assert kinds({"input_ids": [1, 2], "x": np.ones((2, 3))})["x"] == "tokens"
-    assert kinds({"input_ids": [1, 2], "x": [[1], [2]]})["x"] == "tokens"
+@pytest.mark.parametrize("lengths", [(2, 2), (3, 3), (3, 2), (3,), (2, 3, 3)])
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("labels", [0.0, 1.0, 0.0], "targets"),
+        ("vector", [0.5, 1.0, 0.0], "sample"),
+        ("position_ids", np.zeros((3, 3), int), "axes"),
+        ("position_ids", [[0, 1, 2]] * 3, "axes"),
+        ("pixel_values", np.zeros((3, 4, 4)), "vision"),
+        ("image_sizes", [4, 4, 4], "vision"),
+        ("image_grid_thw", [1, 2, 2], "vision"),
+    ],
+)
+def test_what_a_key_is_does_not_depend_on_the_lengths_of_a_batch(key, value, kind, lengths):
+    """Three classes, three axes, three channels, in batches whose rows have three tokens or not."""
+    rows = [{"input_ids": [1] * n, key: value if kind != "axes" else np.asarray(value)[:, :1].repeat(n, 1)} for n in lengths]
+    assert kinds(*rows)[key] == kind
+
+
+def test_keys_nobody_listed_are_listed_by_the_caller():
+    rows = [{"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0]}]
+    with pytest.raises(CollateError, match=r"x: 2 bad rows(.|\n)*keys=\{\*\*KEYS, 'x': TOKENS\}"):
+        kinds(*rows)
+    assert read_features(rows, keys={**KEYS, "x": TOKENS}).kinds["x"] == "tokens"
+    assert read_features(rows, keys={**KEYS, "x": SAMPLE}).kinds["x"] == "sample"
+    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0, 4.0]})["x"] == "sample"
 
 
 @pytest.mark.parametrize("value", [["a", "b"], "ab", {"a": 1, "b": 2}, 3, np.array(["a", "b"]), [None, None]])
 def test_what_is_no_row_of_numbers_is_a_value(value):
-    assert kinds({"input_ids": [1, 2], "x": value})["x"] == "values"
+    assert kinds({"input_ids": [1, 2], "x": value})["x"] == "sample"
 
 
 def test_vision_keys_and_axes():
@@ -62,9 +84,9 @@ def test_vision_keys_and_axes():
 
 
 def test_labels_of_a_sample():
-    assert kinds({"input_ids": [1, 2], "label": 1})["labels"] == "values"
+    assert kinds({"input_ids": [1, 2], "label": 1})["labels"] == "sample"
     assert kinds({"input_ids": [1, 2], "label_ids": [1, 2]})["labels"] == "tokens"
-    assert kinds({"input_ids": [1, 2], "labels": [0.5, 0.5, 1.0]})["labels"] == "values"
+    assert kinds({"input_ids": [1, 2], "labels": [0.5, 0.5, 1.0]})["labels"] == "targets"
 
 
 def test_a_key_that_is_none_in_every_sample_is_no_key():
@@ -105,19 +127,19 @@ def test_nested_ids_are_refused():
     ],
 )
 def test_a_sample_s_own_truth(feature, ids):
-    (found,) = read_features([{"input_ids": [5, 5, 5], **feature}]).ids
+    (found,) = read_features([{"input_ids": [5, 5, 5], **feature}]).segment_ids
     assert found.tolist() == ids
 
 
 def test_no_truth_but_the_length():
-    assert read_features([{"input_ids": [0, 0, 0]}]).ids is None
+    assert read_features([{"input_ids": [0, 0, 0]}]).segment_ids is None
 
 
 def test_rows_without_tokens_are_allowed_if_asked():
     features = [{"input_ids": []}, {"input_ids": [1]}]
     assert read_features(features, allow_empty=True).lengths == [0, 1]
     masked = [{"input_ids": [1], "attention_mask": [0]}]
-    assert read_features(masked, allow_empty=True).ids[0].tolist() == [0]
+    assert read_features(masked, allow_empty=True).segment_ids[0].tolist() == [0]
     for bad in (features, masked):
         with pytest.raises(CollateError, match="row 0: got no tokens"):
             read_features(bad)
@@ -134,7 +156,7 @@ def tokens(*lengths, **columns):
     ("features", "told"),
     [
         ([], "features: got no samples"),
-        ([[1, 2]], "features: got a list"),
+        ([[1, 2]], "features: 1 bad row.\n  row 0: got a list"),
         ([{"x": 1}], "input_ids: 1 bad row.\n  row 0: got nothing"),
         ([{"input_ids": "text"}], "row 0: got str []"),
         ([{"input_ids": 3}, {"input_ids": torch.zeros(1, 2)}], "row 0: got int []\n  row 1: got float32 [1, 2]"),

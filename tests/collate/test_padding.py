@@ -10,17 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collate_npu import CollateError, Segments, unpad
+from collate_npu.collate import padding
 from collate_npu.collate.padding import (
     STRUCT_LIMIT,
     check_lengths,
     concatenate_values,
-    flatten_rows,
     is_ragged,
     pad_positions,
-    pad_rows,
     round_up,
     stack_values,
 )
+from collate_npu.keys import KEYS, SAMPLE
+
+
+def pad_rows(key, rows, **settings):
+    return padding.pad_rows(key, rows, whole=KEYS.get(key, SAMPLE).whole, **settings)
+
+
+def flatten_rows(key, rows, **settings):
+    return padding.flatten_rows(key, rows, whole=KEYS.get(key, SAMPLE).whole, **settings)
+
 
 whole_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4)
 float_rows = st.lists(st.lists(st.floats(width=32, allow_nan=False), max_size=6), min_size=1, max_size=4)

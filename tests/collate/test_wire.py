@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 
 from collate_npu import CollateError, Segments, UnsupportedFormError, dense, none_is_exact
-from collate_npu.collate.wire import check_mode, emit, ignore_labels, offsets
+from collate_npu.collate.wire import check_mode, finish_batch, ignore_labels, offsets
+from collate_npu.keys import KEYS
 
 MODES = ("auto", "none", "4d", "2d", "omit")
 
@@ -23,6 +24,7 @@ def collator(**settings):
         "label_pad_token_id": -100,
         "labels_shifted": False,
         "max_mask_bytes": 1 << 30,
+        "keys": KEYS,
         "_adapter": None,
     }
     return SimpleNamespace(**{**defaults, **settings})
@@ -37,11 +39,13 @@ def test_modes_without_a_consumer(attention):
         batch = {"input_ids": segments.ids}
         if mode == "none" and not exact:
             with pytest.raises(UnsupportedFormError, match="attention_mask='none' was asked for"):
-                emit(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
+                finish_batch(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
             continue
-        out = emit(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
+        out = finish_batch(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
         assert torch.equal(out["attention_mask_2d"], segments.keep)
-        assert list(out) == ["input_ids", *(["attention_mask"] if mode != "omit" else []), "attention_mask_2d"]
+        parted = ["segment_ids"] if segments.packed or segments.empty_rows else []
+        assert list(out) == ["input_ids", *(["attention_mask"] if mode != "omit" else []), "attention_mask_2d", *parted]
+        assert not parted or torch.equal(out["segment_ids"], segments.ids)
         if mode == "2d":
             assert torch.equal(out["attention_mask"], segments.keep)
         elif mode == "4d" or (mode == "auto" and not exact):
@@ -53,13 +57,13 @@ def test_modes_without_a_consumer(attention):
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_free_rows_carry_no_mask(mode):
     segments = Segments.from_lengths([[3, 5]])
-    out = emit(collator(attention_mask=mode), {"attention_mask_2d": segments.keep}, segments, padding_free=True)
+    out = finish_batch(collator(attention_mask=mode), {"attention_mask_2d": segments.keep}, segments, padding_free=True)
     assert out == ({} if mode == "omit" else {"attention_mask": None})
 
 
 def test_the_byte_limit_reaches_the_mask():
     with pytest.raises(UnsupportedFormError, match="max_mask_bytes"):
-        emit(collator(attention_mask="4d", max_mask_bytes=8), {}, Segments.from_lengths([3]), padding_free=False)
+        finish_batch(collator(attention_mask="4d", max_mask_bytes=8), {}, Segments.from_lengths([3]), padding_free=False)
 
 
 def test_offsets_come_together():

@@ -205,7 +205,7 @@ def test_a_declared_polarity_is_needed_where_nothing_is_masked():
 
     with pytest.raises(PolarityError):
         wrap_collator(full)(samples(3, 3))
-    assert wrap_collator(full, polarity="keep")(samples(3, 3))["attention_mask_2d"].all()
+    assert wrap_collator(full, polarity="keep", pattern="bidirectional")(samples(3, 3))["attention_mask_2d"].all()
 
 
 @pytest.mark.parametrize("mode", ["auto", "none", "4d", "2d", "omit"])

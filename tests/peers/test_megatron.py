@@ -288,7 +288,7 @@ def test_the_loop_without_any_framework(model):
     """The same collator, `BatchAdapter` instead of `gpt_batch`, the way back with `last_token`."""
     collator = PaddingCollator(pad_token_id=PAD, padding_side="left")
     adapter = BatchAdapter(model, consumer="megatron")
-    inputs, segments = adapter.prepare(collator(samples(*LENGTHS)))
+    inputs, segments = adapter.with_segments(collator(samples(*LENGTHS)))
     inputs.pop("labels")
     last = last_token(model(**inputs), segments)
     for b, row in enumerate(samples(*LENGTHS)):

@@ -9,10 +9,22 @@ import pytest
 import torch
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
+from collate_npu.consumers import consumer as room
+from collate_npu.consumers.consumer import Model, consumers
 from collate_npu.consumers.models import config_of, family_needs_mask_2d, layer_masks, text_config
-from collate_npu.consumers.route import CONSUMERS, route
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
+CONSUMERS = consumers()
+
+
+def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=False, aux_loss=False, config=None, **model):
+    """`route` of a model that is described in words."""
+    if aux_loss:
+        config = SimpleNamespace(output_router_logits=True, layer_types=[])
+    known = Model(config=config, needs_mask_2d=needs_2d, **model)
+    return room.route(consumer, segments, model=known, pattern=pattern, padding_free=padding_free)
+
+
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
 PACKED = Segments.from_lengths([[3, 2], [5]])
@@ -25,8 +37,8 @@ SLIDING = Pattern.sliding(2)
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
     consumer = CONSUMERS[name]
-    assert consumer.attention_mask
-    assert consumer.padding
+    assert all(form.reads for form in consumer.forms)
+    assert all(refusal.of and refusal.remedy for refusal in consumer.refuses)
     assert ".py" in consumer.source or "generate_mask" in consumer.source
 
 
@@ -54,7 +66,7 @@ def test_routes_are_total(consumer):
             assert not padding_free
         else:
             assert chosen.why
-            assert not (padding_free and (chosen.mask_2d or chosen.form != "none"))
+            assert not (padding_free and (chosen.keeps_mask_2d or chosen.form != "none"))
 
 
 def form(consumer, segments, **settings):
@@ -96,14 +108,14 @@ def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
     ],
 )
 def test_who_keeps_attention_mask_2d(consumer, plain, recurrent):
-    assert route(consumer, RIGHT).mask_2d == plain
-    assert route(consumer, RIGHT, needs_2d=True).mask_2d == recurrent
-    assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).mask_2d
+    assert route(consumer, RIGHT).keeps_mask_2d == plain
+    assert route(consumer, RIGHT, needs_2d=True).keeps_mask_2d == recurrent
+    assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).keeps_mask_2d
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_recurrent_layers_never_get_packed_rows(consumer):
-    with pytest.raises(UnsupportedFormError, match=r"several sequences in rows \[0\]"):
+    with pytest.raises(UnsupportedFormError, match=r"rows \[0\] hold several sequences"):
         route(consumer, PACKED, needs_2d=True)
 
 
@@ -170,7 +182,7 @@ def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
     assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
     assert form("megatron", LEFT, **settings) == "masked"
     monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (4, 57))
-    with pytest.raises(UnsupportedFormError, match=f"reaches the state of {model_type}.*Pad right"):
+    with pytest.raises(UnsupportedFormError, match=r"Padding there changes the real tokens of this model: its.*Pad right"):
         route("transformers", LEFT, **settings)
 
 
