@@ -65,8 +65,10 @@ def _attends(segments: Segments, pattern: Pattern) -> Callable[[Tensor, Tensor],
 
     def attends(queries: Tensor, keys: Tensor) -> Tensor:
         row_Q1, row_W = queries[:, None] // S, keys // S
-        row = row_Q1[:1] if bool((row_Q1 == row_Q1[0]).all()) else row_Q1
-        return within_a_row(row, row, queries[:, None] % S, keys % S) & (row_Q1 == row_W)
+        one_row = bool((row_Q1 == row_Q1[0]).all()) and bool((row_W == row_Q1[0]).all())
+        row = row_Q1[:1] if one_row else row_Q1
+        attended_QW = within_a_row(row, row, queries[:, None] % S, keys % S)
+        return attended_QW if one_row else attended_QW & (row_Q1 == row_W)
 
     return attends
 
@@ -99,7 +101,7 @@ def _differences(call: Call, truth: Truth, S: int) -> Iterator[str]:
             at = slice(q0 + queries.start, q0 + queries.stop)
             attended_QW = truth.attends(truth.places[at], truth.places[tokens.start : tokens.stop])
             blocked = pad(blocked_scores(call, n, queries), (k0 - tokens.start, tokens.stop - k0 - K), value=True)
-            wrong_HQW = (blocked == attended_QW).logical_and_(truth.real[at, None]).reshape(-1, *attended_QW.shape)
+            wrong_HQW = ((blocked == attended_QW) & truth.real[at, None]).reshape(-1, *attended_QW.shape)
             if bool(wrong_HQW.any()):
                 yield _sentence(wrong_HQW, attended_QW, truth.places, at.start, tokens.start, S)
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -34,7 +35,7 @@ class PatternTerms:
 
 
 def pattern_terms(segments: Segments, pattern: Pattern, *, tnd: bool, causal_mode: int) -> PatternTerms:
-    """The terms of the simplest pattern that is the same attention over this batch."""
+    """The terms of the simplest pattern that is the same attention over this batch; raises for an unknown kind."""
     if pattern.kind == "bidirectional":
         return PatternTerms(what="full attention", compressed="full", compressed_mode=0)
     prefixes = pattern.prefixes(segments.num_sequences)
@@ -48,6 +49,9 @@ def pattern_terms(segments: Segments, pattern: Pattern, *, tnd: bool, causal_mod
         return PatternTerms(
             what=what, compressed="band", compressed_mode=4, dense_mode=0, before=size - 1, counts_places=True
         )
+    if pattern.kind != "chunked":
+        rule, remedy = "No form of the operator is known for it.", "Pass dense(segments, polarity='masked', pattern=...)."
+        raise UnsupportedFormError(explain("pattern", str(pattern), rule, remedy))
     if tnd:
         what = f"chunks of {size} are sequences of their own"
         return PatternTerms(what=what, compressed="triangle", compressed_mode=causal_mode, chunk=size)

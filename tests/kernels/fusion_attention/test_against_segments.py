@@ -68,6 +68,7 @@ def verdict(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool, 
 BATCHES = {
     "right": Segments.from_lengths([3, 6]),
     "left": Segments.from_lengths([3, 6], side="left"),
+    "even": Segments.from_lengths([5, 5]),
     "packed": Segments.from_lengths([[3, 2], [4]], width=6),
     "flat": Segments.from_lengths([[3, 1, 4]], width=10),
     "square": Segments.from_lengths([4, 2, 4, 1]),
@@ -289,6 +290,20 @@ def test_heads_that_differ_are_told_apart() -> None:
     heads[1, HEADS - 1, 3, 0] = True
     (breach,) = contract_breaches(kwargs | {"atten_mask": heads}, **HEADS_AND_SIZE, segments=batch)
     assert breach.got == "the query at (row, column) (1, 3) does not attend (1, 0)"
+
+
+def test_packed_rows_of_one_length_are_told_apart() -> None:
+    """Here a key's column alone says nothing: the same column of the other row is a key too."""
+    batch = Segments.from_lengths([4, 4])
+    kwargs = fusion_attention_kwargs(batch, layout="TND", pattern="bidirectional")
+    joined = kwargs | {"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}
+    (breach,) = contract_breaches(joined, **HEADS_AND_SIZE, segments=batch, pattern="bidirectional")
+    assert breach.got == "the query at (row, column) (0, 0) attends (1, 0), (1, 1), (1, 2) and 1 more"
+    moved = kwargs | {"actual_seq_kvlen": [5, 8]}
+    (breach,) = contract_breaches(moved, **HEADS_AND_SIZE, segments=batch, pattern="bidirectional")
+    first, second = breach.got.split("; ")
+    assert first == "the query at (row, column) (0, 0) attends (1, 0)"
+    assert second == "the query at (row, column) (1, 0) does not attend (1, 0)"
 
 
 def test_what_padding_attends_does_not_matter() -> None:
