@@ -31,7 +31,7 @@ LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class Tokens:
     """What each token of the operator's tensor is, and whom it attends."""
 
     places: Tensor
@@ -45,14 +45,14 @@ class Truth:
     """Places `[Q]` and `[W]` to bool `[Q, W]`."""
 
     @classmethod
-    def of(cls, segments: Segments, pattern: Pattern, *, packed: bool, keep_tail: bool) -> Truth:
+    def of(cls, segments: Segments, pattern: Pattern, *, packed: bool, keep_tail: bool) -> Tokens:
         B, S = segments.shape
         places = segments.indices if packed and not keep_tail else torch.arange(B * S)
         spans = np.array(segments.spans, np.int64).reshape(-1, 3)
         first, end = (np.searchsorted(places.numpy(), spans[:, 0] * S + spans[:, i]) for i in (1, 2))
         return cls(places, segments.keep.flatten()[places], first, end, _attends(segments, pattern))
 
-    def window(self, queries: range) -> range:
+    def sequences_of(self, queries: range) -> range:
         """The tokens of every sequence that one of these queries belongs to."""
         touched = slice(np.searchsorted(self.end, queries.start, "right"), np.searchsorted(self.first, queries.stop))
         first, end = self.first[touched], self.end[touched]
@@ -65,22 +65,24 @@ def _attends(segments: Segments, pattern: Pattern) -> Callable[[Tensor, Tensor],
 
     def attends(queries: Tensor, keys: Tensor) -> Tensor:
         row_Q1, row_W = queries[:, None] // S, keys // S
-        row = row_Q1[:1] if bool((row_Q1 == row_Q1[0]).all()) else row_Q1
-        return within_a_row(row, row, queries[:, None] % S, keys % S) & (row_Q1 == row_W)
+        one_row = bool((row_Q1 == row_Q1[0]).all()) and bool((row_W == row_Q1[0]).all())
+        row = row_Q1[:1] if one_row else row_Q1
+        attended_QW = within_a_row(row, row, queries[:, None] % S, keys % S)
+        return attended_QW if one_row else attended_QW & (row_Q1 == row_W)
 
     return attends
 
 
 def breaches(call: Call, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[Breach]:
     """One breach that names the first wrong query of each row or sequence; read where no other rule is broken."""
-    truth = Truth.of(segments, pattern, packed=call.tnd, keep_tail=keep_tail)
-    found = list(islice(_differences(call, truth, segments.shape[1]), LISTED))
+    tokens = Tokens.of(segments, pattern, packed=call.tnd, keep_tail=keep_tail)
+    found = list(islice(_differences(call, tokens, segments.shape[1]), LISTED + 1))
     if found:
         names = ("atten_mask", "sparse_mode", "pre_tockens", "next_tockens", "prefix", "actual_seq_qlen", "actual_seq_kvlen")
         yield Breach(
             rule="differs-from-segments",
             where=", ".join(name for name in names if name in call.given) or "atten_mask",
-            got="; ".join(found) + ("; ..." if len(found) == LISTED else ""),
+            got="; ".join([*found[:LISTED], *["..."] * (len(found) > LISTED)]),
             says=f"The segments and the pattern, {pattern}, say otherwise.",
             remedy=f"Use fusion_attention_kwargs(segments, pattern=..., layout={call.layout!r}), "
             "or pass the segments and pattern that this call is for.",
@@ -89,19 +91,19 @@ def breaches(call: Call, segments: Segments, pattern: Pattern, keep_tail: bool) 
         )
 
 
-def _differences(call: Call, truth: Truth, S: int) -> Iterator[str]:
+def _differences(call: Call, tokens: Tokens, S: int) -> Iterator[str]:
     """A sentence for each row or sequence with a real query that attends other keys than it should."""
     starts = zip(accumulate((q for q, _ in call.lengths), initial=0), accumulate((k for _, k in call.lengths), initial=0))
     for n, ((q0, k0), (Q, K)) in enumerate(zip(starts, call.lengths)):
-        own = truth.window(range(q0, q0 + Q))
-        tokens = range(min(k0, own.start), max(k0 + K, own.stop)) if own else range(k0, k0 + K)
-        for queries in query_blocks(Q, len(tokens) * _heads(call)):
+        own = tokens.sequences_of(range(q0, q0 + Q))
+        window = range(min(k0, own.start), max(k0 + K, own.stop)) if own else range(k0, k0 + K)
+        for queries in query_blocks(Q, len(window) * _heads(call)):
             at = slice(q0 + queries.start, q0 + queries.stop)
-            attended_QW = truth.attends(truth.places[at], truth.places[tokens.start : tokens.stop])
-            blocked = pad(blocked_scores(call, n, queries), (k0 - tokens.start, tokens.stop - k0 - K), value=True)
-            wrong_HQW = (blocked == attended_QW).logical_and_(truth.real[at, None]).reshape(-1, *attended_QW.shape)
+            attended_QW = tokens.attends(tokens.places[at], tokens.places[window.start : window.stop])
+            blocked = pad(blocked_scores(call, n, queries), (k0 - window.start, window.stop - k0 - K), value=True)
+            wrong_HQW = ((blocked == attended_QW) & tokens.real[at, None]).reshape(-1, *attended_QW.shape)
             if bool(wrong_HQW.any()):
-                yield _sentence(wrong_HQW, attended_QW, truth.places, at.start, tokens.start, S)
+                yield _sentence(wrong_HQW, attended_QW, tokens.places, at.start, window.start, S)
                 break
 
 

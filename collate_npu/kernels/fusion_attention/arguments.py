@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -109,6 +109,9 @@ def fusion_attention_kwargs(
     Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
     ops-transformer flash_attention_score_tiling_general.cpp:639-812.
     """
+    if operator not in get_args(Operator):
+        rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
+        raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern = Pattern.of(pattern)
     terms = _terms(segments, pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)

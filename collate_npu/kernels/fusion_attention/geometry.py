@@ -65,8 +65,8 @@ def outside_band(Q: int, K: int, before: int, after: int, corner: Corner = "top-
     (op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 0 and 4).
     """
     shift = K - Q if corner == "bottom-right" else 0
-    distance_QK = torch.arange(K) - torch.arange(Q)[queries, None] - shift
-    return (distance_QK < -before) | (distance_QK > after)
+    keys_K, at_Q1 = torch.arange(K), torch.arange(Q)[queries, None] + shift
+    return (keys_K < at_Q1 - before) | (keys_K > at_Q1 + after)
 
 
 def band_leaves_rows_empty(Q: int, K: int, before: int, after: int, corner: Corner = "top-left") -> bool:

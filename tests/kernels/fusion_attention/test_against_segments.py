@@ -68,6 +68,7 @@ def verdict(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool, 
 BATCHES = {
     "right": Segments.from_lengths([3, 6]),
     "left": Segments.from_lengths([3, 6], side="left"),
+    "even": Segments.from_lengths([5, 5]),
     "packed": Segments.from_lengths([[3, 2], [4]], width=6),
     "flat": Segments.from_lengths([[3, 1, 4]], width=10),
     "square": Segments.from_lengths([4, 2, 4, 1]),
@@ -245,6 +246,10 @@ def test_every_wrong_row_is_named_until_the_list_is_long() -> None:
     (breach,) = contract_breaches(kwargs, **HEADS_AND_SIZE, segments=batch)
     assert [f"({b}, 1) attends ({b}, 0)" in breach.got for b in range(9)] == [True] * 8 + [False]
     assert breach.got.endswith("; ...")
+    eight = {"segments": Segments.from_lengths([2] * 8, width=3, side="left")}
+    (breach,) = contract_breaches(fusion_attention_kwargs(Segments.from_lengths([3] * 8)), **HEADS_AND_SIZE, **eight)  # type: ignore[arg-type]
+    assert "(7, 1) attends (7, 0)" in breach.got
+    assert "..." not in breach.got
     full = {"input_layout": "BSND"}
     (breach,) = contract_breaches(full, **HEADS_AND_SIZE, segments=Segments.from_lengths([6]))
     assert breach.got == "the query at (row, column) (0, 0) attends (0, 1), (0, 2), (0, 3) and 2 more"
@@ -289,6 +294,30 @@ def test_heads_that_differ_are_told_apart() -> None:
     heads[1, HEADS - 1, 3, 0] = True
     (breach,) = contract_breaches(kwargs | {"atten_mask": heads}, **HEADS_AND_SIZE, segments=batch)
     assert breach.got == "the query at (row, column) (1, 3) does not attend (1, 0)"
+
+
+def test_packed_rows_of_one_length_are_told_apart() -> None:
+    """Here a key's column alone says nothing: the same column of the other row is a key too."""
+    batch = Segments.from_lengths([4, 4])
+    kwargs = fusion_attention_kwargs(batch, layout="TND", pattern="bidirectional")
+    joined = kwargs | {"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}
+    (breach,) = contract_breaches(joined, **HEADS_AND_SIZE, segments=batch, pattern="bidirectional")
+    assert breach.got == "the query at (row, column) (0, 0) attends (1, 0), (1, 1), (1, 2) and 1 more"
+    moved = kwargs | {"actual_seq_kvlen": [5, 8]}
+    (breach,) = contract_breaches(moved, **HEADS_AND_SIZE, segments=batch, pattern="bidirectional")
+    first, second = breach.got.split("; ")
+    assert first == "the query at (row, column) (0, 0) attends (1, 0)"
+    assert second == "the query at (row, column) (1, 0) does not attend (1, 0)"
+
+
+def test_one_dense_mask_over_rows_packed_as_one_sequence_passes() -> None:
+    batch = Segments.from_lengths([3, 5])
+    masked = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(5, 5).tril()) == 0
+    kwargs = {"input_layout": "TND", "actual_seq_qlen": [8], "actual_seq_kvlen": [8], "atten_mask": masked, "sparse_mode": 1}
+    check_contract(kwargs, **HEADS_AND_SIZE, segments=batch)
+    masked[7, 3] = True
+    (breach,) = contract_breaches(kwargs, **HEADS_AND_SIZE, segments=batch)
+    assert breach.got == "the query at (row, column) (1, 4) does not attend (1, 0)"
 
 
 def test_what_padding_attends_does_not_matter() -> None:

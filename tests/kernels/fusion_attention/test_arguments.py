@@ -188,6 +188,9 @@ def test_no_call_can_change_the_masks_of_another() -> None:
     [
         (Segments.from_lengths([0, 0], width=3), {}, "at least one token"),
         (Segments.from_lengths([3]), {"layout": "BHSD"}, "BSH, SBH, BSND, BNSD, TND"),
+        (Segments.from_lengths([3]), {"operator": "npu_fusion_attention_v2"}, "npu_fusion_attention_v3"),
+        (Segments.from_lengths([3]), {"pattern": Pattern("alibi", size=1)}, "No form of the operator"),  # type: ignore[arg-type]
+        (Segments.from_lengths([3]), {"max_mask_bytes": 2048**2 - 1}, "max_mask_bytes"),
         (Segments.from_lengths([1] * 1025), {"layout": "TND"}, "at most 1024 sequences"),
         (Segments.from_lengths([2] * 33), {"layout": "TND", "pattern": Pattern.prefix(1)}, "at most 32 sequences"),
         (Segments.from_keep([[1, 1, 0, 1]]), {"layout": "TND", "pattern": Pattern.sliding(2)}, "holes"),
