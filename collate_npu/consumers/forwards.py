@@ -63,10 +63,15 @@ def reads_dense_mask(model: Any) -> bool:
     So do those that build theirs with transformers' masking_utils.py (:833-846), and before 5.0 with the helper below. Of
     the others most raise, and some read it the other way round in silence (XGLM, MPT in 4.57: 1 = attended, on eager).
     """
+    if getattr(config_of(model), "model_type", "") in _READS_2D_TOO:
+        return False
     sources = [_source(cls.__module__) for cls in _classes(unwrap(model))]
     return any(name in source for source in sources for name in ("masking_utils", _HELPER))
 
 
+# ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
+# (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
+_READS_2D_TOO = frozenset({"bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model"})
 _HELPER = "_prepare_4d_causal_attention_mask_with_cache_position"
 
 

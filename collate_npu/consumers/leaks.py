@@ -6,6 +6,7 @@ Measured on every hybrid family, and every causal and masked family that builds 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from collate_npu.consumers import models
@@ -118,3 +119,41 @@ def width_dependence(model: Any) -> int | None:
 
 
 _HEADS_WITHOUT_TIES = 8
+
+
+def rope_limit(model: Any) -> int | None:
+    """The position from which "longrope" and "dynamic" rotary frequencies change for the whole batch; None without them.
+
+    They follow the highest position of the tensor, padding included, so that such a model must be given `position_ids`
+    wherever the width passes the limit. Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
+    """
+    config = text_config(config_of(model))
+    kinds = {kind for kind in map(_rope_type, _ropes(config)) if kind in _BY_LENGTH}
+    limits = [each.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) for each in _ropes(config)]
+    whole = [size for size in [*limits, getattr(config, "max_position_embeddings", None)] if isinstance(size, int)]
+    return min(whole, default=None) if kinds else None
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_BY_LENGTH = ("longrope", "dynamic")
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings, one for each kind of layer where a config has several: `rope_scaling` is that of 4.x."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [each for each in settings.values() if isinstance(each, dict)]
+    return nested or [settings]
+
+
+def _rope_type(settings: dict[str, Any]) -> Any:
+    return settings.get("rope_type", settings.get("type"))
+
+
+def why_lengths_clash(model: Any, lengths: Iterable[int]) -> str:
+    """Why these sequences (of all rows) must not share a batch; "" where they may."""
+    limit, sizes = rope_limit(model), set(lengths)
+    if limit is None or max(sizes, default=0) <= limit or len(sizes) == 1:
+        return ""
+    if min(sizes) > limit and all(_rope_type(each) != "dynamic" for each in _ropes(text_config(config_of(model)))):
+        return ""
+    return f"a sequence longer than {limit} changes the rotary frequencies of every other one in its batch"

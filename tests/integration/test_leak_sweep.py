@@ -13,7 +13,7 @@ from tiny_text import place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import testing
-from collate_npu.consumers.leaks import why_padding_leaks, width_dependence
+from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
 from collate_npu.consumers.models import text_config, transformers_version
 
 VOCAB = 257
@@ -59,7 +59,7 @@ LEFT_OUT = testing.left_out()
 FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
 CASES = [(name, "") for name in FAMILIES]
 CASES += [case for table in (BIAS, HARMLESS) for case in table.items() if case[0] in FAMILIES]
-EXACT_BEFORE = {"mamba", "falcon_mamba", "jamba"}
+EXACT_BEFORE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 """4.57 masks them behind the projection; when that changed is not known, so both are refused."""
 
 
@@ -83,9 +83,7 @@ def test_padding_leaks_where_it_is_said_to(name, turned, where):
 
 
 @pytest.mark.parametrize("where", ["left", "right", "holes"])
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "bert", "mistral", "gemma3_text", "llama4_text", "mpnet", "fnet", "funnel"]
-)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mistral", "gemma3_text", "llama4_text", "mpnet", "funnel"])
 def test_dense_families_leak_where_it_is_said_to(name, where):
     model = text_model(name, causal=name not in ("bert", "mpnet", "funnel"))
     rows = samples(12, 15)
@@ -121,3 +119,35 @@ def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
     assert width_dependence(model) == width_dependence(model.config) == (8 if heads == 2 else None)
     assert max(errors[8]) < TOLERANCE
     assert (max(errors[24]) > POWER) == (heads == 2)
+
+
+ROPE = {
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_frequencies_follow_the_longest_sequence_where_it_is_said(kind):
+    """And the width of the tensor, where the model is left to count."""
+    longrope = kind == "longrope"
+    settings = ROPE[kind] | {"rope_type": kind}
+    if transformers_version() < (5, 0):
+        fields = {"rope_scaling": {key: settings[key] for key in settings if not longrope or key != "rope_type"}}
+        fields["rope_scaling"] |= {"type": kind} if longrope else {}
+    else:
+        fields = {"rope_parameters": settings | {"rope_theta": 10000.0}}
+    fields |= {"original_max_position_embeddings": 8, "max_position_embeddings": 64 if longrope else 8}
+    model = text_model("phi3" if longrope else "llama", **fields)
+    limit = rope_limit(model)
+    assert limit == (None if kind == "yarn" else 8)
+    for lengths in ((5, 7), (5, 20)):
+        rows = samples(*lengths)
+        ids, keep = place(rows, "right")
+        error = worst(model, rows, ids, keep)
+        assert (error > POWER) if why_lengths_clash(model, lengths) else (error < TOLERANCE)
+    rows = samples(5, 7)
+    ids, keep = (torch.nn.functional.pad(tensor, (0, 20)) for tensor in place(rows, "right"))
+    assert worst(model, rows, ids, keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0)) < TOLERANCE
+    assert (worst(model, rows, ids, keep) > POWER) == (limit is not None)

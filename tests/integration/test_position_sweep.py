@@ -99,14 +99,10 @@ def apart(model, rows, batch):
     return float((batch[0] - alone).abs().max().nan_to_num(nan=torch.inf))
 
 
-REFUSE_4D = {"bloom", "esm"}
-"""They raise: their own code reads the mask as 2D beside the one it builds."""
-
-
 @family
 def test_a_flat_row_is_right_with_a_dense_mask_for_each_kind_of_layer(name, causal, rule):
     model, rows = model_of(name, causal=causal), samples(9, 12)
-    if name in REFUSE_4D or not reads_dense_mask(model):
+    if not reads_dense_mask(model):
         pytest.skip("it takes no dense mask")
     ids, given, starts = flat(model, rows, rule)
     masks = dense(model, starts, torch.arange(len(starts)) - starts, causal=causal)

@@ -31,12 +31,14 @@ WINDOW = {
 }
 
 
-def text_model(model_type, *, causal=True, attn="sdpa"):
+def text_model(model_type, *, causal=True, attn="sdpa", **fields):
     """Its weights scaled until a wrong mask or position moves the logits, its pad row not zero."""
     default = CONFIG_MAPPING[model_type]()
     known = set(default.to_dict())
     sizes = {name: size for name, size in SIZES.items() if name in known and default.to_dict()[name] is not None}
-    config = CONFIG_MAPPING[model_type](**(sizes | {"pad_token_id": PAD, "vocab_size": VOCAB} | WINDOW.get(model_type, {})))
+    config = CONFIG_MAPPING[model_type](
+        **(sizes | {"pad_token_id": PAD, "vocab_size": VOCAB} | WINDOW.get(model_type, {}) | fields)
+    )
     if causal and hasattr(config, "is_decoder"):
         config.is_decoder = True
     auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
