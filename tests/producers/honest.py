@@ -1,0 +1,164 @@
+"""Where a refusal is honest: the list of reasons, each a fact of the case. A refusal without one of them is a failure.
+
+`EVERYWHERE` holds for every producer; a producer names the others that its form brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from drawing import ONE_SEQUENCE, PACKED, chunked, together
+from torch import Tensor
+from verdicts import Case, Entry
+
+Reason = Callable[[Case, Entry], bool]
+
+
+def _foreign(case: Case, entry: Entry) -> bool:
+    """Another pattern than the causal one that this entry declares, or one that no declaration says."""
+    if case.plain:
+        return False
+    return case.pattern is None or not (entry.declared or entry.derives)
+
+
+def _empty_row(case: Case, entry: Entry) -> bool:
+    """A row of padding alone: an inverted 2D mask looks like that, and a 4D one may have unmasked it."""
+    return bool((~case.keep).all(axis=1).any())
+
+
+def _no_mask(case: Case, entry: Entry) -> bool:
+    return case.mask is None and not entry.with_2d and not case.flat and not entry.name.startswith("wrap")
+
+
+def _no_mask_no_side(case: Case, entry: Entry) -> bool:
+    """Without a mask the samples must stand at one end of their rows, alike, to tell where padding is."""
+    return case.mask is None and not entry.with_2d and not case.flat and case.draw.style not in ("none", "right", "left")
+
+
+def _recurrent(case: Case, entry: Entry) -> bool:
+    """No mask keeps a recurrent layer's state from crossing a boundary, or a hole."""
+    asked = entry.name.startswith("megatron") and bool(case.draw.tokens.sum() % 2)
+    return asked and (case.packed or _has_gap(case))
+
+
+def _has_gap(case: Case) -> bool:
+    return any((np.diff(np.flatnonzero(row)) > 1).any() for row in case.keep)
+
+
+def _undecided(case: Case, entry: Entry) -> bool:
+    """The bare mask, and nobody said how to read it."""
+    return not entry.with_2d and not entry.declared
+
+
+def _one_value(case: Case, entry: Entry) -> bool:
+    """All places alike: all real, or all padding."""
+    mask = case.mask
+    alike = isinstance(mask, Tensor) and bool((mask == mask.flatten()[0]).all()) and mask.ndim > 2
+    return alike and not entry.with_2d and not (entry.declared and case.polarity)
+
+
+def _additive_zeros(case: Case, entry: Entry) -> bool:
+    """Nothing blocked in a float mask: no padding (additive), or nothing but padding (0/1)."""
+    mask = case.mask
+    return isinstance(mask, Tensor) and mask.is_floating_point() and not mask.any() and not entry.declared
+
+
+def _square_2d(case: Case, entry: Entry) -> bool:
+    """`[B, S]` with B == S may be one square mask that all rows share; its place in a batch tells, a bare tensor does not."""
+    return entry.name == "derive" and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
+
+
+def _one_token(case: Case, entry: Entry) -> bool:
+    """A token that attends nothing but itself: a sequence of one, or padding whose diagonal was forced."""
+    lone = case.attends.sum(axis=2) == 1
+    lone &= (case.attends & case.keep[:, :, None]).sum(axis=1) == 1
+    return bool((lone & case.keep).any()) and _undecided(case, entry) and getattr(case.mask, "ndim", 0) != 2
+
+
+def _chunks(case: Case, entry: Entry) -> bool:
+    """Packed rows that are chunked attention over one sequence as well; positions in the batch would tell."""
+    if entry.declared or "position_ids" in case.batch or not (case.packed or not case.plain):
+        return False
+    one = case.keep.astype(np.int64)
+    return any((chunked(one, size) == case.attends).all() for size in range(1, case.ids.shape[1]))
+
+
+def _wide_gap(case: Case, entry: Entry) -> bool:
+    """Two sequences with padding between, or one whose hole is wider than its window."""
+    return case.draw.style in ("packed_gaps", "holes") and _undecided(case, entry) and (case.packed or not case.plain)
+
+
+EVERYWHERE: dict[str, Reason] = {
+    "foreign pattern": _foreign,
+    "empty row": _empty_row,
+    "no mask": _no_mask,
+    "no mask and no side": _no_mask_no_side,
+    "recurrent layers": _recurrent,
+    "one value": _one_value,
+    "additive zeros": _additive_zeros,
+    "square 2D": _square_2d,
+    "one token": _one_token,
+    "chunks": _chunks,
+    "wide gap": _wide_gap,
+}
+
+
+def _either_polarity(case: Case, entry: Entry) -> bool:
+    """Bidirectional attention with padding is, inverted, bidirectional attention of the padding."""
+    mask = case.mask
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and _undecided(case, entry)
+
+
+def _key_row(case: Case, entry: Entry) -> bool:
+    """`[B, 1, 1, S]`, or `[B, S]` whose meaning is not the usual one: the numbers do not say which."""
+    return _undecided(case, entry)
+
+
+def _no_tensor(case: Case, entry: Entry) -> bool:
+    return not isinstance(case.mask, Tensor)
+
+
+def _self_attending(case: Case, entry: Entry) -> bool:
+    """Padding that attends itself is a sequence like any other, unless a 2D mask says what is real."""
+    return not entry.with_2d and not case.keep.all()
+
+
+def _unmasked(case: Case, entry: Entry) -> bool:
+    """Empty rows were made to attend everything, so they look real."""
+    return not entry.with_2d and not case.keep.all()
+
+
+def _windows(case: Case, entry: Entry) -> bool:
+    """A window that is narrower than a hole, or one token wide, hides what is one sequence."""
+    wide = (together(case.ids) & ~case.attends & np.tri(case.ids.shape[1], dtype=bool)).any()
+    return bool(wide) and (case.draw.style in ("holes", "mixed", *PACKED)) and not entry.declared and not entry.with_2d
+
+
+def _says_nothing(case: Case, entry: Entry) -> bool:
+    """The emission has no word of padding; a library may refuse to take it for the truth."""
+    return not entry.with_2d
+
+
+BY_NAME: dict[str, Reason] = {
+    "either polarity": _either_polarity,
+    "key row": _key_row,
+    "no tensor": _no_tensor,
+    "self-attending padding": _self_attending,
+    "unmasked rows": _unmasked,
+    "windows": _windows,
+    "says nothing": _says_nothing,
+}
+REASONS = EVERYWHERE | BY_NAME
+
+
+def excuse(case: Case, entry: Entry, names: tuple[str, ...] = ()) -> str | None:
+    """The first reason why a refusal is honest here, or None."""
+    for name in (*EVERYWHERE, *names):
+        if REASONS[name](case, entry):
+            return name
+    return None
+
+
+__all__ = ["BY_NAME", "EVERYWHERE", "ONE_SEQUENCE", "REASONS", "excuse"]

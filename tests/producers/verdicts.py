@@ -1,0 +1,329 @@
+"""Verdicts: one batch of a producer through one public entry, and whether what came out is what the producer meant.
+
+`right`: every real token attends what the producer says, the 2D mask is the truth, positions that were added count.
+`refused`: a `CollateError`. `raw`: any other exception. `wrong`: anything else; it was silent.
+Legend: B rows, S width, Q/K query and key places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from drawing import Draw, canonical, causal, positions
+from torch import Tensor
+
+from collate_npu import BatchAdapter, CollateError, Pattern, Segments, derive_segments, wrap_collator
+
+Verdict = Literal["right", "refused", "raw", "wrong"]
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch as some software emits it, and what that software means by it."""
+
+    draw: Draw
+    batch: dict[str, Any]
+    ids: np.ndarray
+    """The truth, `[B, S]`, 0 = padding."""
+    attends: np.ndarray
+    """bool `[B, S, S]`, at real queries."""
+    pattern: Pattern | None
+    """What a user would declare; None where no pattern of ours says it."""
+    polarity: Any = None
+    flat: bool = False
+    silent: bool = False
+    """The emission says nothing of padding: alone it means that all tokens are real."""
+    features: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def keep(self) -> np.ndarray:
+        return self.ids > 0
+
+    @cached_property
+    def packed(self) -> bool:
+        return bool((self.ids > 1).any())
+
+    @property
+    def mask(self) -> Any:
+        return self.batch.get("attention_mask")
+
+    @cached_property
+    def plain(self) -> bool:
+        """Is it plain causal attention for these lengths?"""
+        return bool((self.attends == causal(self.ids)).all())
+
+    def bare(self) -> Case:
+        """What the emission means alone."""
+        if not self.silent:
+            return self
+        ids = np.ones_like(self.ids)
+        return Case(self.draw, self.batch, ids, causal(ids), self.pattern, self.polarity, self.flat, False, self.features)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The verdict, and what was seen."""
+
+    verdict: Verdict
+    told: str = ""
+
+
+class _Wrong(AssertionError):
+    pass
+
+
+def judge(entry: Callable[[Case], None], case: Case) -> Result:
+    """Run one entry, which returns in silence where all is right."""
+    try:
+        entry(case)
+    except _Wrong as wrong:
+        return Result("wrong", str(wrong))
+    except CollateError as error:
+        return Result("refused", " ".join(str(error).split()))
+    except Exception as error:
+        return Result("raw", f"{type(error).__name__}: {error}")
+    return Result("right")
+
+
+def demand(fact: Any, told: str) -> None:
+    if not fact:
+        raise _Wrong(told)
+
+
+# --- what comes out
+
+
+def check_segments(found: Any, case: Case) -> None:
+    ids = found.ids if isinstance(found, Segments) else found
+    ids = np.asarray(ids)
+    demand(ids.shape == case.ids.shape, f"segments of shape {ids.shape}, tokens of {case.ids.shape}")
+    demand((canonical(ids) == canonical(case.ids)).all(), f"segments {ids.tolist()}, truth {case.ids.tolist()}")
+
+
+def check_batch(out: dict[str, Any], case: Case, consumer: str, implementation: str = "sdpa", needs_2d: bool = False) -> None:
+    """Everything a model of this consumer would read."""
+    check_attention(attention_of(out, case.ids.shape, consumer, implementation), case)
+    check_keep(out, case, wanted=needs_2d or consumer == "neutral")
+    check_positions(out, case)
+    if "segment_ids" in out:
+        check_segments(out["segment_ids"], case)
+
+
+def check_attention(attends: np.ndarray, case: Case) -> None:
+    wrong = (attends != case.attends) & case.keep[:, :, None]
+    if wrong.any():
+        b, q, k = np.argwhere(wrong)[0].tolist()
+        verb = "attends" if attends[b, q, k] else "does not attend"
+        raise _Wrong(f"row {b} token {q} {verb} {k}; truth {case.ids.tolist()}")
+
+
+def attention_of(out: dict[str, Any], shape: tuple[int, int], consumer: str, implementation: str) -> np.ndarray:
+    """bool `[B, S, S]`: what the layers of the consumer compute of this batch."""
+    carried = out.get("attention_mask")
+    if carried is None:
+        return _unmasked(out, shape, consumer)
+    if isinstance(carried, Tensor) and carried.ndim == 2:
+        demand(consumer == "transformers", f"{consumer} got a 2D attention_mask")
+        demand(tuple(carried.shape) == shape, f"attention_mask {list(carried.shape)} for tokens {shape}")
+        demand(((carried == 0) | (carried == 1)).all(), "a 2D mask of other values than 0 and 1")
+        keep = carried.numpy().astype(bool)
+        return keep[:, None, :] & np.tri(shape[1], dtype=bool)
+    if isinstance(carried, Tensor):
+        return _dense(carried, shape, consumer, implementation)
+    return block_mask_attends(carried, shape)
+
+
+def _unmasked(out: dict[str, Any], shape: tuple[int, int], consumer: str) -> np.ndarray:
+    """No mask is the causal triangle; transformers then looks for sequences in the positions (masking_utils.py:876-882)."""
+    ids = np.ones(shape, np.int64)
+    if consumer == "transformers" and isinstance(out.get("position_ids"), Tensor) and out["position_ids"].ndim == 2:
+        steps = np.diff(out["position_ids"].numpy(), axis=1) != 1
+        ids[:, 1:] += np.cumsum(np.broadcast_to(steps, (shape[0], shape[1] - 1)), axis=1)
+    return causal(ids)
+
+
+def _dense(carried: Tensor, shape: tuple[int, int], consumer: str, implementation: str) -> np.ndarray:
+    B, S = shape
+    demand(carried.ndim == 4, f"a mask of {carried.ndim} dimensions")
+    demand(tuple(carried.shape) == (B, 1, S, S), f"attention_mask {list(carried.shape)} for tokens {shape}")
+    if consumer == "transformers" and implementation == "eager":
+        demand(carried.is_floating_point(), "eager adds the mask: a bool one is 1 or 0")
+        return (carried[:, 0] > -1e3).numpy()
+    demand(carried.dtype == torch.bool, f"a {carried.dtype} mask for {consumer}")
+    attends = carried[:, 0].numpy()
+    return attends if consumer == "transformers" else ~attends
+
+
+def block_mask_attends(block_mask: Any, shape: tuple[int, int]) -> np.ndarray:
+    """A BlockMask's predicate at every place."""
+    B, S = shape
+    b, q, k = torch.meshgrid(torch.arange(B), torch.arange(S), torch.arange(S), indexing="ij")
+    return block_mask.mask_mod(b, torch.zeros_like(b), q, k).expand(B, S, S).numpy()
+
+
+def check_keep(out: dict[str, Any], case: Case, *, wanted: bool) -> None:
+    found = out.get("attention_mask_2d")
+    demand(found is not None or not wanted, "attention_mask_2d is gone")
+    if found is not None:
+        demand(tuple(found.shape) == case.ids.shape, f"attention_mask_2d {list(found.shape)}, tokens {case.ids.shape}")
+        same = (found.numpy().astype(bool) == case.keep).all()
+        demand(same, f"attention_mask_2d {found.int().tolist()}, truth {case.ids.tolist()}")
+
+
+def check_positions(out: dict[str, Any], case: Case) -> None:
+    """Positions that were added count each sequence's real tokens; those that were there stay."""
+    found, given = out.get("position_ids"), case.batch.get("position_ids")
+    if isinstance(given, Tensor):
+        demand(isinstance(found, Tensor) and torch.equal(found, given), "position_ids of the batch were changed")
+    elif isinstance(found, Tensor):
+        same = (found.numpy() == positions(case.ids))[case.keep].all()
+        demand(same, f"position_ids {found.tolist()}, truth {case.ids.tolist()}")
+
+
+def check_flat(out: dict[str, Any], case: Case) -> None:
+    """A flat row: every set of boundaries in it is the truth's; at least one set is there."""
+    demand(out.get("attention_mask") is None, "a flat row with a mask")
+    lengths = [int((case.ids[0] == n).sum()) for n in range(1, int(case.ids.max()) + 1)]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    seen = [key for key in OFFSETS if isinstance(out.get(key), Tensor)]
+    for key in seen:
+        found = out[key].tolist()
+        demand(found[: len(ends)] == ends, f"{key} {found}, truth {ends}")
+        demand(set(found[len(ends) :]) <= {case.ids.shape[1]}, f"{key} {found}: more than an alignment tail")
+    given = out.get("position_ids")
+    if isinstance(given, Tensor):
+        same = (given.numpy() == positions(case.ids))[case.keep].all()
+        demand(same, f"position_ids {given.tolist()}, truth {case.ids.tolist()}")
+    demand(seen or isinstance(given, Tensor), "no boundaries at all")
+    if isinstance(out.get("seq_idx"), Tensor):
+        found = out["seq_idx"].numpy().reshape(case.ids.shape)
+        demand((found == case.ids - 1)[case.keep].all(), f"seq_idx {found.tolist()}")
+
+
+# --- the entries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way in."""
+
+    name: str
+    run: Callable[[Case], None]
+    with_2d: bool = False
+    declared: bool = False
+
+    @property
+    def derives(self) -> bool:
+        return self.name.startswith("derive")
+
+    def case(self, case: Case) -> Case:
+        """What is true for someone who enters here."""
+        return case if self.with_2d else case.bare()
+
+    def applies(self, case: Case) -> bool:
+        if self.derives:
+            return case.mask is not None
+        if case.flat:
+            return not self.with_2d
+        return not self.declared or case.pattern is not None
+
+
+def _shared(case: Case) -> int | None:
+    """How many rows, where the mask does not say it."""
+    shape = getattr(case.mask, "shape", ())
+    B, S = case.ids.shape
+    return B if len(shape) and (shape[0] != B or (len(shape) == 2 and shape[0] == shape[1])) else None
+
+
+def derive(case: Case) -> None:
+    check_segments(derive_segments(case.mask, batch_size=_shared(case)), case)
+
+
+def derive_declared(case: Case) -> None:
+    found = derive_segments(case.mask, polarity=case.polarity, pattern=case.pattern, batch_size=_shared(case))
+    check_segments(found, case)
+
+
+def derive_keep(case: Case) -> None:
+    check_segments(derive_segments(case.mask, keep=torch.from_numpy(case.keep)), case)
+
+
+def _batch(case: Case, with_2d: bool) -> dict[str, Any]:
+    more = {"attention_mask_2d": torch.from_numpy(case.keep.copy())} if with_2d else {}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.batch.items()} | more
+
+
+def _declared(case: Case) -> dict[str, Any]:
+    return {"polarity": case.polarity, "pattern": case.pattern}
+
+
+def megatron(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = BatchAdapter) -> None:
+    needs_2d = bool(case.draw.tokens.sum() % 2)  # chance, from the seed
+    settings = _declared(case) if declared else {}
+    adapter = make(needs_mask_2d=needs_2d, consumer="megatron", padding_free=case.flat, **settings)
+    out = adapter(_batch(case, with_2d))
+    if case.flat:
+        check_flat(out, case)
+    else:
+        check_batch(out, case, "megatron", needs_2d=needs_2d)
+
+
+def transformers(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = BatchAdapter) -> None:
+    implementation = ("sdpa", "eager")[int(case.draw.tokens.sum()) % 2]
+    settings = _declared(case) if declared else {}
+    config = dense_config()
+    named = {"attn_implementation": implementation, "consumer": "transformers", "padding_free": case.flat}
+    out = make(config, **named, **settings)(_batch(case, with_2d))
+    if case.flat:
+        check_flat(out, case)
+    else:
+        check_batch(out, case, "transformers", implementation)
+
+
+_CONFIG: list[Any] = []
+
+
+def dense_config() -> Any:
+    """A model without recurrent layers."""
+    if not _CONFIG:
+        from transformers import LlamaConfig
+
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        _CONFIG.append(LlamaConfig(vocab_size=128, **sizes))
+    return _CONFIG[0]
+
+
+def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = wrap_collator) -> None:
+    settings = _declared(case) if declared else {}
+    out = make(lambda features: _batch(case, with_2d), **settings)(case.features)
+    if case.flat and "cu_seq_lens_q" in out:
+        check_flat(out, case)
+    else:
+        check_batch(out, case, "neutral")
+
+
+def _entry(name: str, run: Any, with_2d: bool = False, declared: bool = False) -> Entry:
+    title = name + " declared" * declared + " +2D" * with_2d
+    return Entry(title, lambda case: run(case, with_2d=with_2d, declared=declared), with_2d, declared)
+
+
+ENTRIES = (
+    Entry("derive", derive),
+    Entry("derive declared", derive_declared, declared=True),
+    Entry("derive +2D", derive_keep, with_2d=True),
+    _entry("megatron", megatron),
+    _entry("megatron", megatron, with_2d=True),
+    _entry("megatron", megatron, declared=True),
+    _entry("transformers", transformers),
+    _entry("transformers", transformers, with_2d=True),
+    _entry("transformers", transformers, with_2d=True, declared=True),
+    _entry("wrap", wrap),
+    _entry("wrap", wrap, with_2d=True),
+    _entry("wrap", wrap, declared=True),
+)
