@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import from_collators
+import from_torch
 import from_transformers
 from producing import Producer
 
 PRODUCERS: dict[str, Producer] = {
     producer.name: producer
-    for module in (from_transformers,)
+    for module in (from_transformers, from_collators, from_torch)
     for producer in module.PRODUCERS
 }

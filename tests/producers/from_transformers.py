@@ -155,7 +155,7 @@ def bloom(draw: Draw, model: str) -> Case:
     mask = made(draw, "create_causal_mask", "eager")
     low = torch.finfo(torch.float32).min
     biased = torch.masked_fill(alibi.expand(-1, -1, draw.shape[1], -1), mask < -1, low)
-    return case(draw, biased, pattern=None, polarity="bias")
+    return case(draw, biased, pattern=None, polarity="bias", richer=True)
 
 
 def mpt(draw: Draw) -> Case:
@@ -164,7 +164,8 @@ def mpt(draw: Draw) -> Case:
     S = draw.shape[1]
     alibi = build_mpt_alibi_tensor(4, S).expand(draw.shape[0], 4, S, S)
     blocked = made(draw, "create_causal_mask", "eager") < -1
-    return case(draw, torch.masked_fill(alibi, blocked, torch.finfo(torch.float32).min), pattern=None, polarity="bias")
+    biased = torch.masked_fill(alibi, blocked, torch.finfo(torch.float32).min)
+    return case(draw, biased, pattern=None, polarity="bias", richer=True)
 
 
 def direct(draw: Draw, name: str, **more: Any) -> Case:

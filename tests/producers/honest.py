@@ -18,7 +18,7 @@ Reason = Callable[[Case, Entry], bool]
 
 def _foreign(case: Case, entry: Entry) -> bool:
     """Another pattern than the causal one that this entry declares, or one that no declaration says."""
-    if case.plain:
+    if case.plain and not case.richer:
         return False
     return case.pattern is None or not (entry.declared or entry.derives)
 
@@ -141,6 +141,11 @@ def _says_nothing(case: Case, entry: Entry) -> bool:
     return not entry.with_2d
 
 
+def _no_boundaries(case: Case, entry: Entry) -> bool:
+    """A flat row of several sequences without a word of where they meet; the samples beside it would tell."""
+    return not entry.name.startswith("wrap")
+
+
 BY_NAME: dict[str, Reason] = {
     "either polarity": _either_polarity,
     "key row": _key_row,
@@ -149,6 +154,7 @@ BY_NAME: dict[str, Reason] = {
     "unmasked rows": _unmasked,
     "windows": _windows,
     "says nothing": _says_nothing,
+    "no boundaries": _no_boundaries,
 }
 REASONS = EVERYWHERE | BY_NAME
 

@@ -67,6 +67,7 @@ def case(
     pattern: Pattern | None = CAUSAL,
     polarity: Any = None,
     silent: bool = False,
+    richer: bool = False,
     tokens: Any = None,
     features: list[dict[str, Any]] | None = None,
     **more: Any,
@@ -78,7 +79,7 @@ def case(
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **more}
     features = samples(draw) if features is None else features
     attends = causal(ids) if attends is None else attends
-    return Case(draw, batch, ids, attends, pattern, polarity, silent=silent, features=features)
+    return Case(draw, batch, ids, attends, pattern, polarity, silent=silent, richer=richer, features=features)
 
 
 def emitted(draw: Draw, batch: dict[str, Any], *, ids: np.ndarray, features: list[dict[str, Any]], **more: Any) -> Case:
