@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, Draw, causal, sliding, together
-from producing import BIDIRECTIONAL, Producer, case, keep_2d
+from producing import BIDIRECTIONAL, Producer, case, keep_2d, varies
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 from verdicts import Case
 
@@ -50,9 +50,11 @@ def flex_block_causal(draw: Draw) -> Case:
     return case(draw, mask)
 
 
-def square_subsequent(draw: Draw, *, padded: bool) -> Case:
+def square_subsequent(draw: Draw, *, padded: bool) -> Case | None:
     """nn.Transformer: -inf above the diagonal, shared by all rows; the second adds the key padding to it."""
-    S = draw.shape[1]
+    B, S = draw.shape
+    if S in (B, 1):
+        return None  # in a batch, `[B, S]` has a meaning of its own
     mask = torch.nn.Transformer.generate_square_subsequent_mask(S)
     if padded:
         blocked = torch.zeros(draw.shape).masked_fill(~keep_2d(draw, torch.bool), -torch.inf)
@@ -71,14 +73,16 @@ def merged(draw: Draw) -> Case:
 
 def key_padding(draw: Draw) -> Case:
     """nn.TransformerEncoder's `src_key_padding_mask`: `[B, S]`, True = padding, where a keep mask is expected."""
-    return case(draw, ~keep_2d(draw, torch.bool), polarity="masked")
+    return case(draw, ~keep_2d(draw, torch.bool), polarity="masked", contrary=True)
 
 
-def causal_bias(draw: Draw, name: str) -> Case:
-    """torch.nn.attention.bias: a tensor without storage that stands for a triangle."""
+def causal_bias(draw: Draw, name: str) -> Case | None:
+    """torch.nn.attention.bias: a tensor of uninitialised numbers that stands for a triangle."""
     from torch.nn.attention import bias
 
-    S = draw.shape[1]
+    B, S = draw.shape
+    if S in (B, 1):
+        return None
     return case(draw, getattr(bias, name)(S, S), polarity="keep", silent=True)
 
 
@@ -129,7 +133,8 @@ def position_bias(draw: Draw) -> Case:
     """A learned bias of up to +-200 added to a causal mask filled with -1e4."""
     blocked = torch.from_numpy(~causal(draw.ids))[:, None]
     numbers = torch.from_numpy(draw.rng.uniform(-200, 200, (1, 1, *draw.shape[1:] * 2)).astype(np.float32))
-    return case(draw, numbers + blocked * -1e4, pattern=None, polarity="bias", richer=True)
+    mask = numbers + blocked * -1e4
+    return case(draw, mask, pattern=None, polarity="bias", richer=varies(mask, draw))
 
 
 def accelerate_t5(draw: Draw) -> Case:
@@ -168,8 +173,8 @@ PRODUCERS = [
     Producer("nn.Transformer triangle + key padding", (), partial(square_subsequent, padded=True), ONE_SEQUENCE),
     Producer("nn.MultiheadAttention merged", (), merged, ONE_SEQUENCE),
     Producer("nn key_padding_mask", (), key_padding, ONE_SEQUENCE, ("key row",)),
-    Producer("causal_lower_right", (), partial(causal_bias, name="causal_lower_right"), NEVER_EMPTY, ("says nothing",)),
-    Producer("causal_upper_left", (), partial(causal_bias, name="causal_upper_left"), NEVER_EMPTY, ("says nothing",)),
+    Producer("causal_lower_right", (), partial(causal_bias, name="causal_lower_right"), NEVER_EMPTY, ("no tensor",)),
+    Producer("causal_upper_left", (), partial(causal_bias, name="causal_upper_left"), NEVER_EMPTY, ("no tensor",)),
     _hand("numpy bool", "no tensor"),
     _hand("numpy additive", "no tensor"),
     _hand("numpy 2D", "no tensor"),

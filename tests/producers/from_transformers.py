@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, Draw, causal, chunked, first_places, prefix, sliding, together
-from producing import BIDIRECTIONAL, CAUSAL, Producer, case, keep_2d, restarting
+from producing import BIDIRECTIONAL, CAUSAL, Producer, case, keep_2d, restarting, varies
 from verdicts import Case
 
 from collate_npu import Pattern
 
+HF = ("transformers",)
 NEW = ("transformers>=5",)
 FULL_PACKS = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
@@ -34,18 +36,14 @@ def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, dtyp
 
     settings = {key: more.pop(key) for key in ("sliding_window", "attention_chunk_size") if key in more}
     embeds = torch.zeros(*draw.shape, 1, dtype=dtype)
-    given = keep_2d(draw) if two_d else None
-    positions = None if name == "create_bidirectional_mask" else {"position_ids": more.pop("position_ids", None)}
     function = getattr(masking_utils, name)
+    given = {"config": config(implementation, **settings), "past_key_values": None, **more}
+    given |= {"attention_mask": keep_2d(draw) if two_d else None}
+    # transformers 4.57 calls the embeddings `input_embeds` and asks for the places of the cache.
+    given |= {"inputs_embeds": embeds, "input_embeds": embeds, "cache_position": torch.arange(draw.shape[1])}
+    names = signature(function).parameters
     with torch._dynamo.config.patch(disable=True):  # flex_attention's mask is compiled otherwise, for seconds
-        return function(
-            config=config(implementation, **settings),
-            inputs_embeds=embeds,
-            attention_mask=given,
-            past_key_values=None,
-            **(positions or {}),
-            **more,
-        )
+        return function(**{key: value for key, value in given.items() if key in names})
 
 
 def plain(draw: Draw, implementation: str, **more: Any) -> Case:
@@ -155,7 +153,7 @@ def bloom(draw: Draw, model: str) -> Case:
     mask = made(draw, "create_causal_mask", "eager")
     low = torch.finfo(torch.float32).min
     biased = torch.masked_fill(alibi.expand(-1, -1, draw.shape[1], -1), mask < -1, low)
-    return case(draw, biased, pattern=None, polarity="bias", richer=True)
+    return case(draw, biased, pattern=None, polarity="bias", richer=varies(biased, draw))
 
 
 def mpt(draw: Draw) -> Case:
@@ -165,7 +163,7 @@ def mpt(draw: Draw) -> Case:
     alibi = build_mpt_alibi_tensor(4, S).expand(draw.shape[0], 4, S, S)
     blocked = made(draw, "create_causal_mask", "eager") < -1
     biased = torch.masked_fill(alibi, blocked, torch.finfo(torch.float32).min)
-    return case(draw, biased, pattern=None, polarity="bias", richer=True)
+    return case(draw, biased, pattern=None, polarity="bias", richer=varies(biased, draw))
 
 
 def direct(draw: Draw, name: str, **more: Any) -> Case:
@@ -173,23 +171,23 @@ def direct(draw: Draw, name: str, **more: Any) -> Case:
     from transformers import masking_utils
 
     B, S = draw.shape
-    more = {"q_length": S, "kv_length": S, "attention_mask": keep_2d(draw, torch.bool), **more}
-    mask = getattr(masking_utils, name)(B, **more)
+    function = getattr(masking_utils, name)
+    sizes = {"batch_size": B, "q_length": S, "kv_length": S, "cache_position": torch.arange(S)}
+    given = {key: value for key, value in sizes.items() if key in signature(function).parameters}
+    mask = function(attention_mask=keep_2d(draw, torch.bool), **given, **more)
     return case(draw, mask, polarity="keep" if name == "sdpa_mask" else "bias")
 
 
 def packed_and_padded(draw: Draw) -> Case:
     """transformers' own document predicate together with a padding mask: nothing of a sequence sees another."""
-    from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function, sdpa_mask
+    from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-    B, S = draw.shape
     both = and_masks(causal_mask_function, packed_sequence_mask_function(torch.from_numpy(draw.ids)))
-    mask = sdpa_mask(B, S, S, mask_function=both, attention_mask=keep_2d(draw, torch.bool), allow_is_causal_skip=False)
-    return case(draw, mask, polarity="keep")
+    return direct(draw, "sdpa_mask", mask_function=both, allow_is_causal_skip=False)
 
 
 def _plain(name: str, implementation: str, ambiguous: tuple[str, ...] = (), **more: Any) -> Producer:
-    return Producer(name, NEW, partial(plain, implementation=implementation, **more), ONE_SEQUENCE, ambiguous)
+    return Producer(name, HF, partial(plain, implementation=implementation, **more), ONE_SEQUENCE, ambiguous)
 
 
 PRODUCERS = [
@@ -200,34 +198,34 @@ PRODUCERS = [
     _plain("hf causal eager fp16", "eager", dtype=torch.float16),
     _plain("hf causal flash", "flash_attention_2"),
     _plain("hf causal flex", "flex_attention", ("no tensor",)),
-    Producer("hf packed sdpa", NEW, partial(from_positions, implementation="sdpa", beside=False), FULL_PACKS),
-    Producer("hf packed sdpa, positions", NEW, partial(from_positions, implementation="sdpa", beside=True), FULL_PACKS),
-    Producer("hf packed eager, positions", NEW, partial(from_positions, implementation="eager", beside=True), FULL_PACKS),
+    Producer("hf packed sdpa", HF, partial(from_positions, implementation="sdpa", beside=False), FULL_PACKS),
+    Producer("hf packed sdpa, positions", HF, partial(from_positions, implementation="sdpa", beside=True), FULL_PACKS),
+    Producer("hf packed eager, positions", HF, partial(from_positions, implementation="eager", beside=True), FULL_PACKS),
     Producer(
         "hf packed flex, positions",
-        NEW,
+        HF,
         partial(from_positions, implementation="flex_attention", beside=True),
         FULL_PACKS,
         ("no tensor",),
     ),
-    Producer("hf packed and padded", NEW, packed_and_padded),
-    Producer("hf and_mask documents", NEW, documents_and),
-    Producer("hf sliding sdpa", NEW, partial(window, implementation="sdpa"), ONE_SEQUENCE, ("windows",)),
-    Producer("hf sliding eager", NEW, partial(window, implementation="eager"), ONE_SEQUENCE, ("windows",)),
-    Producer("hf sliding packed", NEW, packed_window, FULL_PACKS, ("windows",)),
-    Producer("hf chunked sdpa", NEW, partial(chunks, implementation="sdpa"), ONE_SEQUENCE, ("windows",)),
-    Producer("hf chunked eager", NEW, partial(chunks, implementation="eager"), ONE_SEQUENCE, ("windows",)),
+    Producer("hf packed and padded", HF, packed_and_padded),
+    Producer("hf and_mask documents", HF, documents_and),
+    Producer("hf sliding sdpa", HF, partial(window, implementation="sdpa"), ONE_SEQUENCE),
+    Producer("hf sliding eager", HF, partial(window, implementation="eager"), ONE_SEQUENCE),
+    Producer("hf sliding packed", HF, packed_window, FULL_PACKS),
+    Producer("hf chunked sdpa", HF, partial(chunks, implementation="sdpa"), ONE_SEQUENCE),
+    Producer("hf chunked eager", HF, partial(chunks, implementation="eager"), ONE_SEQUENCE),
     Producer(
         "hf bidirectional sdpa", NEW, partial(encoder, implementation="sdpa"), ONE_SEQUENCE, ("either polarity",)
     ),
     Producer("hf bidirectional eager", NEW, partial(encoder, implementation="eager"), ONE_SEQUENCE),
     Producer("hf bidirectional sliding", NEW, encoder_window, ONE_SEQUENCE, ("either polarity",)),
-    Producer("hf prefix by or_mask", NEW, prefix_or, ("none", "right", "left"), ("either polarity",)),
+    Producer("hf prefix by or_mask", HF, prefix_or, ("none", "right", "left"), ("either polarity",)),
     Producer("hf PaliGemma prefix", NEW, paligemma, ("none", "right", "left", "empty_row"), ("either polarity",)),
     Producer("hf Gemma3 image blocks", NEW, image_blocks, ONE_SEQUENCE, ("either polarity",)),
-    Producer("hf BLOOM alibi", NEW, partial(bloom, model="bloom"), ONE_SEQUENCE),
-    Producer("hf Falcon alibi", NEW, partial(bloom, model="falcon"), ONE_SEQUENCE),
-    Producer("hf MPT alibi", NEW, mpt, ONE_SEQUENCE),
-    Producer("hf sdpa_mask", NEW, partial(direct, name="sdpa_mask", allow_is_causal_skip=False), ONE_SEQUENCE),
-    Producer("hf eager_mask", NEW, partial(direct, name="eager_mask"), ONE_SEQUENCE),
+    Producer("hf BLOOM alibi", HF, partial(bloom, model="bloom"), ONE_SEQUENCE),
+    Producer("hf Falcon alibi", HF, partial(bloom, model="falcon"), ONE_SEQUENCE),
+    Producer("hf MPT alibi", HF, mpt, ONE_SEQUENCE),
+    Producer("hf sdpa_mask", HF, partial(direct, name="sdpa_mask", allow_is_causal_skip=False), ONE_SEQUENCE),
+    Producer("hf eager_mask", HF, partial(direct, name="eager_mask"), ONE_SEQUENCE),
 ]

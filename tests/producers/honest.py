@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from drawing import ONE_SEQUENCE, PACKED, chunked, together
+from drawing import chunked
 from torch import Tensor
 from verdicts import Case, Entry
 
@@ -18,9 +18,7 @@ Reason = Callable[[Case, Entry], bool]
 
 def _foreign(case: Case, entry: Entry) -> bool:
     """Another pattern than the causal one that this entry declares, or one that no declaration says."""
-    if case.plain and not case.richer:
-        return False
-    return case.pattern is None or not (entry.declared or entry.derives)
+    return case.pattern is None or not (case.plain or entry.declared or entry.derives)
 
 
 def _empty_row(case: Case, entry: Entry) -> bool:
@@ -67,7 +65,7 @@ def _additive_zeros(case: Case, entry: Entry) -> bool:
 
 def _square_2d(case: Case, entry: Entry) -> bool:
     """`[B, S]` with B == S may be one square mask that all rows share; its place in a batch tells, a bare tensor does not."""
-    return entry.name == "derive" and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
+    return entry.derives and not entry.with_2d and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
 
 
 def _one_token(case: Case, entry: Entry) -> bool:
@@ -90,6 +88,14 @@ def _wide_gap(case: Case, entry: Entry) -> bool:
     return case.draw.style in ("packed_gaps", "holes") and _undecided(case, entry) and (case.packed or not case.plain)
 
 
+def _hidden_steps(case: Case, entry: Entry) -> bool:
+    """Two neighbours of a row that no window of the declared size joins: one sequence with a hole, or two sequences."""
+    pattern = case.pattern
+    if pattern is None or pattern.kind != "sliding":
+        return False
+    return any((np.diff(np.flatnonzero(row)) >= pattern.size).any() for row in case.keep)
+
+
 EVERYWHERE: dict[str, Reason] = {
     "foreign pattern": _foreign,
     "empty row": _empty_row,
@@ -102,6 +108,7 @@ EVERYWHERE: dict[str, Reason] = {
     "one token": _one_token,
     "chunks": _chunks,
     "wide gap": _wide_gap,
+    "hidden steps": _hidden_steps,
 }
 
 
@@ -117,7 +124,8 @@ def _key_row(case: Case, entry: Entry) -> bool:
 
 
 def _no_tensor(case: Case, entry: Entry) -> bool:
-    return not isinstance(case.mask, Tensor)
+    """Another container, or a subclass that stands for numbers it does not hold."""
+    return type(case.mask) is not Tensor
 
 
 def _self_attending(case: Case, entry: Entry) -> bool:
@@ -130,15 +138,10 @@ def _unmasked(case: Case, entry: Entry) -> bool:
     return not entry.with_2d and not case.keep.all()
 
 
-def _windows(case: Case, entry: Entry) -> bool:
-    """A window that is narrower than a hole, or one token wide, hides what is one sequence."""
-    wide = (together(case.ids) & ~case.attends & np.tri(case.ids.shape[1], dtype=bool)).any()
-    return bool(wide) and (case.draw.style in ("holes", "mixed", *PACKED)) and not entry.declared and not entry.with_2d
-
-
 def _says_nothing(case: Case, entry: Entry) -> bool:
-    """The emission has no word of padding; a library may refuse to take it for the truth."""
-    return not entry.with_2d
+    """A triangle has no word of padding; where some stands before a real token, it even says that it is attended."""
+    keep = case.keep
+    return not entry.with_2d or bool((keep[:, 1:] & ~keep[:, :-1]).any())
 
 
 def _no_boundaries(case: Case, entry: Entry) -> bool:
@@ -152,7 +155,6 @@ BY_NAME: dict[str, Reason] = {
     "no tensor": _no_tensor,
     "self-attending padding": _self_attending,
     "unmasked rows": _unmasked,
-    "windows": _windows,
     "says nothing": _says_nothing,
     "no boundaries": _no_boundaries,
 }
@@ -165,6 +167,3 @@ def excuse(case: Case, entry: Entry, names: tuple[str, ...] = ()) -> str | None:
         if REASONS[name](case, entry):
             return name
     return None
-
-
-__all__ = ["BY_NAME", "EVERYWHERE", "ONE_SEQUENCE", "REASONS", "excuse"]

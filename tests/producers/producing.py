@@ -68,6 +68,7 @@ def case(
     polarity: Any = None,
     silent: bool = False,
     richer: bool = False,
+    contrary: bool = False,
     tokens: Any = None,
     features: list[dict[str, Any]] | None = None,
     **more: Any,
@@ -79,7 +80,8 @@ def case(
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **more}
     features = samples(draw) if features is None else features
     attends = causal(ids) if attends is None else attends
-    return Case(draw, batch, ids, attends, pattern, polarity, silent=silent, richer=richer, features=features)
+    flags = {"silent": silent, "richer": richer, "contrary": contrary}
+    return Case(draw, batch, ids, attends, pattern, polarity, features=features, **flags)
 
 
 def emitted(draw: Draw, batch: dict[str, Any], *, ids: np.ndarray, features: list[dict[str, Any]], **more: Any) -> Case:
@@ -117,3 +119,11 @@ def restarting(draw: Draw) -> Tensor:
             count = 0 if s and n and n != row[s - 1] else count
             out[b, s], count = count, count + 1
     return torch.from_numpy(out)
+
+
+def varies(bias: Tensor, draw: Draw) -> bool:
+    """Does the additive mask say more of the attended places than that they are attended?"""
+    attended = torch.from_numpy(causal(draw.ids))[:, None].expand(bias.shape)
+    low = bias.masked_fill(~attended, torch.inf).amin(-1)
+    high = bias.masked_fill(~attended, -torch.inf).amax(-1)
+    return bool((high > low).any())

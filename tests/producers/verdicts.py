@@ -41,6 +41,8 @@ class Case:
     """The emission says nothing of padding: alone it means that all tokens are real."""
     richer: bool = False
     """It says more than who attends whom: values, or another thing to each head. No other mask stands for it."""
+    contrary: bool = False
+    """A 2D mask of the other polarity: alone, and undeclared, it is read as every stack reads one, and that is no fault."""
     features: list[dict[str, Any]] = field(default_factory=list)
 
     @cached_property
@@ -54,6 +56,12 @@ class Case:
     @property
     def mask(self) -> Any:
         return self.batch.get("attention_mask")
+
+    @property
+    def keys_alone(self) -> bool:
+        """A 2D mask of 0 and 1 says who is real, not where a sequence ends."""
+        mask = self.mask
+        return isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
 
     @cached_property
     def plain(self) -> bool:
@@ -207,7 +215,7 @@ def check_flat(out: dict[str, Any], case: Case) -> None:
     if isinstance(given, Tensor):
         same = (given.numpy() == positions(case.ids))[case.keep].all()
         demand(same, f"position_ids {given.tolist()}, truth {case.ids.tolist()}")
-    demand(seen or isinstance(given, Tensor), "no boundaries at all")
+    demand(seen or isinstance(given, Tensor) or not case.packed, "no boundaries at all")
     if isinstance(out.get("seq_idx"), Tensor):
         found = out["seq_idx"].numpy().reshape(case.ids.shape)
         demand((found == case.ids - 1)[case.keep].all(), f"seq_idx {found.tolist()}")
@@ -231,11 +239,14 @@ class Entry:
 
     def case(self, case: Case) -> Case:
         """What is true for someone who enters here."""
-        return case if self.with_2d else case.bare()
+        case = case if self.with_2d else case.bare()
+        if self.derives and case.keys_alone:
+            return replace(case, ids=case.keep.astype(np.int64))
+        return case
 
     def applies(self, case: Case) -> bool:
         if self.derives:
-            return case.mask is not None
+            return case.mask is not None and not (case.contrary and self.name == "derive")
         if case.flat:
             return not self.with_2d
         return not self.declared or case.pattern is not None
