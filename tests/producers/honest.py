@@ -149,6 +149,11 @@ def _no_boundaries(case: Case, entry: Entry) -> bool:
     return not entry.name.startswith("wrap")
 
 
+def _positions_against_mask(case: Case, entry: Entry) -> bool:
+    """Positions that restart beside a mask that goes on: two sources that tell different things."""
+    return not entry.derives
+
+
 BY_NAME: dict[str, Reason] = {
     "either polarity": _either_polarity,
     "key row": _key_row,
@@ -157,6 +162,7 @@ BY_NAME: dict[str, Reason] = {
     "unmasked rows": _unmasked,
     "says nothing": _says_nothing,
     "no boundaries": _no_boundaries,
+    "positions against mask": _positions_against_mask,
 }
 REASONS = EVERYWHERE | BY_NAME
 

@@ -206,9 +206,11 @@ def check_flat(out: dict[str, Any], case: Case) -> None:
     demand(out.get("attention_mask") is None, "a flat row with a mask")
     lengths = [int((case.ids[0] == n).sum()) for n in range(1, int(case.ids.max()) + 1)]
     ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    seen = [key for key in OFFSETS if isinstance(out.get(key), Tensor)]
-    for key in seen:
-        found = out[key].tolist()
+    seen = {key: out[key] for key in OFFSETS if isinstance(out.get(key), Tensor)}
+    if (params := out.get("packed_seq_params")) is not None:
+        seen["packed_seq_params"] = params.cu_seqlens_q
+    for key, offsets in seen.items():
+        found = offsets.tolist()
         demand(found[: len(ends)] == ends, f"{key} {found}, truth {ends}")
         demand(max(found) <= case.ids.shape[1] and sorted(found) == found, f"{key} {found}, {case.ids.shape[1]} tokens")
     given = out.get("position_ids")

@@ -1,0 +1,48 @@
+"""Packing as LLaMA-Factory 0.9.5 and axolotl 0.19.0 emit it: numbers in a 2D mask, and the 4D mask made of them.
+
+Both packages need more than a test environment has, so their documented forms are written here; they were compared once
+with `llamafactory.data.collator.prepare_4d_attention_mask` and `axolotl.utils.collators.V2BatchSamplerDataCollatorForSeq2Seq`.
+Legend: B rows, S width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from drawing import PACKED, SIDED, Draw
+from producing import Producer, case, restarting
+from torch import Tensor
+from verdicts import Case
+
+STYLES = (*SIDED, *sorted(PACKED))
+
+
+def numbers(draw: Draw, *, beside: str = "") -> Case:
+    """neat_packing's `1 1 2 2 0`, alone or with positions that restart (padding counts 0: processor/supervised.py:221)."""
+    positions = restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)
+    return case(draw, torch.from_numpy(draw.ids.copy()), **({"position_ids": positions} if beside else {}))
+
+
+def block_diagonal(draw: Draw, dtype: torch.dtype) -> Case:
+    """`prepare_4d_attention_mask`: additive, rows of padding blocked throughout."""
+    return case(draw, four_d(torch.from_numpy(draw.ids), dtype), polarity="bias")
+
+
+def four_d(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    same = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, None, :]
+    return torch.zeros((), dtype=dtype).where(same.tril(), torch.finfo(dtype).min)
+
+
+def multipack(draw: Draw) -> Case:
+    """axolotl's V2 collator: row by row the number of the sample, padded by transformers' collator."""
+    return case(draw, torch.from_numpy(draw.ids.copy()), position_ids=restarting(draw))
+
+
+PRODUCERS = [
+    Producer("LLaMA-Factory neat packing", (), numbers, STYLES),
+    Producer("LLaMA-Factory neat packing, positions", (), partial(numbers, beside="positions"), STYLES),
+    Producer("LLaMA-Factory 4D", (), partial(block_diagonal, dtype=torch.float32), STYLES),
+    Producer("LLaMA-Factory 4D bf16", (), partial(block_diagonal, dtype=torch.bfloat16), STYLES),
+    Producer("axolotl multipack", (), multipack, STYLES),
+]
