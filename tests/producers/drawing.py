@@ -69,10 +69,10 @@ def draw(style: str, index: int) -> Draw:
 
 
 def _shape(rng: np.random.Generator, index: int) -> tuple[int, int]:
-    """Small widths mostly, one in seven as wide as high, and now and then 64."""
+    """Small widths mostly, one in seven as wide as high; in turn 1, 2, 3 and 64."""
     if index % 7 == 6:
         return (int(rng.integers(1, 5)),) * 2
-    widths = (1, 2, 3, 64) if index % 5 == 4 else (4, 5, 6, 7, 8, 9, 12, 17)
+    widths = (1, 2, 3, 64)[index // 5 % 4 :][:1] if index % 5 == 4 else (4, 5, 6, 7, 8, 9, 12, 17)
     return int(rng.integers(1, 5)), int(rng.choice(widths))
 
 

@@ -29,7 +29,9 @@ def tokenizer(side: str, pad: str = "<pad>") -> Any:
     words = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {str(n): n for n in range(3, 128)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     names = {"pad_token": pad, "eos_token": "<eos>", "unk_token": "<unk>"}
-    built = PreTrainedTokenizerFast(tokenizer_object=made, padding_side=side, model_input_names=["input_ids", "attention_mask"], **names)
+    built = PreTrainedTokenizerFast(
+        tokenizer_object=made, padding_side=side, model_input_names=["input_ids", "attention_mask"], **names
+    )
     built.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
     return built
 
@@ -216,7 +218,9 @@ PRODUCERS = [
     Producer("hf default_data_collator", HF, partial(fixed, collate="transformers"), ONE_SEQUENCE),
     Producer("torch default_collate", (), partial(fixed, collate="torch"), ONE_SEQUENCE),
     Producer("trl SFT", TRL, sft, ("none", "right")),
-    Producer("trl SFT, to 8, positions", TRL, partial(sft, pad_to_multiple_of=8, return_position_ids=True), ("none", "right")),
+    Producer(
+        "trl SFT, to 8, positions", TRL, partial(sft, pad_to_multiple_of=8, return_position_ids=True), ("none", "right")
+    ),
     Producer("trl SFT padding free", TRL, sft_padding_free, FLAT),
     Producer("trl SFT padding free, to 8", TRL, partial(sft_padding_free, pad_to_multiple_of=8), FLAT),
     Producer("trl SFT packed, padding free", TRL, partial(sft_packed, padding_free=True), FLAT),

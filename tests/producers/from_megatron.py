@@ -83,7 +83,9 @@ def swift_rswa(draw: Draw) -> Case:
     """ms-swift's mask for OCR: a causal prefix that all see, then a window over the answer (templates/deepseek.py:486)."""
     from swift.template.templates import deepseek
 
-    owner = next(vars(deepseek)[name] for name in vars(deepseek) if hasattr(vars(deepseek)[name], "_build_rswa_attention_mask"))
+    owner = next(
+        vars(deepseek)[name] for name in vars(deepseek) if hasattr(vars(deepseek)[name], "_build_rswa_attention_mask")
+    )
     size = int(draw.rng.integers(1, draw.shape[1] + 1))
     cut = int(draw.rng.integers(0, draw.shape[1]))
     labels = torch.from_numpy(draw.tokens).masked_fill(torch.arange(draw.shape[1]) < cut, -100)

@@ -142,7 +142,9 @@ def twinkle(draw: Draw, *, framework: str, npu: bool = False, flat: bool = False
     width = batch["input_ids"].shape[1]
     side = side if framework == "transformers" else "right"
     ids = joined(features, width) if flat else placed(list(map(len, rows)), width, side)
-    return emitted(draw, batch, ids=ids, features=features, flat=flat, polarity="masked" if framework == "megatron" else None)
+    return emitted(
+        draw, batch, ids=ids, features=features, flat=flat, polarity="masked" if framework == "megatron" else None
+    )
 
 
 def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, Draw, causal, sliding, together
-from producing import BIDIRECTIONAL, Producer, case, keep_2d, varies
+from producing import BIDIRECTIONAL, Producer, case, keep_2d, plain_rows, varies
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 from verdicts import Case
 
@@ -28,7 +28,7 @@ def document(draw: Draw, *, padding: str, block: bool) -> Case:
     B, S = draw.shape
     build = create_block_mask if block else create_mask
     mask = build(and_masks(*parts), B, 1, S, S, device="cpu")
-    return case(draw, mask, polarity=None if block else "keep")
+    return case(draw, mask) if block else case(draw, mask, polarity="keep", silent=plain_rows(mask, draw))
 
 
 def flex_window(draw: Draw) -> Case:
@@ -110,7 +110,8 @@ def by_hand(draw: Draw, form: str) -> Case:
         "heads": (tensor.expand(-1, 3, -1, -1), "keep"),
     }
     mask, polarity = forms[form]
-    return case(draw, mask, polarity=polarity)
+    silent = plain_rows(mask, draw) if form == "diagonal forced" else False
+    return case(draw, mask, polarity=polarity, silent=silent)
 
 
 def key_row(draw: Draw, form: str) -> Case:

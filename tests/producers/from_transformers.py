@@ -215,9 +215,7 @@ PRODUCERS = [
     Producer("hf sliding packed", HF, packed_window, FULL_PACKS),
     Producer("hf chunked sdpa", HF, partial(chunks, implementation="sdpa"), ONE_SEQUENCE),
     Producer("hf chunked eager", HF, partial(chunks, implementation="eager"), ONE_SEQUENCE),
-    Producer(
-        "hf bidirectional sdpa", NEW, partial(encoder, implementation="sdpa"), ONE_SEQUENCE, ("either polarity",)
-    ),
+    Producer("hf bidirectional sdpa", NEW, partial(encoder, implementation="sdpa"), ONE_SEQUENCE, ("either polarity",)),
     Producer("hf bidirectional eager", NEW, partial(encoder, implementation="eager"), ONE_SEQUENCE),
     Producer("hf bidirectional sliding", NEW, encoder_window, ONE_SEQUENCE, ("either polarity",)),
     Producer("hf prefix by or_mask", HF, prefix_or, ("none", "right", "left"), ("either polarity",)),

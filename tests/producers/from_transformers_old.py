@@ -53,8 +53,10 @@ def triangle(draw: Draw) -> Case:
 
 
 def converted(draw: Draw) -> Case:
-    mask = _builders().AttentionMaskConverter(is_causal=True).to_4d(
-        keep_2d(draw), draw.shape[1], dtype=torch.float32, key_value_length=draw.shape[1]
+    mask = (
+        _builders()
+        .AttentionMaskConverter(is_causal=True)
+        .to_4d(keep_2d(draw), draw.shape[1], dtype=torch.float32, key_value_length=draw.shape[1])
     )
     return case(draw, mask, polarity="bias")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from drawing import chunked
+from drawing import chunked, positions
 from torch import Tensor
 from verdicts import Case, Entry
 
@@ -65,7 +65,9 @@ def _additive_zeros(case: Case, entry: Entry) -> bool:
 
 def _square_2d(case: Case, entry: Entry) -> bool:
     """`[B, S]` with B == S may be one square mask that all rows share; its place in a batch tells, a bare tensor does not."""
-    return entry.derives and not entry.with_2d and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
+    return (
+        entry.derives and not entry.with_2d and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
+    )
 
 
 def _one_token(case: Case, entry: Entry) -> bool:
@@ -77,10 +79,15 @@ def _one_token(case: Case, entry: Entry) -> bool:
 
 def _chunks(case: Case, entry: Entry) -> bool:
     """Packed rows that are chunked attention over one sequence as well; positions in the batch would tell."""
-    if entry.declared or "position_ids" in case.batch or not (case.packed or not case.plain):
+    if entry.declared or (case.plain and not case.packed) or (not entry.derives and _positions_tell(case)):
         return False
     one = case.keep.astype(np.int64)
     return any((chunked(one, size) == case.attends).all() for size in range(1, case.ids.shape[1]))
+
+
+def _positions_tell(case: Case) -> bool:
+    given = case.batch.get("position_ids")
+    return isinstance(given, Tensor) and bool((given.numpy() == positions(case.ids))[case.keep].all())
 
 
 def _wide_gap(case: Case, entry: Entry) -> bool:
@@ -89,9 +96,10 @@ def _wide_gap(case: Case, entry: Entry) -> bool:
 
 
 def _hidden_steps(case: Case, entry: Entry) -> bool:
-    """Two neighbours of a row that no window of the declared size joins: one sequence with a hole, or two sequences."""
+    """Two neighbours of a row that no window of this size joins: one sequence with a hole, or two sequences."""
     pattern = case.pattern
-    if pattern is None or pattern.kind != "sliding":
+    hides = pattern is not None and (pattern.kind == "sliding" or (pattern.kind == "chunked" and not entry.declared))
+    if not hides:
         return False
     return any((np.diff(np.flatnonzero(row)) >= pattern.size).any() for row in case.keep)
 

@@ -66,7 +66,7 @@ def case(
     attends: np.ndarray | None = None,
     pattern: Pattern | None = CAUSAL,
     polarity: Any = None,
-    silent: bool = False,
+    silent: bool | np.ndarray = False,
     richer: bool = False,
     contrary: bool = False,
     tokens: Any = None,
@@ -127,3 +127,9 @@ def varies(bias: Tensor, draw: Draw) -> bool:
     low = bias.masked_fill(~attended, torch.inf).amin(-1)
     high = bias.masked_fill(~attended, -torch.inf).amax(-1)
     return bool((high > low).any())
+
+
+def plain_rows(mask: Tensor, draw: Draw) -> np.ndarray:
+    """`[B]`: rows whose padding attends so that nothing tells them from a row without padding."""
+    attends = mask.reshape(draw.shape[0], -1, *mask.shape[-2:])[:, 0].numpy()
+    return (attends == np.tri(draw.shape[1], dtype=bool)).all(axis=(1, 2)) & ~draw.keep.all(axis=1)

@@ -1,6 +1,7 @@
 """Masks of released software through the public entries: right or refused, never wrong, never a raw exception.
 
-COLLATE_NPU_PRODUCERS_EACH sets how many batches each producer makes in each style (CI: 12).
+COLLATE_NPU_PRODUCERS_EACH sets how many batches each producer makes in each style (CI: 24). There each entry is given
+every third batch; with COLLATE_NPU_PRODUCERS_ALL=1 it is given all.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from honest import excuse
 from torch import Tensor
 from verdicts import ENTRIES, Case, Entry, Result, block_mask_attends, judge
 
-EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "12"))
+EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "24"))
+STEP = 1 if os.environ.get("COLLATE_NPU_PRODUCERS_ALL") else 3
 SHOWN = 3
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 AVAILABLE = [name for name, producer in PRODUCERS.items() if producer.available]
 
 
@@ -32,7 +35,7 @@ def cases(name: str) -> list[Case]:
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_the_emission_is_what_the_catalogue_says(name):
     for case in cases(name):
-        if case.mask is None or case.silent:
+        if case.mask is None or np.any(case.silent):
             continue
         read = read_emission(case)
         wrong = (read != case.attends) & case.keep[:, :, None]
@@ -54,11 +57,16 @@ def read_emission(case: Case) -> np.ndarray:
     return np.broadcast_to(attends, (B, S, S))
 
 
+def test_the_catalogue_is_as_large_as_it_says():
+    assert len(PRODUCERS) >= 100
+    assert len(AVAILABLE) >= 40
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_right_or_refused(name, entry, summary):
     failures = []
-    for whole in cases(name):
+    for whole in cases(name)[ENTRIES.index(entry) % STEP :: STEP]:
         if not entry.applies(whole):
             continue
         case = entry.case(whole)

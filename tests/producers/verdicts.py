@@ -37,8 +37,8 @@ class Case:
     """What a user would declare; None where no pattern of ours says it."""
     polarity: Any = None
     flat: bool = False
-    silent: bool = False
-    """The emission says nothing of padding: alone it means that all tokens are real."""
+    silent: bool | np.ndarray = False
+    """The emission, or that of some rows (`[B]`), says nothing of padding: alone it means that all tokens are real."""
     richer: bool = False
     """It says more than who attends whom: values, or another thing to each head. No other mask stands for it."""
     contrary: bool = False
@@ -61,7 +61,9 @@ class Case:
     def keys_alone(self) -> bool:
         """A 2D mask of 0 and 1 says who is real, not where a sequence ends."""
         mask = self.mask
-        return isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
+        return (
+            isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
+        )
 
     @cached_property
     def plain(self) -> bool:
@@ -70,10 +72,11 @@ class Case:
 
     def bare(self) -> Case:
         """What the emission means alone."""
-        if not self.silent:
+        if not np.any(self.silent):
             return self
-        ids = np.ones_like(self.ids)
-        return replace(self, ids=ids, attends=causal(ids), silent=False)
+        silent_B11 = np.broadcast_to(self.silent, len(self.ids))[:, None, None]
+        ids = np.where(silent_B11[:, 0], 1, self.ids)
+        return replace(self, ids=ids, attends=np.where(silent_B11, causal(ids), self.attends), silent=False)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ def check_segments(found: Any, case: Case) -> None:
     demand((canonical(ids) == canonical(case.ids)).all(), f"segments {ids.tolist()}, truth {case.ids.tolist()}")
 
 
-def check_batch(out: dict[str, Any], case: Case, consumer: str, implementation: str = "sdpa", needs_2d: bool = False) -> None:
+def check_batch(
+    out: dict[str, Any], case: Case, consumer: str, implementation: str = "sdpa", needs_2d: bool = False
+) -> None:
     """Everything a model of this consumer would read."""
     demand(not case.richer or _same(out.get("attention_mask"), case.mask), "a mask of values or heads was replaced")
     check_attention(attention_of(out, case.ids.shape, consumer, implementation), case)
