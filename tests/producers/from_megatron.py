@@ -50,10 +50,10 @@ def _ended(draw: Draw) -> np.ndarray:
 
 def t5(draw: Draw, *, history: bool) -> Case:
     """megatron-core's T5 masks for local kernels: rows and columns, True = blocked."""
-    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset as T5
+    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 
     tokens = torch.from_numpy(draw.tokens)
-    mask = T5._build_b1ss_attention_mask(tokens, tokens, make_history_mask=history)
+    mask = T5MaskedWordPieceDataset._build_b1ss_attention_mask(tokens, tokens, make_history_mask=history)
     attends = causal(draw.ids) if history else together(draw.ids)
     return case(draw, mask, attends=attends, pattern=CAUSAL if history else BIDIRECTIONAL, polarity="masked")
 
@@ -83,9 +83,7 @@ def swift_rswa(draw: Draw) -> Case:
     """ms-swift's mask for OCR: a causal prefix that all see, then a window over the answer (templates/deepseek.py:486)."""
     from swift.template.templates import deepseek
 
-    owner = next(
-        vars(deepseek)[name] for name in vars(deepseek) if hasattr(vars(deepseek)[name], "_build_rswa_attention_mask")
-    )
+    owner = next(found for found in vars(deepseek).values() if hasattr(found, "_build_rswa_attention_mask"))
     size = int(draw.rng.integers(1, draw.shape[1] + 1))
     cut = int(draw.rng.integers(0, draw.shape[1]))
     labels = torch.from_numpy(draw.tokens).masked_fill(torch.arange(draw.shape[1]) < cut, -100)

@@ -73,7 +73,7 @@ def verl_legacy(draw: Draw) -> Case:
     keep = keep_2d(draw, torch.bool)
     with _Alone(False) as alone:
         given = (torch.from_numpy(draw.tokens), keep, restarting(draw))
-        tokens, mask, positions = alone.util.preprocess_bshd(*given)
+        tokens, mask, _ = alone.util.preprocess_bshd(*given)
     batch = {"input_ids": tokens, "attention_mask": mask}
     ids = placed(draw.lengths, tokens.shape[1], "right")
     features = [{"input_ids": row} for row in draw.rows()]

@@ -1,7 +1,8 @@
 """Packing as LLaMA-Factory 0.9.5 and axolotl 0.19.0 emit it: numbers in a 2D mask, and the 4D mask made of them.
 
-Both packages need more than a test environment has, so their documented forms are written here; they were compared once
-with `llamafactory.data.collator.prepare_4d_attention_mask` and `axolotl.utils.collators.V2BatchSamplerDataCollatorForSeq2Seq`.
+Both packages need more than a test environment has, so their documented forms are written here. They were compared once
+with `prepare_4d_attention_mask` (llamafactory.data.collator) and `V2BatchSamplerDataCollatorForSeq2Seq`
+(axolotl.utils.collators).
 Legend: B rows, S width.
 """
 

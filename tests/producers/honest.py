@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from drawing import chunked, positions
+from entries import Entry
 from torch import Tensor
-from verdicts import Case, Entry
+from verdicts import Case
 
 Reason = Callable[[Case, Entry], bool]
 
@@ -64,10 +65,9 @@ def _additive_zeros(case: Case, entry: Entry) -> bool:
 
 
 def _square_2d(case: Case, entry: Entry) -> bool:
-    """`[B, S]` with B == S may be one square mask that all rows share; its place in a batch tells, a bare tensor does not."""
-    return (
-        entry.derives and not entry.with_2d and getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
-    )
+    """`[B, S]` with B == S may be one square mask that all rows share; its place in a batch would tell."""
+    square = getattr(case.mask, "ndim", 0) == 2 and case.ids.shape[0] == case.ids.shape[1]
+    return entry.derives and not entry.with_2d and square
 
 
 def _one_token(case: Case, entry: Entry) -> bool:

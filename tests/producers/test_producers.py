@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from catalogue import PRODUCERS
 from drawing import draw
+from entries import ENTRIES, Entry
 from honest import excuse
 from torch import Tensor
-from verdicts import ENTRIES, Case, Entry, Result, block_mask_attends, judge
+from verdicts import Case, Result, block_mask_attends, judge
 
 EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "24"))
 STEP = 1 if os.environ.get("COLLATE_NPU_PRODUCERS_ALL") else 3

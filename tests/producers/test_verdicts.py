@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from drawing import STYLES, Draw, causal, draw, positions, sliding
+from entries import ENTRIES, Entry, megatron, transformers, wrap
 from honest import REASONS, excuse
 from producing import case
-from verdicts import ENTRIES, Case, Entry, Result, judge, megatron, transformers, wrap
+from verdicts import Case, Result, check_batch, judge
 
 from collate_npu import CollateError, Pattern
 
@@ -101,14 +102,15 @@ def test_eager_attention_adds_its_mask():
 
 
 def _read(case: Case, mask: torch.Tensor, implementation: str) -> None:
-    from verdicts import check_batch
-
     check_batch({"attention_mask": mask}, case, "transformers", implementation)
 
 
 def test_values_of_a_mask_are_not_replaced():
     out = right(ROWS)
-    kept = lambda case: megatron(case, make=lambda **_: lambda batch: {**out, "attention_mask": batch["attention_mask"]})
+
+    def kept(case):
+        return megatron(case, make=lambda **_: lambda batch: {**out, "attention_mask": batch["attention_mask"]})
+
     assert judge(lambda case: megatron(case, make=model(out)), made(ROWS, richer=True)).verdict == "wrong"
     assert "replaced" not in judge(kept, made(ROWS, richer=True)).told
 
@@ -118,7 +120,10 @@ def test_offsets_of_a_flat_row_are_compared(offsets):
     ids = np.array([[1, 1, 2, 2]])
     drawn = Draw("packed", ids, ids + 2, np.random.default_rng(0))
     flat = Case(drawn, {"input_ids": torch.from_numpy(ids)}, ids, causal(ids), Pattern.of("causal"), flat=True)
-    entry = lambda out: judge(lambda case: megatron(case, make=model(out)), flat).verdict
+
+    def entry(out):
+        return judge(lambda case: megatron(case, make=model(out)), flat).verdict
+
     assert entry({"cu_seq_lens_q": torch.tensor([0, 2, 4])}) == "right"
     assert entry({"cu_seq_lens_q": torch.tensor(offsets)}) == "wrong"
     assert entry({"position_ids": torch.tensor([[0, 1, 2, 3]])}) == "wrong"
@@ -205,9 +210,7 @@ def test_a_style_is_what_its_name_says(style):
     keeps = [one.keep for one in drawn]
     starts = [keep[:, 0].all() for keep in keeps]
     ends = [keep[:, -1].all() for keep in keeps]
-    assert {"none": all(k.all() for k in keeps), "packed": all(k.all() for k in keeps)}.get(
-        style, not all(starts) or not all(ends)
-    )
+    assert all(keep.all() for keep in keeps) == (style in ("none", "packed"))
     assert {"right": all(starts), "packed_right": all(starts), "left": all(ends)}.get(style, True)
     assert any((~keep).all(axis=1).any() for keep in keeps) == (style == "empty_row")
     assert any((one.ids > 1).any() for one in drawn) == style.startswith("packed")
@@ -216,14 +219,7 @@ def test_a_style_is_what_its_name_says(style):
 def test_the_truths_of_patterns_are_those_of_their_pictures():
     ids = np.array([[0, 1, 1, 1, 2, 2]])
     rows = causal(ids)[0].astype(int).tolist()
-    assert rows == [
-        [0] * 6,
-        [0, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0],
-        [0, 1, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 1, 1],
-    ]
+    assert ["".join(map(str, row)) for row in rows] == ["000000", "010000", "011000", "011100", "000010", "000011"]
     assert sliding(ids, 2)[0].sum() == 8
     assert positions(ids).tolist() == [[0, 0, 1, 2, 0, 1]]
 

@@ -1,4 +1,4 @@
-"""Verdicts: one batch of a producer through one public entry, and whether what came out is what the producer meant.
+"""Verdicts: whether what came out of a public entry is what the producer meant.
 
 `right`: every real token attends what the producer says, the 2D mask is the truth, positions that were added count.
 `refused`: a `CollateError`. `raw`: any other exception. `wrong`: anything else; it was silent.
@@ -17,7 +17,7 @@ import torch
 from drawing import Draw, canonical, causal, positions
 from torch import Tensor
 
-from collate_npu import BatchAdapter, CollateError, Pattern, Segments, derive_segments, wrap_collator
+from collate_npu import CollateError, Pattern, Segments
 
 Verdict = Literal["right", "refused", "raw", "wrong"]
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv")
@@ -87,7 +87,7 @@ class Result:
     told: str = ""
 
 
-class _Wrong(AssertionError):
+class _WrongError(AssertionError):
     pass
 
 
@@ -95,7 +95,7 @@ def judge(entry: Callable[[Case], None], case: Case) -> Result:
     """Run one entry, which returns in silence where all is right."""
     try:
         entry(case)
-    except _Wrong as wrong:
+    except _WrongError as wrong:
         return Result("wrong", str(wrong))
     except CollateError as error:
         return Result("refused", " ".join(str(error).split()))
@@ -106,7 +106,7 @@ def judge(entry: Callable[[Case], None], case: Case) -> Result:
 
 def demand(fact: Any, told: str) -> None:
     if not fact:
-        raise _Wrong(told)
+        raise _WrongError(told)
 
 
 # --- what comes out
@@ -140,7 +140,7 @@ def check_attention(attends: np.ndarray, case: Case) -> None:
     if wrong.any():
         b, q, k = np.argwhere(wrong)[0].tolist()
         verb = "attends" if attends[b, q, k] else "does not attend"
-        raise _Wrong(f"row {b} token {q} {verb} {k}; truth {case.ids.tolist()}")
+        raise _WrongError(f"row {b} token {q} {verb} {k}; truth {case.ids.tolist()}")
 
 
 def attention_of(out: dict[str, Any], shape: tuple[int, int], consumer: str, implementation: str) -> np.ndarray:
@@ -226,129 +226,3 @@ def check_flat(out: dict[str, Any], case: Case) -> None:
     if isinstance(out.get("seq_idx"), Tensor):
         found = out["seq_idx"].numpy().reshape(case.ids.shape)
         demand((found == case.ids - 1)[case.keep].all(), f"seq_idx {found.tolist()}")
-
-
-# --- the entries
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One way in."""
-
-    name: str
-    run: Callable[[Case], None]
-    with_2d: bool = False
-    declared: bool = False
-
-    @property
-    def derives(self) -> bool:
-        return self.name.startswith("derive")
-
-    def case(self, case: Case) -> Case:
-        """What is true for someone who enters here."""
-        case = case if self.with_2d else case.bare()
-        if self.derives and case.keys_alone:
-            return replace(case, ids=case.keep.astype(np.int64))
-        return case
-
-    def applies(self, case: Case) -> bool:
-        if self.derives:
-            return case.mask is not None and not (case.contrary and self.name == "derive")
-        if case.flat:
-            return not self.with_2d
-        return not self.declared or case.pattern is not None
-
-
-def _shared(case: Case) -> int | None:
-    """How many rows, where the mask does not say it."""
-    shape = getattr(case.mask, "shape", ())
-    B, S = case.ids.shape
-    return B if len(shape) and (shape[0] != B or (len(shape) == 2 and shape[0] == shape[1])) else None
-
-
-def derive(case: Case) -> None:
-    check_segments(derive_segments(case.mask, batch_size=_shared(case)), case)
-
-
-def derive_declared(case: Case) -> None:
-    found = derive_segments(case.mask, polarity=case.polarity, pattern=case.pattern, batch_size=_shared(case))
-    check_segments(found, case)
-
-
-def derive_keep(case: Case) -> None:
-    check_segments(derive_segments(case.mask, keep=torch.from_numpy(case.keep)), case)
-
-
-def _batch(case: Case, with_2d: bool) -> dict[str, Any]:
-    more = {"attention_mask_2d": torch.from_numpy(case.keep.copy())} if with_2d else {}
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.batch.items()} | more
-
-
-def _declared(case: Case) -> dict[str, Any]:
-    return {"polarity": case.polarity, "pattern": case.pattern}
-
-
-def megatron(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = BatchAdapter) -> None:
-    needs_2d = bool(case.draw.tokens.sum() % 2)  # chance, from the seed
-    settings = _declared(case) if declared else {}
-    adapter = make(needs_mask_2d=needs_2d, consumer="megatron", padding_free=case.flat, **settings)
-    out = adapter(_batch(case, with_2d))
-    if case.flat:
-        check_flat(out, case)
-    else:
-        check_batch(out, case, "megatron", needs_2d=needs_2d)
-
-
-def transformers(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = BatchAdapter) -> None:
-    implementation = ("sdpa", "eager")[int(case.draw.tokens.sum()) % 2]
-    settings = _declared(case) if declared else {}
-    config = dense_config()
-    named = {"attn_implementation": implementation, "consumer": "transformers", "padding_free": case.flat}
-    out = make(config, **named, **settings)(_batch(case, with_2d))
-    if case.flat:
-        check_flat(out, case)
-    else:
-        check_batch(out, case, "transformers", implementation)
-
-
-_CONFIG: list[Any] = []
-
-
-def dense_config() -> Any:
-    """A model without recurrent layers."""
-    if not _CONFIG:
-        from transformers import LlamaConfig
-
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        _CONFIG.append(LlamaConfig(vocab_size=128, **sizes))
-    return _CONFIG[0]
-
-
-def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = wrap_collator) -> None:
-    settings = _declared(case) if declared else {}
-    out = make(lambda features: _batch(case, with_2d), **settings)(case.features)
-    if case.ids.shape[0] == 1 and "cu_seq_lens_q" in out:
-        check_flat(out, case)
-    else:
-        check_batch(out, case, "neutral")
-
-
-def _entry(name: str, run: Any, with_2d: bool = False, declared: bool = False) -> Entry:
-    title = name + " declared" * declared + " +2D" * with_2d
-    return Entry(title, lambda case: run(case, with_2d=with_2d, declared=declared), with_2d, declared)
-
-
-ENTRIES = (
-    Entry("derive", derive),
-    Entry("derive declared", derive_declared, declared=True),
-    Entry("derive +2D", derive_keep, with_2d=True),
-    _entry("megatron", megatron),
-    _entry("megatron", megatron, with_2d=True),
-    _entry("megatron", megatron, declared=True),
-    _entry("transformers", transformers),
-    _entry("transformers", transformers, with_2d=True),
-    _entry("transformers", transformers, with_2d=True, declared=True),
-    _entry("wrap", wrap),
-    _entry("wrap", wrap, with_2d=True),
-    _entry("wrap", wrap, declared=True),
-)
