@@ -31,9 +31,14 @@ class Entry:
     def derives(self) -> bool:
         return self.name.startswith("derive")
 
+    @property
+    def wraps(self) -> bool:
+        return self.name.startswith("wrap")
+
     def case(self, case: Case) -> Case:
         """What is true for someone who enters here."""
-        case = case if self.with_2d else case.bare()
+        told = self.with_2d or (self.wraps and case.told_by_samples)
+        case = case if told else case.bare()
         if self.derives and case.keys_alone:
             return replace(case, ids=case.keep.astype(np.int64))
         return case

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from drawing import PACKED, SIDED, Draw
-from producing import Producer, case, restarting
+from producing import Producer, case, keep_2d, restarting
 from torch import Tensor
 from verdicts import Case
 
@@ -20,9 +20,19 @@ STYLES = (*SIDED, *sorted(PACKED))
 
 
 def numbers(draw: Draw, *, beside: str = "") -> Case:
-    """neat_packing's `1 1 2 2 0`, alone or with positions that restart (padding counts 0: processor/supervised.py:221)."""
-    positions = restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)
-    return case(draw, torch.from_numpy(draw.ids.copy()), **({"position_ids": positions} if beside else {}))
+    """neat_packing's `1 1 2 2 0`, alone or with positions that restart; axolotl's V2 collator emits the second form."""
+    more = {"position_ids": _positions(draw)} if beside else {}
+    return case(draw, torch.from_numpy(draw.ids.copy()), **more)
+
+
+def ones(draw: Draw) -> Case:
+    """axolotl's first multipack collator: `1 1 1 1 0`, and positions alone tell the sequences apart."""
+    return case(draw, keep_2d(draw), position_ids=_positions(draw))
+
+
+def _positions(draw: Draw) -> Tensor:
+    """Padding counts 0 (LLaMA-Factory processor/supervised.py:221, transformers' pad of `position_ids`)."""
+    return restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)
 
 
 def block_diagonal(draw: Draw, dtype: torch.dtype) -> Case:
@@ -35,15 +45,10 @@ def four_d(ids: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).where(same.tril(), torch.finfo(dtype).min)
 
 
-def multipack(draw: Draw) -> Case:
-    """axolotl's V2 collator: row by row the number of the sample, padded by transformers' collator."""
-    return case(draw, torch.from_numpy(draw.ids.copy()), position_ids=restarting(draw))
-
-
 PRODUCERS = [
     Producer("LLaMA-Factory neat packing", (), numbers, STYLES),
-    Producer("LLaMA-Factory neat packing, positions", (), partial(numbers, beside="positions"), STYLES),
+    Producer("LLaMA-Factory and axolotl, numbers, positions", (), partial(numbers, beside="positions"), STYLES),
     Producer("LLaMA-Factory 4D", (), partial(block_diagonal, dtype=torch.float32), STYLES),
     Producer("LLaMA-Factory 4D bf16", (), partial(block_diagonal, dtype=torch.bfloat16), STYLES),
-    Producer("axolotl multipack", (), multipack, STYLES),
+    Producer("axolotl multipack, ones", (), ones, STYLES),
 ]

@@ -28,7 +28,7 @@ def _empty_row(case: Case, entry: Entry) -> bool:
 
 
 def _no_mask(case: Case, entry: Entry) -> bool:
-    return case.mask is None and not entry.with_2d and not case.flat and not entry.name.startswith("wrap")
+    return case.mask is None and not entry.with_2d and not case.flat and not entry.wraps
 
 
 def _no_mask_no_side(case: Case, entry: Entry) -> bool:
@@ -92,7 +92,7 @@ def _positions_tell(case: Case) -> bool:
 
 def _wide_gap(case: Case, entry: Entry) -> bool:
     """Two sequences with padding between, or one whose hole is wider than its window."""
-    return case.draw.style in ("packed_gaps", "holes") and _undecided(case, entry) and (case.packed or not case.plain)
+    return case.draw.style in ("packed_gaps", "holes") and not entry.declared and (case.packed or not case.plain)
 
 
 def _hidden_steps(case: Case, entry: Entry) -> bool:
@@ -102,6 +102,11 @@ def _hidden_steps(case: Case, entry: Entry) -> bool:
     if not hides:
         return False
     return any((np.diff(np.flatnonzero(row)) >= pattern.size).any() for row in case.keep)
+
+
+def _samples_against_mask(case: Case, entry: Entry) -> bool:
+    """The samples show padding where the mask shows none."""
+    return entry.wraps and not entry.with_2d and bool(np.any(case.silent))
 
 
 EVERYWHERE: dict[str, Reason] = {
@@ -117,6 +122,7 @@ EVERYWHERE: dict[str, Reason] = {
     "chunks": _chunks,
     "wide gap": _wide_gap,
     "hidden steps": _hidden_steps,
+    "samples against mask": _samples_against_mask,
 }
 
 
@@ -154,7 +160,7 @@ def _says_nothing(case: Case, entry: Entry) -> bool:
 
 def _no_boundaries(case: Case, entry: Entry) -> bool:
     """A flat row of several sequences without a word of where they meet; the samples beside it would tell."""
-    return not entry.name.startswith("wrap")
+    return not entry.wraps
 
 
 def _positions_against_mask(case: Case, entry: Entry) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from drawing import Draw, canonical, causal, positions
+from drawing import SIDED, Draw, canonical, causal, positions
 from torch import Tensor
 
 from collate_npu import CollateError, Pattern, Segments
@@ -56,6 +56,12 @@ class Case:
     @property
     def mask(self) -> Any:
         return self.batch.get("attention_mask")
+
+    @property
+    def told_by_samples(self) -> bool:
+        """Do the samples stand whole at one end of their rows, so that their lengths tell the padding?"""
+        ids = all("input_ids" in feature for feature in self.features)
+        return ids and self.draw.style in SIDED and len(self.features) == len(self.ids)
 
     @property
     def keys_alone(self) -> bool:
