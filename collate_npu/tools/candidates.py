@@ -30,7 +30,7 @@ class Candidate:
 
     def build(self) -> tuple[Any, Any]:
         """The model, on its device, and its tokenizer. Raises what transformers raises."""
-        local = _is_checkpoint(self.name)
+        local = is_checkpoint(self.name)
         where = self.tokenizer or (Path(self.name) if local else None)
         tokenizer = load_tokenizer(where) if where else byte_tokenizer()
         settings: dict[str, Any] = {"attn_implementation": self.attn, "dtype": self.dtype}
@@ -57,7 +57,7 @@ def check_models(names: Sequence[str]) -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    unknown = [name for name in names if name not in CONFIG_MAPPING_NAMES and not _is_checkpoint(name)]
+    unknown = [name for name in names if name not in CONFIG_MAPPING_NAMES and not is_checkpoint(name)]
     if unknown:
         near = sorted({match for name in unknown for match in get_close_matches(name, CONFIG_MAPPING_NAMES, n=2)})
         rule = f"A model is a model type of transformers {transformers.__version__}, or a folder with a config.json."
@@ -65,7 +65,8 @@ def check_models(names: Sequence[str]) -> None:
         raise CollateError(explain("--model", ", ".join(unknown), rule, remedy))
 
 
-def _is_checkpoint(name: str) -> bool:
+def is_checkpoint(name: str) -> bool:
+    """Is it a folder that transformers could load, rather than a model type?"""
     return (Path(name) / "config.json").is_file()
 
 
@@ -73,18 +74,18 @@ def load_tokenizer(where: Path) -> Any:
     """The tokenizer of a folder, with a pad token: its own, or its eos."""
     from transformers import AutoTokenizer
 
-    remedy = "Name the folder of a tokenizer that has a pad or an eos token."
+    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
     try:
         if not where.is_dir():
             raise FileNotFoundError("no folder")  # else transformers takes the name for one on the hub
         tokenizer = AutoTokenizer.from_pretrained(str(where))
     except Exception as error:  # transformers and tokenizers raise bare Exceptions, too
         got = f"{type(error).__name__}: {first_line(error)}"
-        raise CollateError(explain(f"--tokenizer {where}", got, "It does not load.", remedy)) from None
+        raise CollateError(explain(f"tokenizer {where}", got, "It does not load.", remedy)) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise CollateError(explain(f"--tokenizer {where}", "neither", "Batches are padded with pad or eos.", remedy))
+        raise CollateError(explain(f"tokenizer {where}", "neither", "Batches are padded with pad or eos.", remedy))
     return tokenizer
 
 

@@ -63,10 +63,13 @@ def _version(name: str) -> str:
 def _devices() -> str:
     import torch
 
-    found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
-    npu = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
-        found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    try:
+        found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+        npu = getattr(torch, "npu", None)
+        if npu is not None and npu.is_available():
+            found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    except Exception as error:  # a driver that does not answer
+        return f"not known: {_said(error)}"
     return ", ".join(found) or "cpu only"
 
 
@@ -105,7 +108,7 @@ def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, n
     yield from _npu_hazards(packages, settings, npu)
     if "torch" not in packages:
         yield "torch is not installed: install the build for this machine (the CPU build where there is no card)."
-    elif devices.startswith("not known") and "torch_npu" not in packages:
+    elif "torch does not load" in devices and "torch_npu" not in packages:
         yield "torch is installed and does not load: every other command needs it."
     if "triton" in packages and "flash-linear-attention" in packages and devices == "cpu only":
         yield (

@@ -69,11 +69,10 @@ def measure_noise(
         for batch, reference in zip(batches, references)
     ]
     noise, floor = worst(found), FLOOR * product_error(model)
-    # the loss sums hundreds of tokens in float32, so it averages their noise out
-    loss = max(floor / 16, 4 * torch.finfo(torch.float32).eps)
-    return Errors(
-        noise.largest, _at_least(noise.logits, floor), loss, _at_least(noise.gradient, floor) if gradients else 0.0
-    )
+    logits = _at_least(noise.logits, floor)
+    # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
+    loss = _at_least(noise.loss, max(logits / 16, 4 * torch.finfo(torch.float32).eps))
+    return Errors(noise.largest, logits, loss, _at_least(noise.gradient, floor) if gradients else 0.0)
 
 
 def _at_least(found: float, floor: float) -> float:
