@@ -52,6 +52,14 @@ def candidates(
     return [Candidate(name=name, attn=a, **settings) for name, a in chosen], excluded
 
 
+def check_named(names: Sequence[str], tokenizer: Path | None, device: str, dtype: torch.dtype) -> None:
+    """All the checks: models, tokenizers and the device. Raises `CollateError` for the first that does not hold."""
+    check_models(names)
+    check_device(device, dtype)
+    for folder in [tokenizer] if tokenizer else [Path(name) for name in names if is_checkpoint(name)]:
+        load_tokenizer(folder)
+
+
 def check_models(names: Sequence[str]) -> None:
     """Refuse, all at once, names that are neither a model type nor the folder of a checkpoint."""
     import transformers

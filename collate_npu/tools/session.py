@@ -16,15 +16,7 @@ from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
 from collate_npu.segments import Side
 from collate_npu.tools.audit import Audit, read_text, sample_ids, shipped_text
-from collate_npu.tools.candidates import (
-    Candidate,
-    candidates,
-    check_device,
-    check_models,
-    first_line,
-    is_checkpoint,
-    load_tokenizer,
-)
+from collate_npu.tools.candidates import Candidate, candidates, check_named, first_line
 from collate_npu.tools.handover import OTHERS, OURS
 from collate_npu.tools.report import Report
 
@@ -40,11 +32,8 @@ def audit_all(
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     names, torch_dtype = list(dict.fromkeys(models)), getattr(torch, dtype)
-    check_models(names)
-    check_device(device, torch_dtype)
+    check_named(names, tokenizer, device, torch_dtype)
     text = read_text(data) if data else shipped_text()
-    for folder in [tokenizer] if tokenizer else [Path(name) for name in names if is_checkpoint(name)]:
-        load_tokenizer(folder)
     settings = {"device": device, "dtype": dtype, "batch_size": batch_size, "batches": batches, "max_length": max_length}
     settings |= {"seed": seed, "data": str(data or "shipped with the package"), **_versions()}
     report = Report(settings=settings, tolerance=tolerance)

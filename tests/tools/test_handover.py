@@ -24,6 +24,7 @@ def test_columns_are_told_apart():
     assert not set(OURS) & set(OTHERS)
 
 
+@pytest.mark.usefixtures("newest_transformers")
 @pytest.mark.parametrize("column", [*OURS, *OTHERS])
 def test_every_way_pads_the_same_tokens(subject, column):
     batch = {**OURS, **OTHERS}[column](subject, FEATURES)
