@@ -10,7 +10,9 @@ def main() -> None:
     try:
         from collate_npu.tools.cli import app
     except ModuleNotFoundError as error:
-        sys.exit(f"collate-npu: {error.name} is not installed; the command line needs: pip install 'collate-npu[audit]'")
+        needs = "the command line needs: pip install 'collate-npu[audit]'"
+        print(f"collate-npu: {error.name} is not installed; {needs}", file=sys.stderr)
+        sys.exit(2)
     app()
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,30 @@ def ours(path):
     return sorted({name.removeprefix("collate_npu").removeprefix(".") for name in names})
 
 
-def test_import_collate_npu_loads_no_framework():
-    code = "import sys, json, collate_npu; print(json.dumps(sorted(sys.modules)))"
+def loaded_by(code):
+    code = f"import sys, json, collate_npu\n{code}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_collate_npu_loads_nothing():
+    """`collate-npu env` explains why `import torch` fails, so the package must import without it."""
+    loaded = loaded_by("dir(collate_npu), collate_npu.__version__")
+    assert loaded.isdisjoint([*FOREIGN, "torch", "numpy"])
+    assert {name for name in loaded if name.startswith("collate_npu")} == {"collate_npu"}
+
+
+def test_all_public_names_load_no_framework():
+    loaded = loaded_by("[getattr(collate_npu, name) for name in collate_npu.__all__]")
     assert "collate_npu.collate.wrapping" in loaded
     assert loaded.isdisjoint(FOREIGN)
+
+
+def test_the_command_line_and_env_import_without_torch():
+    loaded = loaded_by("import collate_npu.__main__, collate_npu.tools.env")
+    assert loaded.isdisjoint([*FOREIGN, "torch", "numpy"])
+    pytest.importorskip("typer")
+    assert loaded_by("import collate_npu.tools.cli").isdisjoint(["torch", "numpy", "transformers"])
 
 
 def test_collating_and_adapting_load_no_framework():
@@ -142,8 +161,31 @@ def test_the_core_imports_torch_and_numpy_alone(path):
 
 
 def test_public_names_are_what_the_package_says():
-    assert len(collate_npu.__all__) == len(set(collate_npu.__all__))
-    assert all(hasattr(collate_npu, name) for name in collate_npu.__all__)
+    """Three lists agree: what type checkers import, where names live, and what `import *` brings."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    imported = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert set(collate_npu.__all__) == imported
+    checked = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    homes = {
+        alias.name: node.module.removeprefix("collate_npu.")
+        for node in checked.body
+        for alias in node.names
+        if alias.asname == alias.name  # else it is not exported
+    }
+    assert homes == collate_npu._HOME
+    assert collate_npu.__all__ == sorted(homes)
+
+
+def test_public_names_are_the_things_themselves():
+    namespace = {}
+    exec("from collate_npu import *", namespace)
+    for name, home in collate_npu._HOME.items():
+        thing = getattr(import_module(f"collate_npu.{home}"), name)
+        assert namespace[name] is thing
+        assert getattr(collate_npu, name) is thing
+        assert name in dir(collate_npu)
+
+
+def test_a_name_that_is_not_there_says_so():
+    with pytest.raises(AttributeError, match="has no attribute 'Paddingcollator'"):
+        collate_npu.Paddingcollator  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from collate_npu import nothing")

@@ -1,68 +1,32 @@
 """The audit: does a padded batch give the same numbers as each sample alone, on this model and this device?
 
 Every sample is run alone, without padding and without a mask; then batches of the same samples are run as this library
-hands them over (`OURS`), and as they are handed over elsewhere (`OTHERS`). Reported are the largest difference of a logit
-at a real token, and the relative error of the loss and of the gradient of all parameters. A tiny model costs about a
-second a case on one CPU core; a checkpoint costs one forward and backward pass a case and batch, and as many a sample.
-
-Legend: B batch rows, S width.
+hands them over, and as they are handed over elsewhere (`handover`). Each result is compared with the samples alone
+(`measure`), and judged by how far apart right results are here (`yardstick`). A tiny model costs about a second a case on
+one CPU core; a checkpoint costs one forward and backward pass a case and batch, and as many a sample.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-
-from collate_npu.collate.collators import PaddingCollator
-from collate_npu.collate.wrapping import wrap_collator
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import layer_masks
+from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.masks.forms import dense
-from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import per_sequence
-from collate_npu.segments import Segments, Side
+from collate_npu.segments import Side
+from collate_npu.tools.handover import OTHERS, OURS, Batch, Subject
+from collate_npu.tools.measure import Errors, Numbers, alone, errors, run, worst
+from collate_npu.tools.yardstick import Yardstick, measure_noise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Batch = dict[str, Any]
-Handover = Callable[["Subject", list[Batch]], Batch]
-
-IGNORED = -100
-TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A model under audit, the way its batches are padded, and what a mask must look like for its attention."""
-
-    name: str
-    model: PreTrainedModel
-    attn_implementation: str
-    side: Side
-    pad_token_id: int
-
-    def collator(self, **settings: Any) -> PaddingCollator:
-        """This library's collator for the subject."""
-        return PaddingCollator(pad_token_id=self.pad_token_id, padding_side=self.side, **settings)
-
-    def truth(self, features: list[Batch]) -> Segments:
-        """What is real, by the lengths alone."""
-        return Segments.from_lengths([len(feature["input_ids"]) for feature in features], side=self.side)
-
-    def dense(self, features: list[Batch]) -> Tensor:
-        """A correct 4D mask, in the form its attention takes."""
-        polarity: Polarity = "bias" if self.attn_implementation == "eager" else "keep"
-        return dense(self.truth(features), polarity=polarity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,81 +42,102 @@ class Finding:
     column: str
     ours: bool
     logits: float | None = None
+    """The largest difference of a logit at a real token."""
+    relative: float | None = None
+    """|x - y| / |y| over the logits of all real tokens."""
     loss: float | None = None
     gradient: float | None = None
+    right: bool | None = None
+    """By the yardstick; None where nothing was measured."""
     note: str = ""
     refused: bool = False
 
-    def within(self, tolerance: float) -> bool:
-        """Is every error that was measured inside the tolerance, or was the case refused?"""
+    def within(self, tolerance: float | None) -> bool:
+        """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
         if self.logits is None:
             return self.refused
-        return all(error <= tolerance for error in (self.logits, self.loss, self.gradient) if error is not None)
+        if tolerance is None:
+            return bool(self.right)
+        measured = (self.logits, self.loss, self.gradient)
+        return all(error is None or error <= tolerance for error in measured)
 
 
-# --- ways of handing over
+class Audit:
+    """A model, its samples alone, and the yardstick for both; cases are measured when asked for, once each."""
 
+    def __init__(
+        self, model: PreTrainedModel, samples: Sequence[Sequence[int]], *, name: str, pad_token_id: int, batch_size: int,
+        gradients: bool,
+    ) -> None:  # fmt: skip
+        features: list[Batch] = [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
+        self._batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
+        if not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in self._batches):
+            rule = "Without padding every mask is right, and the audit would prove nothing."
+            raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+        model.eval()
+        self._model, self._gradients = model, gradients
+        attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
+        self._about: dict[str, Any] = {"name": name, "attn_implementation": attention, "pad_token_id": pad_token_id}
+        self._alone = [alone(model, batch, gradients) for batch in self._batches]
+        self._found: dict[tuple[Side, str], Errors | Exception] = {}
+        self._noise: Errors | None = None
 
-def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
-    return subject.collator(consumer="transformers", model=subject.model)(features)
+    def yardstick(self) -> Yardstick:
+        """What passes here, and what of the wrong is smallest: None on the left and, if layers need the 2D, a bare 4D."""
+        noise = self._measured_noise()
+        columns = ["None", "bare 4D"] if needs_mask_2d(self._model) else ["None"]
+        wrong = [found for column in columns if isinstance(found := self.errors("left", column), Errors)]
+        smallest = min(wrong, key=lambda found: found.logits if math.isfinite(found.logits) else math.inf, default=None)
+        return Yardstick(noise, smallest)
 
+    def finding(self, side: Side, column: str) -> Finding:
+        """One case: measured, refused or raised."""
+        found = self.errors(side, column)
+        subject = self._subject(side)
+        where: dict[str, Any] = {"model": subject.name, "attn_implementation": subject.attn_implementation, "side": side}
+        where |= {"column": column, "ours": column in OURS}
+        if isinstance(found, Exception):
+            refused = isinstance(found, UnsupportedFormError)
+            note = (str(found).splitlines() or [""])[0][:300]
+            return Finding(**where, note=note if refused else f"{type(found).__name__}: {note}", refused=refused)
+        finite = math.isfinite(found.logits) and math.isfinite(found.loss) and math.isfinite(found.gradient)
+        return Finding(
+            **where,
+            logits=found.largest,
+            relative=found.logits,
+            loss=found.loss,
+            gradient=found.gradient if self._gradients else None,
+            right=Yardstick(self._measured_noise()).passes(found),
+            note="" if finite else "a number in the batch, or of a sample alone, is not finite",
+        )
 
-def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
-    """The neutral wire form (4D masked beside the 2D), then the adapter at the model."""
-    return BatchAdapter(subject.model, consumer="transformers")(subject.collator(attention_mask="4d")(features))
+    def errors(self, side: Side, column: str) -> Errors | Exception:
+        """The errors of a case over all batches, or what it raised."""
+        if (side, column) not in self._found:
+            self._found[side, column] = self._case(self._subject(side), column)
+        return self._found[side, column]
 
+    def _subject(self, side: Side) -> Subject:
+        return Subject(model=self._model, side=side, **self._about)
 
-def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
-    """Somebody else's collator, which knows 4D masks alone."""
+    def _measured_noise(self) -> Errors:
+        if self._noise is None:
+            self._noise = measure_noise(self._model, self._batches, self._alone, gradients=self._gradients)
+        return self._noise
 
-    def theirs(features: list[Batch]) -> Batch:
-        return {**_plain(subject, features), "attention_mask": subject.dense(features)}
+    def _case(self, subject: Subject, column: str) -> Errors | Exception:
+        handover = {**OURS, **OTHERS}[column]
+        try:
+            pairs = zip(self._batches, self._alone)
+            return worst(
+                [errors(self._run(subject, handover(subject, batch), batch), reference) for batch, reference in pairs]
+            )
+        except Exception as error:  # whatever the model raises is the finding: it refused, and says so
+            return error
 
-    return wrap_collator(theirs, consumer="transformers", model=subject.model)(features)
-
-
-def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:
-    kinds = layer_masks(subject.model.config)
-    full, keep = subject.dense(features), subject.truth(features).keep
-    masks = {key: full if kind == "attention" else keep for key, kind in kinds.items()}
-    return {**_plain(subject, features), "attention_mask": masks}
-
-
-def _bare_4d(subject: Subject, features: list[Batch]) -> Batch:
-    return {**_plain(subject, features), "attention_mask": subject.dense(features)}
-
-
-def _no_mask(subject: Subject, features: list[Batch]) -> Batch:
-    return _plain(subject, features)
-
-
-def _with_keyword(subject: Subject, features: list[Batch]) -> Batch:
-    return {**_bare_4d(subject, features), "attention_mask_2d": subject.truth(features).keep}
-
-
-def _plain(subject: Subject, features: list[Batch]) -> Batch:
-    batch = subject.collator(attention_mask="omit")(features)
-    del batch["attention_mask_2d"]
-    return batch
-
-
-OURS: dict[str, Handover] = {
-    "collator": _by_collator,
-    "adapter": _by_adapter,
-    "wrapped 4D": _by_wrapping,
-    "mapping": _by_mapping,
-}
-OTHERS: dict[str, Handover] = {"bare 4D": _bare_4d, "None": _no_mask, "4D + 2D keyword": _with_keyword}
-
-
-# --- measuring
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    logits: list[Tensor]
-    loss: float
-    gradients: dict[str, Tensor]
+    def _run(self, subject: Subject, batch: Batch, features: list[Batch]) -> Numbers:
+        truth = subject.truth(features)
+        return run(self._model, batch, lambda logits: per_sequence(logits, truth), self._gradients)
 
 
 def audit(
@@ -167,96 +152,10 @@ def audit(
     gradients: bool = True,
 ) -> Iterator[Finding]:
     """Findings for each side and column, as they are measured. `samples` are token ids; the model stays as it is."""
-    features: list[Batch] = [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
-    batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
-    if not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in batches):
-        rule = "Without padding every mask is right, and the audit would prove nothing."
-        raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
-    model.eval()
-    alone = [_alone(model, batch, gradients) for batch in batches]
-    attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
+    case = Audit(model, samples, name=name, pad_token_id=pad_token_id, batch_size=batch_size, gradients=gradients)
     for side in sides:
-        subject = Subject(name=name, model=model, attn_implementation=attention, side=side, pad_token_id=pad_token_id)
         for column in columns:
-            yield _finding(subject, column, batches, alone, gradients)
-
-
-def _finding(subject: Subject, column: str, batches: list[list[Batch]], alone: list[_Numbers], gradients: bool) -> Finding:
-    where: dict[str, Any] = {"model": subject.name, "attn_implementation": subject.attn_implementation, "side": subject.side}
-    handover = {**OURS, **OTHERS}[column]
-    try:
-        errors = [
-            _errors(_batched(subject, handover(subject, batch), batch, gradients), reference)
-            for batch, reference in zip(batches, alone)
-        ]
-    except Exception as error:  # whatever the model raises is the finding: it refused, and says so
-        refused = isinstance(error, UnsupportedFormError)
-        note = str(error).splitlines()[0][:300]
-        note = note if refused else f"{type(error).__name__}: {note}"
-        return Finding(**where, column=column, ours=column in OURS, note=note, refused=refused)
-    logits, loss, gradient = (max(values) for values in zip(*errors))
-    measured = {"logits": logits, "loss": loss, "gradient": gradient if gradients else None}
-    return Finding(**where, column=column, ours=column in OURS, **measured)
-
-
-def _alone(model: PreTrainedModel, features: list[Batch], gradients: bool) -> _Numbers:
-    """Each sample in a batch of its own; losses and gradients add up."""
-    model.zero_grad(set_to_none=True)
-    logits, total = [], 0.0
-    for feature in features:
-        ids = torch.tensor([feature["input_ids"]], device=model.device)
-        with torch.set_grad_enabled(gradients):
-            row = model(input_ids=ids).logits
-            loss = _loss(row, ids)
-        if gradients:
-            torch.autograd.backward(loss)
-        logits.append(row.detach()[0].float())
-        total += float(loss.detach())
-    return _Numbers(logits, total, _gradients(model) if gradients else {})
-
-
-def _batched(subject: Subject, batch: Batch, features: list[Batch], gradients: bool) -> _Numbers:
-    model = subject.model
-    model.zero_grad(set_to_none=True)
-    labels = batch.pop("labels").to(model.device)
-    with torch.set_grad_enabled(gradients):
-        logits = model(**_on(batch, model.device)).logits
-        loss = _loss(logits, labels)
-    if gradients:
-        torch.autograd.backward(loss)
-    rows = per_sequence(logits.detach().float(), subject.truth(features))
-    return _Numbers(rows, float(loss.detach()), _gradients(model) if gradients else {})
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Next-token cross entropy, summed, so that samples alone add up to their batch."""
-    shifted = labels[:, 1:].flatten()
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), shifted, ignore_index=IGNORED, reduction="sum")
-
-
-def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _errors(mine: _Numbers, reference: _Numbers) -> tuple[float, float, float]:
-    logits = max((float((x - y).abs().max()) for x, y in zip(mine.logits, reference.logits)), default=0.0)
-    loss = abs(mine.loss - reference.loss) / max(abs(reference.loss), 1e-12)
-    return logits, loss, _gradient_error(mine.gradients, reference.gradients)
-
-
-def _gradient_error(mine: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """|g - reference| / |reference| over all parameters at once; a missing gradient is one of zeros."""
-    names = mine.keys() | reference.keys()
-    zero = torch.zeros(())
-    wrong = sum(float((mine.get(n, zero) - reference.get(n, zero)).double().square().sum()) for n in names)
-    size = sum(float(gradient.double().square().sum()) for gradient in reference.values())
-    return float((wrong / size) ** 0.5) if size else 0.0
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
+            yield case.finding(side, column)
 
 
 # --- what is audited
@@ -268,19 +167,29 @@ def shipped_text() -> list[str]:
 
 
 def read_text(path: Path) -> list[str]:
-    """Lines of a text file, or the `text` (or `content`) field of each line of a `.jsonl` file."""
-    import json
+    """Lines of a text file in UTF-8, or the `text` (or `content`) field of each line of a `.jsonl` file."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = "bytes that are not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror or error)
+        rule = "Data is a text file in UTF-8, one sample a line, or .jsonl."
+        raise CollateError(explain(str(path), got, rule, "Name such a file; convert parquet and archives.")) from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    jsonl = path.suffix == ".jsonl"
+    return [_text_of(f"{path}, line {number}", line) if jsonl else line for number, line in numbered]
 
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    records = [json.loads(line) for line in lines]
-    values = [record.get("text") or record.get("content") for record in records if isinstance(record, dict)]
-    found = [text for text in values if isinstance(text, str)]
-    if len(found) != len(lines):
+
+def _text_of(where: str, line: str) -> str:
+    try:
+        record = json.loads(line)
+        text = record.get("text") or record.get("content") if isinstance(record, dict) else None
+        got = "no text field" if isinstance(record, dict) else f"a {type(record).__name__}"
+    except ValueError as error:
+        text, got = None, f"no JSON ({error})"
+    if not isinstance(text, str):
         rule = "Each line of a .jsonl file is an object with a text field."
-        raise CollateError(explain(str(path), "other lines", rule, "Rename the field to text, or pass a .txt file."))
-    return found
+        raise CollateError(explain(where, got, rule, "Name the field text, or pass a .txt file."))
+    return text
 
 
 def sample_ids(text: Sequence[str], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[list[int]]:
@@ -298,12 +207,3 @@ def sample_ids(text: Sequence[str], tokenizer: Any, *, count: int, max_length: i
         raise CollateError(explain("data", f"{len(encoded)} lines with tokens", rule, "Give more text, or fewer batches."))
     longest = max(max_length - len(eos), 1)
     return [ids[: rng.randint(max(longest // 8, 1), longest)] + eos for ids in rng.sample(encoded, count)]
-
-
-def as_json(findings: Sequence[Finding], left_out: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the audit found, for machines."""
-    return {
-        "settings": dict(settings),
-        "findings": [asdict(finding) for finding in findings],
-        "left_out": dict(left_out),
-    }

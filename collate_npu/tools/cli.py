@@ -1,29 +1,34 @@
-"""The command line: `collate-npu audit`. Tables and progress bars by rich, arguments by typer."""
+"""The command line: `collate-npu audit | show | env`. Tables and progress bars by rich, arguments by typer.
+
+Exit codes, the same for every command: 0 done and right; 1 something of ours is wrong (`audit` alone); 2 it could not do
+what was named, and a line says why. Nothing here imports torch before a command needs it: `env` explains why it does not
+load.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import Enum
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, NoReturn, Optional, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.audit import OTHERS, OURS, TOLERANCE, Finding, as_json, audit, read_text, sample_ids, shipped_text
-from collate_npu.tools.report import passes, print_findings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
+Command = TypeVar("Command", bound=Callable[..., None])
 
-class Sides(str, Enum):
-    """Which padding to audit."""
 
-    both = "both"
+class Side(str, Enum):
+    """On which side rows are padded."""
+
     left = "left"
     right = "right"
 
@@ -34,6 +39,46 @@ class Attention(str, Enum):
     both = "both"
     sdpa = "sdpa"
     eager = "eager"
+
+
+class Dtype(str, Enum):
+    """In which dtype to audit."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _needs(*packages: str) -> Callable[[Command], Command]:
+    """Import these before the command runs; end with one line and exit code 2 if one does not load, or on a refusal."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            for package in packages:
+                try:
+                    import_module(package)
+                except Exception as error:  # torch raises RuntimeError where it cannot load torch_npu
+                    _stop(f"{package} does not load: {type(error).__name__}: {error} `collate-npu env` says more.")
+            try:
+                command(*args, **kwargs)
+            except typer.Exit:
+                raise
+            except KeyboardInterrupt:
+                _stop("interrupted: not everything was done.")
+            except CollateError as error:
+                _stop(str(error))
+            except Exception as error:  # a fault, here or in a package: the exit code must not say that the audit failed
+                _stop(f"{type(error).__name__}: {error}")
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"collate-npu: {message}", err=True)
+    raise typer.Exit(2)
 
 
 @app.callback()
@@ -55,12 +100,13 @@ def env_command() -> None:
 
 @app.command(
     "show",
-    epilog="Examples:\n\n`collate-npu show --lengths 3,5 --left`\n\n"
+    epilog="Examples:\n\n`collate-npu show --lengths 3,5 --side left`\n\n"
     "`collate-npu show --lengths 3+2,5 --consumer megatron --model-type qwen3`",
 )
+@_needs("torch")
 def show_command(
     lengths: Annotated[str, typer.Option(help="Tokens of each row, 3,5; several sequences in a row, 3+2,5.")],
-    left: Annotated[bool, typer.Option("--left/--right", help="Padding side.")] = False,
+    side: Annotated[Side, typer.Option(help="Padding side.")] = Side.right,
     consumer: Annotated[str, typer.Option(help="Who reads the batch; default: the neutral form.")] = "",
     model_type: Annotated[str, typer.Option(help="Whose layers decide about attention_mask_2d.")] = "qwen3_next",
 ) -> None:
@@ -68,26 +114,25 @@ def show_command(
     from collate_npu import BatchAdapter, PaddingCollator
     from collate_npu.tools.show import describe, picture
 
-    console = Console()
     try:
         rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
-        features = [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
-        batch = PaddingCollator(pad_token_id=0, padding_side="left" if left else "right")(features)
-        if consumer:
-            batch = BatchAdapter(model_type=model_type, consumer=consumer)(batch)
-        console.print(f"{picture(batch)}\n\n{describe(batch)}", highlight=False, markup=False)
-    except ValueError as error:
-        console.print(f"{error}", style="red", highlight=False, markup=False)
-        raise typer.Exit(2) from None
+    except ValueError:
+        raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
+    features = [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
+    batch = PaddingCollator(pad_token_id=0, padding_side=side.value)(features)
+    if consumer:
+        batch = BatchAdapter(model_type=model_type, consumer=consumer)(batch)
+    Console().print(f"{picture(batch)}\n\n{describe(batch)}", highlight=False, markup=False)
 
 
 @app.command(
     "audit",
     epilog="Examples:\n\n"
     "`collate-npu audit` — every hybrid family of the installed transformers, tiny and random\n\n"
-    "`collate-npu audit --model qwen3_5 --side left` — one family\n\n"
-    "`collate-npu audit --model ./checkpoint --data my.jsonl --dtype bfloat16 --tolerance 0.1` — your own",
+    "`collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone\n\n"
+    "`collate-npu audit --model ./checkpoint --data my.jsonl --dtype bfloat16` — your own",
 )
+@_needs("torch", "transformers")
 def audit_command(
     model: Annotated[
         Optional[list[str]],  # noqa: UP045 (typer reads it at run time on Python 3.10)
@@ -103,148 +148,40 @@ def audit_command(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models."),
     ] = None,
-    side: Annotated[Sides, typer.Option(help="Padding side.")] = Sides.both,
-    attn: Annotated[Attention, typer.Option(help="Attention implementation.")] = Attention.both,
+    side: Annotated[Optional[Side], typer.Option(help="Padding side. Default: both.")] = None,  # noqa: UP045
+    attn: Annotated[Attention, typer.Option(help="Attention implementation; both: those the model has.")] = Attention.both,
     device: Annotated[str, typer.Option(help="cpu, cuda, npu, or any torch device.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 4,
+    dtype: Annotated[Dtype, typer.Option(help="In which dtype.")] = Dtype.float32,
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples in a batch.")] = 4,
     batches: Annotated[int, typer.Option(min=1, help="Batches per model and side.")] = 2,
     max_length: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 96,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
-    tolerance: Annotated[float, typer.Option(help="Largest error of ours that passes.")] = TOLERANCE,
-    seed: Annotated[int, typer.Option(help="Which lines are drawn, and the random weights.")] = 0,
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Largest error of ours that passes. Default: six times the noise measured here."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which lines are drawn, and the random weights.")] = 0,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Does a padded batch give the same numbers as each sample alone?
 
     For each model, attention and padding side: the largest difference of a logit at a real token, and of the gradient,
-    when the batch is handed over by this library, and when it is handed over as elsewhere. Exit code 1 if ours fails.
+    when the batch is handed over by this library, and when it is handed over as elsewhere. Exit code 0: all measured and
+    right. 1: something of ours is wrong. 2: something named could not be run, or wrong could not be told from right.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from collate_npu.tools.report import print_report
+    from collate_npu.tools.session import audit_all
+
     console = Console(stderr=as_json_)
-    settings = {
-        "device": device, "dtype": dtype, "batch_size": batch_size, "batches": batches, "max_length": max_length,
-        "tolerance": tolerance, "seed": seed, "data": str(data or "shipped with the package"), **_versions(),
-    }  # fmt: skip
-    try:
-        subjects, left_out = _subjects(model, attn, tokenizer, device, dtype, seed)
-        text = read_text(data) if data else shipped_text()
-        drawn = {"count": batch_size * batches, "max_length": max_length, "seed": seed}
-        sides = ["left", "right"] if side is Sides.both else [side.value]
-        how = {"sides": sides, "batch_size": batch_size, "gradients": gradients}
-        findings = _run(subjects, text, drawn, how, console, left_out)
-    except CollateError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(2) from None
+    report = audit_all(
+        models=model or [], data=data, tokenizer=tokenizer, sides=[side.value] if side else ["left", "right"],
+        attentions=["sdpa", "eager"] if attn is Attention.both else [attn.value], device=device, dtype=dtype.value,
+        batch_size=batch_size, batches=batches, max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed,
+        console=console,
+    )  # fmt: skip
     if as_json_:
-        typer.echo(json.dumps(as_json(findings, left_out, settings), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_findings(console, findings, left_out, settings, tolerance)
-    ours = [finding for finding in findings if finding.ours]
-    raise typer.Exit(0 if passes(ours, tolerance) else 1)
-
-
-# --- running
-
-
-class _Subject:
-    """A model that is built only when its turn comes, and its tokenizer."""
-
-    def __init__(self, name: str, attn: str, tokenizer: Path | None, device: str, dtype: str, seed: int) -> None:
-        self.name, self.attn = name, attn
-        self._tokenizer, self._device, self._dtype, self._seed = tokenizer, device, dtype, seed
-
-    def build(self) -> tuple[Any, Any]:
-        import torch
-
-        from collate_npu.testing import byte_tokenizer, tiny_model
-
-        dtype = getattr(torch, self._dtype)
-        local = Path(self.name).is_dir()
-        where = self._tokenizer or (Path(self.name) if local else None)
-        tokenizer = _load_tokenizer(where) if where else byte_tokenizer()
-        if local:
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(self.name, attn_implementation=self.attn, dtype=dtype)
-        else:
-            model = tiny_model(
-                self.name, vocab_size=len(tokenizer), attn_implementation=self.attn, seed=self._seed, dtype=dtype
-            )
-        _check_device(self._device)
-        return model.to(self._device), tokenizer
-
-    def audit(self, text: list[str], drawn: dict[str, int], how: dict[str, Any]) -> Iterator[Finding]:
-        model, tokenizer = self.build()
-        samples = sample_ids(text, tokenizer, **drawn)
-        yield from audit(model, samples, name=self.name, pad_token_id=tokenizer.pad_token_id, **how)
-
-
-def _check_device(device: str) -> None:
-    """A pretended device (CANN stand-ins) returns zeros: every case would pass there, and prove nothing."""
-    import torch
-
-    if device.startswith("npu"):
-        import torch_npu  # noqa: F401
-    if not torch.equal((torch.ones(3, device=device) + 1).cpu(), torch.full((3,), 2.0)):
-        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
-        raise CollateError(explain("--device", device, rule, "Run on a real device."))
-
-
-def _load_tokenizer(where: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(where))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _subjects(
-    names: list[str] | None, attn: Attention, tokenizer: Path | None, device: str, dtype: str, seed: int
-) -> tuple[list[_Subject], dict[str, str]]:
-    from collate_npu.testing import hybrid_model_types, left_out
-
-    attentions = ["sdpa", "eager"] if attn is Attention.both else [attn.value]
-    excluded = {} if names else {(name, a): why for a in attentions for name, why in left_out(a).items()}
-    chosen = [(name, a) for name in names or hybrid_model_types() for a in attentions if (name, a) not in excluded]
-    told = {f"{name} ({a})": why for (name, a), why in excluded.items()}
-    return [_Subject(name, a, tokenizer, device, dtype, seed) for name, a in chosen], told
-
-
-def _run(
-    subjects: list[_Subject],
-    text: list[str],
-    drawn: dict[str, int],
-    how: dict[str, Any],
-    console: Console,
-    left_out: dict[str, str],
-) -> list[Finding]:
-    findings: list[Finding] = []
-    columns = [*OURS, *OTHERS]
-    layout = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*layout, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(subjects) * len(how["sides"]) * len(columns))
-        for subject in subjects:
-            progress.update(task, description=f"{subject.name} ({subject.attn})")
-            done = 0
-            try:
-                for finding in subject.audit(text, drawn, how):
-                    findings.append(finding)
-                    progress.advance(task)
-                    done += 1
-            except CollateError:
-                raise
-            except Exception as error:  # it does not build, or does not run alone: left out, and why is in the report
-                left_out[f"{subject.name} ({subject.attn})"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                progress.advance(task, len(how["sides"]) * len(columns) - done)
-    return findings
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    from collate_npu import __version__
-
-    return {"collate_npu": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        print_report(console, report)
+    raise typer.Exit(report.exit_code)

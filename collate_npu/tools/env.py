@@ -1,7 +1,7 @@
 """Environment: what is installed, which kernels it can run, and the hazards known for that combination.
 
-For issue reports and for people who wonder why a mask is lost. Reads package metadata, tries `import torch_npu`, and
-costs what that import costs.
+For issue reports and for people who wonder why a mask is lost. Reads package metadata, tries `import torch` and
+`import torch_npu`, and costs what these imports cost. torch need not load: that is what is explained.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
@@ -38,15 +39,17 @@ def environment() -> Environment:
     from collate_npu import __version__
 
     packages = {"collate_npu": __version__} | {name: v for name in PACKAGES if (v := _version(name))}
-    npu = _npu(packages)
-    settings = {name: value for name in SETTINGS if (value := os.environ.get(name))}
+    settings = {name: value for name in SETTINGS if (value := os.environ.get(name))}  # importing torch changes them
+    torch_fails = _why_not("torch")
+    npu = _npu(packages, torch_fails)
+    devices = f"not known: torch does not load: {torch_fails}" if torch_fails else _devices()
     return Environment(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         packages=packages,
         settings=settings,
-        devices=_devices(),
+        devices=devices,
         npu=npu,
-        hazards=tuple(_hazards(packages, settings, npu)),
+        hazards=tuple(_hazards(packages, settings, devices, npu)),
     )
 
 
@@ -60,28 +63,54 @@ def _version(name: str) -> str:
 def _devices() -> str:
     import torch
 
-    found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
-    npu = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
-        found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    try:
+        found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+        npu = getattr(torch, "npu", None)
+        if npu is not None and npu.is_available():
+            found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    except Exception as error:  # a driver that does not answer
+        return f"not known: {_said(error)}"
     return ", ".join(found) or "cpu only"
 
 
-def _npu(packages: dict[str, str]) -> str:
+def _why_not(package: str) -> str:
+    """Why a package does not load, down to the first cause, or nothing.
+
+    torch ends its own import with a RuntimeError where it cannot load an installed torch_npu
+    (torch/__init__.py, `_import_device_backends`); the missing CANN library is the cause of that error.
+    """
+    try:
+        import_module(package)
+    except Exception as error:
+        first: BaseException = error
+        last = first
+        while cause := last.__cause__ or last.__context__:
+            last = cause
+        return _said(first) if last is first else f"{_said(first)} ({_said(last)})"
+    return ""
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _npu(packages: dict[str, str], torch_fails: str) -> str:
     """torch loads the backend when it is imported; where that failed or was switched off, the import here says why."""
     if "torch_npu" not in packages:
         return "torch_npu is not installed"
-    try:
-        import torch_npu
-    except Exception as error:  # ImportError: libhccl.so and the like: the CANN libraries are missing
-        return f"torch_npu does not load: {str(error).splitlines()[0]}"
-    cann = getattr(getattr(torch_npu, "version", None), "cann", None)
+    if why := torch_fails or _why_not("torch_npu"):  # ImportError: libhccl.so and the like: the CANN libraries are missing
+        return f"torch_npu does not load: {why}"
+    cann = getattr(getattr(import_module("torch_npu"), "version", None), "cann", None)
     return f"torch_npu loads{f', CANN {cann}' if cann else ''}"
 
 
-def _hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -> Iterator[str]:
+def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, npu: str) -> Iterator[str]:
     yield from _npu_hazards(packages, settings, npu)
-    if "triton" in packages and "flash-linear-attention" in packages and _devices() == "cpu only":
+    if "torch" not in packages:
+        yield "torch is not installed: install the build for this machine (the CPU build where there is no card)."
+    elif "torch does not load" in devices and "torch_npu" not in packages:
+        yield "torch is installed and does not load: every other command needs it."
+    if "triton" in packages and "flash-linear-attention" in packages and devices == "cpu only":
         yield (
             "flash-linear-attention and triton are installed and there is no GPU: transformers hands Gated DeltaNet to "
             "their kernels, which fail on a CPU. Uninstall both here."
@@ -103,7 +132,12 @@ def _npu_hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -
         return
     torch, torch_npu = packages.get("torch", ""), packages["torch_npu"]
     if _release(torch) != _release(torch_npu):
-        yield f"torch {torch} and torch_npu {torch_npu} are not a pair: install the same minor release of both."
+        # "{PyTorch version}" or "{PyTorch version}.postN": COMPATIBILITY.md of Ascend/pytorch, which also names the CANN
+        # release of each pair: torch_npu 2.7.1 takes CANN 8.3.RC1, 2.7.1.post2 CANN 8.5.0, 2.12.0 CANN 9.1.0
+        yield (
+            f"torch {torch} and torch_npu {torch_npu} are not a pair: install the same minor release of both, the one "
+            "made for this machine's CANN."
+        )
     if "does not load" in npu:
         yield (
             "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "

@@ -1,8 +1,13 @@
-"""Report: the audit's findings as tables people can read, by rich."""
+"""Report: what the audit found as a verdict in one line, and as tables people can read, by rich.
+
+A number that is wrong carries a `!`, and the verdict is a word: nothing is said by colour alone.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from rich import box
@@ -10,44 +15,130 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.tools.audit import OTHERS, OURS, Finding
+from collate_npu.tools.audit import Finding
+from collate_npu.tools.handover import OTHERS, OURS
+from collate_npu.tools.yardstick import TIMES, Yardstick
 
 K = TypeVar("K")
 
 WIDTH = 110
 """Columns the tables need: a narrower terminal wraps lines, which reads better than numbers cut short."""
+WORDS = ("PASS", "FAIL", "NOT PROVED")
+"""By exit code: all measured and right; something of ours is wrong; something named could not be run or told apart."""
 
 
-def passes(ours: Sequence[Finding], tolerance: float) -> bool:
-    """Was anything measured, and is all of it inside the tolerance?"""
-    return any(f.logits is not None for f in ours) and all(f.within(tolerance) for f in ours)
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """All an audit found. `left_out` was known not to be testable; `not_run` was meant to run, and did not."""
+
+    settings: Mapping[str, Any]
+    tolerance: float | None = None
+    """An absolute one, in place of the yardstick."""
+    findings: list[Finding] = field(default_factory=list)
+    yardsticks: dict[str, Yardstick] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """1 before 2 before 0."""
+        measured = [f for f in self.findings if f.ours and not f.refused]
+        if not all(f.within(self.tolerance) for f in measured):
+            return 1
+        return 0 if any(f.logits is not None for f in measured) and not self.not_run and not self.blind else 2
+
+    @property
+    def blind(self) -> list[str]:
+        """Where a layer that ignores its mask would not have been seen."""
+        return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines. Numbers that are not finite are words: JSON has none."""
+        found = {"verdict": WORDS[self.exit_code], "exit_code": self.exit_code, **asdict(self), "cannot_tell": self.blind}
+        return {key: _finite(value) for key, value in found.items()}
+
+    def verdict(self) -> str:
+        """One line: a word, ours, elsewhere, where."""
+        ours = [f for f in self.findings if f.ours and not f.refused]
+        right = sum(f.within(self.tolerance) for f in ours)
+        others = [f for f in self.findings if not f.ours and f.logits is not None]
+        astray = [f.logits for f in others if not f.within(self.tolerance) and f.logits is not None]
+        limit = f"{TIMES} times the noise" if self.tolerance is None else f"{self.tolerance:g}"
+        head = f"{WORDS[self.exit_code]}  ours: {right} of {len(ours)} cases within {limit}"
+        tail = f"elsewhere: {len(astray)} of {len(others)} wrong without an error, by up to {_largest(astray):.2f}"
+        return f"{head} (worst {_largest(f.logits for f in ours):.1e}); {tail}.  [{self._where()}]"
+
+    def _where(self) -> str:
+        names = ("torch", "transformers")
+        return ", ".join([self.settings["device"], self.settings["dtype"], *(f"{n} {self.settings[n]}" for n in names)])
+
+    def lines(self) -> Iterator[str]:
+        """What was refused, raised, left out or not proved, and why."""
+        for (column, what, note), names in _grouped(
+            ((f.column, _what(f), f.note), f.model) for f in self.findings if f.note
+        ):
+            yield f"{what}: {column} on {', '.join(names)}: {note}"
+        for why, names in _grouped((why, name) for name, why in self.left_out.items()):
+            yield f"left out: {', '.join(names)}: {why}"
+        for why, names in _grouped((why, name) for name, why in self.not_run.items()):
+            yield f"NOT RUN: {', '.join(names)}: {why}"
+        for name in self.blind:
+            yield f"CANNOT TELL: {name}: {_why_blind(self.yardsticks[name], self.tolerance)}"
 
 
-def print_findings(
-    console: Console, findings: Sequence[Finding], left_out: Mapping[str, str], settings: Mapping[str, Any], tolerance: float
-) -> None:
-    """A table of logits and one of gradients, what was refused, raised or left out and why, and the verdict."""
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _what(finding: Finding) -> str:
+    return "refused" if finding.refused else "raises" if finding.logits is None else "not finite"
+
+
+def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:
+    wrong = yardstick.wrong
+    if wrong is None:
+        return "nothing wrong could be run beside it, so nothing says that a wrong mask would show"
+    if tolerance is not None:
+        return (
+            f"a wrong mask moves a logit by {wrong.largest:.1e}, within the tolerance of {tolerance:g}: give a smaller one"
+        )
+    noise = yardstick.noise
+    return (
+        f"a wrong mask moves the logits by {wrong.logits:.1e} and the gradient by {wrong.gradient:.1e}, and rounding by "
+        f"{noise.logits:.1e} and {noise.gradient:.1e}: too close. Use a wider --dtype, or text with more padding"
+    )
+
+
+def print_report(console: Console, report: Report) -> None:
+    """The verdict, what it rests on, and a table of logits and one of gradients."""
     console.width = max(console.width, WIDTH)
+    console.print(Text(report.verdict(), style="bold green" if report.exit_code == 0 else "bold red"))
+    for line in report.lines():
+        console.print(Text(line, style="dim"))
     for title, measure in (("largest difference of a logit", "logits"), ("relative error of the gradient", "gradient")):
-        if any(getattr(finding, measure) is not None for finding in findings):
-            console.print(_table(findings, measure, title, tolerance))
-    for (column, note), names in _grouped(((f.column, f.note), f.model) for f in findings if f.note).items():
-        what = "refused" if any(f.refused for f in findings if f.note == note) else "raises"
-        console.print(Text(f"{what}: {column} on {', '.join(names)}: {note}", style="dim"))
-    for why, names in _grouped((why, name) for name, why in left_out.items()).items():
-        console.print(Text(f"left out: {', '.join(names)}: {why}", style="dim"))
-    console.print(_verdict(findings, tolerance, settings))
+        if any(getattr(finding, measure) is not None for finding in report.findings):
+            console.print(_table(report, measure, title))
 
 
-def _grouped(pairs: Iterable[tuple[K, str]]) -> dict[K, list[str]]:
+def _largest(values: Iterable[float | None]) -> float:
+    """NaN if one is: Python's max drops one that is not first."""
+    found = [value for value in values if value is not None]
+    return next((value for value in found if value != value), max(found, default=0.0))
+
+
+def _grouped(pairs: Iterable[tuple[K, str]]) -> list[tuple[K, list[str]]]:
     groups: dict[K, dict[str, None]] = {}
     for key, name in pairs:
         groups.setdefault(key, {})[name] = None
-    return {key: list(names) for key, names in groups.items()}
+    return [(key, list(names)) for key, names in groups.items()]
 
 
-def _table(findings: Sequence[Finding], measure: str, title: str, tolerance: float) -> Table:
-    title = f"Padded batch against each sample alone: {title}"
+def _table(report: Report, measure: str, title: str) -> Table:
+    title = f"Padded batch against each sample alone: {title} (! is wrong)"
     table = Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
     )
@@ -56,10 +147,10 @@ def _table(findings: Sequence[Finding], measure: str, title: str, tolerance: flo
     for column in (*OURS, *OTHERS):
         table.add_column(column, justify="right", min_width=8, header_style="green" if column in OURS else "yellow")
     last = ""
-    for (name, attn, side), row in _rows(findings):
+    for (name, attn, side), row in _rows(report.findings):
         if last and name != last:
             table.add_section()
-        cells = [_cell(row.get(column), measure, tolerance) for column in (*OURS, *OTHERS)]
+        cells = [_cell(row.get(column), measure, report.tolerance) for column in (*OURS, *OTHERS)]
         table.add_row(name if name != last else "", attn, side, *cells)
         last = name
     return table
@@ -72,25 +163,11 @@ def _rows(findings: Sequence[Finding]) -> Iterator[tuple[tuple[str, str, str], d
     yield from rows.items()
 
 
-def _cell(finding: Finding | None, measure: str, tolerance: float) -> Text:
+def _cell(finding: Finding | None, measure: str, tolerance: float | None) -> Text:
     if finding is None:
         return Text("")
     error = getattr(finding, measure)
     if error is None:
         return Text("refused" if finding.refused else "raises" if finding.note else "-", style="dim")
-    wrong = not error <= tolerance
-    return Text(f"{error:.1e}" if error < 0.01 else f"{error:.2f}", style="bold red" if wrong else "green")
-
-
-def _verdict(findings: Sequence[Finding], tolerance: float, settings: Mapping[str, Any]) -> Text:
-    ours = [f for f in findings if f.ours and not f.refused]
-    wrong = [f for f in ours if not f.within(tolerance)]
-    others = [f for f in findings if not f.ours and f.logits is not None]
-    astray = [f for f in others if not f.within(tolerance)]
-    head = f"ours: {len(ours) - len(wrong)} of {len(ours)} cases within {tolerance:g}"
-    worst = max((f.logits or 0.0 for f in ours), default=0.0)
-    tail = f"elsewhere: {len(astray)} of {len(others)} wrong without an error, by up to "
-    tail += f"{max((f.logits or 0.0 for f in astray), default=0.0):.2f}"
-    where = f"{settings['device']}, {settings['dtype']}, torch {settings['torch']}, transformers {settings['transformers']}"
-    text = Text(f"{head} (worst {worst:.1e}); {tail}.  [{where}]", style="bold")
-    return text if passes(ours, tolerance) else Text("FAILED  ", style="bold red").append_text(text)
+    number = f"{error:.1e}" if error < 0.01 else f"{error:.2f}"
+    return Text(number, style="green") if finding.within(tolerance) else Text(f"{number} !", style="bold red")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import OURS, Finding, as_json, audit, read_text, sample_ids, shipped_text
+from collate_npu.tools.audit import Finding, audit, read_text, sample_ids, shipped_text
 
 pytestmark = pytest.mark.models
 
@@ -29,6 +27,7 @@ def found():
 
 def test_ours_pass_on_both_sides(found):
     for side in ("left", "right"):
+        assert found[side, "collator"].right
         assert found[side, "collator"].within(1e-4)
         assert found[side, "collator"].gradient < 1e-4
 
@@ -99,20 +98,59 @@ def test_shipped_text_is_ragged_and_unique():
 def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"content": "two"}\n', encoding="utf-8")
-    (tmp_path / "c.jsonl").write_text('{"question": "one"}\n', encoding="utf-8")
-    assert read_text(tmp_path / "a.txt") == read_text(tmp_path / "b.jsonl") == ["one", "two"]
-    with pytest.raises(CollateError, match="text field"):
-        read_text(tmp_path / "c.jsonl")
+    (tmp_path / "bom.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8-sig")
+    for name in ("a.txt", "b.jsonl", "bom.jsonl"):
+        assert read_text(tmp_path / name) == ["one", "two"]
     with pytest.raises(CollateError, match="draws 9 lines"):
         sample_ids(["one", "two"], TOKENIZER, count=9, max_length=8)
 
 
-def test_json_holds_every_finding(found):
-    report = as_json(list(found.values()), {"rwkv (sdpa)": "unused"}, {"device": "cpu"})
-    again = json.loads(json.dumps(report))
-    assert len(again["findings"]) == len(found)
-    assert {finding["column"] for finding in again["findings"] if finding["ours"]} == set(OURS)
-    assert again["left_out"] == {"rwkv (sdpa)": "unused"}
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("c.jsonl", b'{"question": "one"}\n', "line 1: got no text field"),
+        ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', "line 3: got no text field"),
+        ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
+        ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
+        ("c.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
+        ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert parquet"),
+        ("c.txt", None, "No such file"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_the_line(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CollateError, match=said):
+        read_text(tmp_path / name)
+
+
+def test_a_folder_is_no_text(tmp_path):
+    with pytest.raises(CollateError, match="Is a directory"):
+        read_text(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["a real token of the last row", "a padded place", "a sample alone", "a gradient"])
+def test_a_number_that_is_not_finite_fails_with_any_tolerance(place, bad):
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
+
+    shortest = min(range(len(SAMPLES)), key=lambda row: len(SAMPLES[row]))
+
+    def spoil(module, inputs, output):
+        one = output.logits.shape[0] == 1
+        row, column = (shortest, 0) if place == "a padded place" else (-1, -1)
+        if one == (place == "a sample alone"):
+            output.logits[row, column, -1] = bad
+
+    if place == "a gradient":
+        last = list(model.parameters())[-1]
+        last.register_hook(lambda gradient: torch.full_like(gradient, bad))
+    else:
+        model.register_forward_hook(spoil)
+    found = findings_of(model, sides=["left"], columns=["collator"])["left", "collator"]
+    assert found.right is False
+    assert not found.within(1e30)
+    assert "not finite" in found.note
 
 
 def test_the_model_stays_as_it_was():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import collate_npu.tools.cli as cli
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools import audit as audit_module
+from collate_npu.tools import candidates
 
 pytestmark = pytest.mark.models
 
@@ -24,18 +25,20 @@ def run(*args):
     return CliRunner().invoke(cli.app, ["audit", *args], env={"COLUMNS": "180"})
 
 
-def test_a_table_and_a_verdict():
+def test_the_verdict_comes_first_then_a_table():
     result = run("--model", "qwen3_next", *QUICK)
     assert result.exit_code == 0, result.output
-    assert "qwen3_next" in result.output
-    assert re.search(r"ours: (\d) of \1 cases within 0.0001", result.output)
-    assert "3 of 6 wrong without an error" in result.output
+    first = result.output.splitlines()[0]
+    assert re.match(r"PASS  ours: (\d) of \1 cases within 6 times the noise \(worst", first)
+    assert "3 of 6 wrong without an error" in first
+    assert re.search("Padded batch against each sample alone.*qwen3_next +sdpa +left", result.output, flags=re.S)
 
 
 def test_json_is_json_alone():
     result = run("--model", "qwen3_next", "--json", "--side", "left", *QUICK)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
+    assert report["verdict"] == "PASS"
     assert report["settings"]["torch"]
     assert {finding["side"] for finding in report["findings"]} == {"left"}
 
@@ -44,13 +47,135 @@ def test_failure_is_exit_code_1(monkeypatch):
     monkeypatch.setitem(audit_module.OURS, "collator", audit_module.OTHERS["bare 4D"])
     result = run("--model", "qwen3_next", "--side", "left", *QUICK)
     assert result.exit_code == 1
-    assert "FAILED" in result.output
+    assert re.match(r"FAIL  ours: [23] of [34] cases", result.output)
 
 
-def test_nothing_measured_is_not_a_pass():
-    result = run("--model", "no_such_model", *QUICK)
+@pytest.fixture
+def without_weights(tmp_path):
+    """A checkpoint's folder from which a download left out the weights."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny_model("qwen3_next", vocab_size=257).config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_failure_stands_over_what_could_not_run(monkeypatch, without_weights):
+    monkeypatch.setitem(audit_module.OURS, "collator", audit_module.OTHERS["bare 4D"])
+    result = run("--model", "qwen3_next", "--model", str(without_weights), "--side", "left", *QUICK)
     assert result.exit_code == 1
-    assert "left out: no_such_model (sdpa)" in result.output
+    assert "NOT RUN" in result.output
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_exit_code_1(monkeypatch, bad):
+    def spoiled(*args, **settings):
+        model = tiny_model(*args, **settings)
+
+        def spoil(module, inputs, output):
+            if output.logits.shape[0] > 1:
+                output.logits[-1, -1, -1] = bad
+
+        model.register_forward_hook(spoil)
+        return model
+
+    monkeypatch.setattr(candidates, "tiny_model", spoiled)
+    result = run("--model", "qwen3_next", "--json", "--tolerance", "1e30", *QUICK)
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "FAIL"
+    assert {f["logits"] for f in report["findings"] if f["ours"] and not f["refused"]} == {"nan"}
+
+
+def unread(path):
+    raise AssertionError("a model was built")
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    monkeypatch.setattr(candidates.Candidate, "build", unread)
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen3_next"}', encoding="utf-8")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{", encoding="utf-8")
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{', encoding="utf-8")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9\n".encode("latin-1"))
+    (tmp_path / "data.parquet").write_bytes(b"PAR1\x15\x04\xf0\xffPAR1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "qwen3_nxt"], "Did you mean"),
+        (["--model", "qwen3_next", "--model", "no_such_model"], "no_such_model"),
+        (["--model", "{}/folder"], "a folder with a config.json"),
+        (["--model", "{}/absent"], "a folder with a config.json"),
+        (["--model", "{}/broken"], "It does not load"),
+        (["--data", "{}/absent.txt"], "No such file"),
+        (["--data", "{}/folder"], "Is a directory"),
+        (["--data", "{}/bad.jsonl"], "line 2: got no JSON"),
+        (["--data", "{}/latin.txt"], "not UTF-8"),
+        (["--data", "{}/data.parquet"], "convert parquet"),
+        (["--tokenizer", "{}/absent"], "It does not load"),
+        (["--tokenizer", "{}/folder"], "It does not load"),
+        (["--device", "nonsense"], "Name a device of this machine"),
+        (["--device", "cuda:99"], "Name a device of this machine"),
+        (["--tolerance", "nan"], "An error is 0 or more"),
+        (["--tolerance", "-1"], "An error is 0 or more"),
+        (["--dtype", "float8"], "float8"),
+        (["--dtype", "int64"], "int64"),
+        (["--side", "both"], "both"),
+        (["--batch-size", "0"], "'--batch-size'"),
+        (["--seed", "-1"], "'--seed'"),
+        (["--nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_run_is_exit_code_2_before_any_model_is_built(no_model, files, args, said):
+    result = run("--model", "qwen3_next", *(arg.replace("{}", str(files)) for arg in args))
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_model_that_does_not_build_beside_one_that_is_right(without_weights):
+    result = run("--model", "qwen3_next", "--model", str(without_weights), *QUICK)
+    assert result.exit_code == 2
+    assert result.output.startswith("NOT PROVED  ours:")
+    assert f"NOT RUN: {without_weights} (sdpa): " in result.output.replace("\n", "")
+
+
+def test_a_family_without_one_attention_is_audited_with_the_other():
+    if "inkling2_text" not in candidates.hybrid_model_types():
+        pytest.skip("a family of newer transformers")
+    args = [arg for arg in QUICK if arg not in ("--attn", "sdpa")]
+    result = run("--model", "inkling2_text", *args)
+    assert result.exit_code == 0, result.output
+    assert "left out: inkling2_text (sdpa)" in result.output
+    assert run("--model", "inkling2_text", *QUICK).exit_code == 2
+
+
+def test_a_tolerance_that_passes_what_is_wrong_proves_nothing():
+    result = run("--model", "qwen3_next", "--tolerance", "10", *QUICK)
+    assert result.exit_code == 2
+    assert "CANNOT TELL: qwen3_next (sdpa)" in result.output
+
+
+def test_refusals_alone_prove_nothing():
+    result = run("--model", "rwkv", "--side", "left", "--attn", "eager", *QUICK[:-3], "--no-gradients")
+    assert result.exit_code == 2
+    assert "refused" in result.output
+
+
+def test_bfloat16_passes_and_fails_without_a_tolerance(monkeypatch):
+    import sys
+
+    assert run("--model", "qwen3_next", "--dtype", "bfloat16", *QUICK).exit_code == 0
+    module = sys.modules[type(tiny_model("qwen3_next", vocab_size=8)).__module__]
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
+    assert run("--model", "qwen3_next", "--dtype", "bfloat16", *QUICK).exit_code == 1
 
 
 def test_a_local_checkpoint_with_its_tokenizer_and_own_data(tmp_path):
@@ -78,13 +203,15 @@ def test_help_has_examples():
 
 
 def test_show_draws_a_batch_and_explains():
-    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3,5", "--left", "--consumer", "megatron"])
+    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3,5", "--side", "left", "--consumer", "megatron"])
     assert result.exit_code == 0, result.output
     assert "⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■" in result.output
     assert "attention_mask: bool [2, 1, 5, 5]" in result.output
 
 
-@pytest.mark.parametrize("args", [["--lengths", "3,x"], ["--lengths", "3,5", "--left", "--consumer", "mindspeed"]])
+@pytest.mark.parametrize(
+    "args", [["--lengths", "3,x"], ["--lengths", "3,5", "--consumer", "nobody"], ["--lengths", "3,5", "--side", "up"]]
+)
 def test_show_refuses_in_words(args):
     result = CliRunner().invoke(cli.app, ["show", *args])
     assert result.exit_code == 2

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import collate_npu
 from collate_npu.tools import env
 
 
@@ -34,15 +40,85 @@ def test_nothing_special_is_no_hazard(installed):
 
 def test_torch_npu_without_cann_is_explained(installed, monkeypatch):
     installed["torch_npu"] = "2.13.0"
-    monkeypatch.setattr(env, "_npu", lambda packages: "torch_npu does not load: libhccl.so: cannot open shared object file")
+    monkeypatch.setattr(
+        env, "_npu", lambda packages, torch_fails: "torch_npu does not load: libhccl.so: cannot open shared object file"
+    )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in hazards()
     assert "libhccl.so" in env.environment().npu
 
 
 def test_a_broken_pair_is_named(installed, monkeypatch):
     installed["torch_npu"] = "2.7.1"
-    monkeypatch.setattr(env, "_npu", lambda packages: "torch_npu loads")
+    monkeypatch.setattr(env, "_npu", lambda packages, torch_fails: "torch_npu loads")
     assert "torch 2.13.0+cpu and torch_npu 2.7.1 are not a pair" in hazards()
+
+
+@pytest.mark.parametrize(
+    "pair", [("2.7.1", "2.7.1.post2"), ("2.6.0+cpu", "2.6.0"), ("2.13.0", "2.13.0"), ("2.9.1", "2.9.0")]
+)
+def test_pairs_of_one_minor_release(installed, monkeypatch, pair):
+    installed["torch"], installed["torch_npu"] = pair
+    monkeypatch.setattr(env, "_npu", lambda packages, torch_fails: "torch_npu loads")
+    assert hazards() == ""
+
+
+BROKEN = {
+    "torch": "raise RuntimeError('Failed to load the backend extension: torch_npu.') from ImportError('libhccl.so: gone')",
+    "torch_npu": "raise ImportError('libhccl.so: gone')",
+}
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """Runs the command line where `import torch` raises, as it does beside torch_npu without CANN."""
+    for name, line in BROKEN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line, encoding="utf-8")
+        (tmp_path / f"{name}-2.13.0.dist-info").mkdir()
+        (tmp_path / f"{name}-2.13.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 2.13.0\n", encoding="utf-8")
+
+    def run(*args):
+        path = os.pathsep.join([str(tmp_path), str(Path(collate_npu.__file__).parents[1])])
+        command = [sys.executable, "-m", "collate_npu", *args]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=120)
+
+    return run
+
+
+def test_env_explains_a_torch_that_does_not_load(without_torch):
+    pytest.importorskip("typer")
+    done = without_torch("env")
+    assert done.returncode == 0, done.stderr
+    why = "Failed to load the backend extension: torch_npu. (ImportError: libhccl.so: gone)"
+    assert f"- devices: not known: torch does not load: RuntimeError: {why}" in done.stdout
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["audit"], ["show", "--lengths", "3,5"]])
+def test_other_commands_end_with_one_line(without_torch, args):
+    pytest.importorskip("typer")
+    done = without_torch(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "torch does not load: RuntimeError" in done.stderr
+    assert "collate-npu env" in done.stderr
+
+
+def test_a_missing_torch_is_a_hazard(installed, monkeypatch):
+    del installed["torch"]
+    monkeypatch.setattr(env, "_why_not", lambda package: f"ModuleNotFoundError: No module named {package!r}")
+    assert "torch is not installed" in hazards()
+
+
+def test_a_device_that_cannot_be_asked_is_a_finding(monkeypatch):
+    import torch
+
+    def raises():
+        raise RuntimeError("aclInit, error code 507008")
+
+    monkeypatch.setattr(torch.cuda, "is_available", raises)
+    assert env.environment().devices == "not known: RuntimeError: aclInit, error code 507008"
 
 
 def test_fla_on_a_cpu_is_a_hazard(installed, monkeypatch):
@@ -63,6 +139,6 @@ def test_old_transformers_and_megatron_gdn(installed, monkeypatch):
 
 def test_sparse_mode_two_is_named(installed, monkeypatch):
     installed |= {"torch_npu": "2.13.0"}
-    monkeypatch.setattr(env, "_npu", lambda packages: "torch_npu loads")
+    monkeypatch.setattr(env, "_npu", lambda packages, torch_fails: "torch_npu loads")
     monkeypatch.setenv("NPU_FA2_SPARSE_MODE", "2")
     assert "top left" in hazards()

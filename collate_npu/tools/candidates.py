@@ -1,0 +1,117 @@
+"""Candidates: the models, the tokenizer and the device a command line names, checked before any model is built.
+
+Each refusal is a `CollateError` that says what to name instead. A model is built only when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A model type, built tiny and random, or the folder of a checkpoint; and what it runs with."""
+
+    name: str
+    attn: str
+    tokenizer: Path | None
+    device: str
+    dtype: torch.dtype
+    seed: int
+
+    def build(self) -> tuple[Any, Any]:
+        """The model, on its device, and its tokenizer. Raises what transformers raises."""
+        local = is_checkpoint(self.name)
+        where = self.tokenizer or (Path(self.name) if local else None)
+        tokenizer = load_tokenizer(where) if where else byte_tokenizer()
+        settings: dict[str, Any] = {"attn_implementation": self.attn, "dtype": self.dtype}
+        if local:
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(self.name, **settings)
+        else:
+            model = tiny_model(self.name, vocab_size=len(tokenizer), seed=self.seed, **settings)
+        return model.to(self.device), tokenizer
+
+
+def candidates(
+    names: Sequence[str], attentions: Sequence[str], **settings: Any
+) -> tuple[list[Candidate], dict[tuple[str, str], str]]:
+    """One for each name (default: every hybrid family) and attention, and those known not to be testable, with why."""
+    excluded = {} if names else {(name, a): why for a in attentions for name, why in left_out(a).items()}
+    chosen = [(name, a) for name in names or hybrid_model_types() for a in attentions if (name, a) not in excluded]
+    return [Candidate(name=name, attn=a, **settings) for name, a in chosen], excluded
+
+
+def check_named(names: Sequence[str], tokenizer: Path | None, device: str, dtype: torch.dtype) -> None:
+    """All the checks: models, tokenizers and the device. Raises `CollateError` for the first that does not hold."""
+    check_models(names)
+    check_device(device, dtype)
+    for folder in [tokenizer] if tokenizer else [Path(name) for name in names if is_checkpoint(name)]:
+        load_tokenizer(folder)
+
+
+def check_models(names: Sequence[str]) -> None:
+    """Refuse, all at once, names that are neither a model type nor the folder of a checkpoint."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    unknown = [name for name in names if name not in CONFIG_MAPPING_NAMES and not is_checkpoint(name)]
+    if unknown:
+        near = sorted({match for name in unknown for match in get_close_matches(name, CONFIG_MAPPING_NAMES, n=2)})
+        rule = f"A model is a model type of transformers {transformers.__version__}, or a folder with a config.json."
+        remedy = f"Did you mean {' or '.join(near)}?" if near else f"Name one, for example {hybrid_model_types()[-1]}."
+        raise CollateError(explain("--model", ", ".join(unknown), rule, remedy))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Is it a folder that transformers could load, rather than a model type?"""
+    return (Path(name) / "config.json").is_file()
+
+
+def load_tokenizer(where: Path) -> Any:
+    """The tokenizer of a folder, with a pad token: its own, or its eos."""
+    from transformers import AutoTokenizer
+
+    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
+    try:
+        if not where.is_dir():
+            raise FileNotFoundError("no folder")  # else transformers takes the name for one on the hub
+        tokenizer = AutoTokenizer.from_pretrained(str(where))
+    except Exception as error:  # transformers and tokenizers raise bare Exceptions, too
+        got = f"{type(error).__name__}: {first_line(error)}"
+        raise CollateError(explain(f"tokenizer {where}", got, "It does not load.", remedy)) from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise CollateError(explain(f"tokenizer {where}", "neither", "Batches are padded with pad or eos.", remedy))
+    return tokenizer
+
+
+def check_device(device: str, dtype: torch.dtype) -> None:
+    """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
+    remedy = "Name a device of this machine: cpu, cuda or npu."
+    try:
+        if device.startswith("npu"):
+            import torch_npu  # noqa: F401
+        two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
+    except Exception as error:  # RuntimeError, AssertionError, ImportError ...: each backend has its own
+        got = f"{device} ({type(error).__name__}: {first_line(error)})"
+        raise CollateError(explain("--device", got, f"{dtype} does not compute there.", remedy)) from None
+    if not torch.equal(two, torch.full((3,), 2.0)):
+        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
+        raise CollateError(explain("--device", device, rule, "Run on a real device."))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 300 letters."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:300]

@@ -1,0 +1,99 @@
+"""Handing over: the ways a padded batch reaches a model, by this library (`OURS`) and as elsewhere (`OTHERS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from collate_npu.collate.collators import PaddingCollator
+from collate_npu.collate.wrapping import wrap_collator
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.models import layer_masks
+from collate_npu.masks.forms import dense
+from collate_npu.masks.polarity import Polarity
+from collate_npu.segments import Segments, Side
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Batch = dict[str, Any]
+Handover = Callable[["Subject", list[Batch]], Batch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model under audit, the way its batches are padded, and what a mask must look like for its attention."""
+
+    name: str
+    model: PreTrainedModel
+    attn_implementation: str
+    side: Side
+    pad_token_id: int
+
+    def collator(self, **settings: Any) -> PaddingCollator:
+        """This library's collator for the subject."""
+        return PaddingCollator(pad_token_id=self.pad_token_id, padding_side=self.side, **settings)
+
+    def truth(self, features: list[Batch]) -> Segments:
+        """What is real, by the lengths alone."""
+        return Segments.from_lengths([len(feature["input_ids"]) for feature in features], side=self.side)
+
+    def dense(self, features: list[Batch]) -> Tensor:
+        """A correct 4D mask, in the form its attention takes."""
+        polarity: Polarity = "bias" if self.attn_implementation == "eager" else "keep"
+        return dense(self.truth(features), polarity=polarity)
+
+
+def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
+    return subject.collator(consumer="transformers", model=subject.model)(features)
+
+
+def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
+    """The neutral wire form (4D masked beside the 2D), then the adapter at the model."""
+    return BatchAdapter(subject.model, consumer="transformers")(subject.collator(attention_mask="4d")(features))
+
+
+def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
+    """Somebody else's collator, which knows 4D masks alone."""
+
+    def theirs(features: list[Batch]) -> Batch:
+        return {**_plain(subject, features), "attention_mask": subject.dense(features)}
+
+    return wrap_collator(theirs, consumer="transformers", model=subject.model)(features)
+
+
+def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:
+    kinds = layer_masks(subject.model.config)
+    full, keep = subject.dense(features), subject.truth(features).keep
+    masks = {key: full if kind == "attention" else keep for key, kind in kinds.items()}
+    return {**_plain(subject, features), "attention_mask": masks}
+
+
+def _bare_4d(subject: Subject, features: list[Batch]) -> Batch:
+    return {**_plain(subject, features), "attention_mask": subject.dense(features)}
+
+
+def _no_mask(subject: Subject, features: list[Batch]) -> Batch:
+    return _plain(subject, features)
+
+
+def _with_keyword(subject: Subject, features: list[Batch]) -> Batch:
+    return {**_bare_4d(subject, features), "attention_mask_2d": subject.truth(features).keep}
+
+
+def _plain(subject: Subject, features: list[Batch]) -> Batch:
+    batch = subject.collator(attention_mask="omit")(features)
+    del batch["attention_mask_2d"]
+    return batch
+
+
+OURS: dict[str, Handover] = {
+    "collator": _by_collator,
+    "adapter": _by_adapter,
+    "wrapped 4D": _by_wrapping,
+    "mapping": _by_mapping,
+}
+OTHERS: dict[str, Handover] = {"bare 4D": _bare_4d, "None": _no_mask, "4D + 2D keyword": _with_keyword}
