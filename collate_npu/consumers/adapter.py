@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collate_npu.consumers.consumer import Case, Consumer, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
-from collate_npu.consumers.models import consumer_of, layer_masks, unwrap
+from collate_npu.consumers.models import consumer_of, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key
@@ -121,7 +121,7 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, batch)
         if positions is not None:
             out[KEY] = positions.to(device)
-        self._set_masks(out, self._route(case), segments, device)
+        self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out
         parts = {key: value for key, value in out.items() if not _is_dense(key, value)}
@@ -140,31 +140,36 @@ class BatchAdapter:
             raise _no_model("Beside recurrent layers such a batch needs another form, or has none.")
         return self.consumer.route(case)
 
-    def _set_masks(self, out: dict[str, Any], chosen: Route, segments: Segments, device: torch.device) -> None:
+    def _set_masks(self, out: dict[str, Any], chosen: Route, case: Case, device: torch.device) -> None:
         out.pop("attention_mask", None)
-        out[self.consumer.key] = self._mask(chosen, segments, device)
+        out[self.consumer.key] = self._mask(chosen, case, device)
         if chosen.keeps_mask_2d:
-            out[KEEP_KEY] = segments.keep.to(device)
+            out[KEEP_KEY] = case.segments.keep.to(device)
 
-    def _mask(self, chosen: Route, segments: Segments, device: torch.device) -> Any:
+    def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
+        segments = case.segments
         if chosen.form == "none":
             return None
         if chosen.form == "keep_2d":
             return segments.keep.to(device, self.consumer.keep_dtype)
         if chosen.form == "block_mask":
             return self._block_mask(segments, device)
-        if chosen.form == "mapping":
-            return self._mapping(segments, device)
-        return self._dense(segments, chosen.form, device)
+        eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
+        polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
+        masks = {
+            kind: segments.keep.to(device) if pattern is None else self._dense(segments, polarity, pattern, device)
+            for kind, pattern in self.consumer.patterns(case).items()
+        }
+        return masks if chosen.form == "mapping" else masks[""]
 
-    def _dense(self, segments: Segments, polarity: Polarity, device: torch.device) -> Tensor:
+    def _dense(self, segments: Segments, polarity: Polarity, pattern: Pattern, device: torch.device) -> Tensor:
         cp = self.context_parallel
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
         return dense(
             segments,
             polarity=polarity,
-            pattern=self.pattern,
+            pattern=pattern,
             rows=rows,
             device=device,
             max_mask_bytes=self.max_mask_bytes,
@@ -175,15 +180,6 @@ class BatchAdapter:
             rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
             raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
         return block_mask(segments, pattern=self.pattern, device=device, max_mask_bytes=self.max_mask_bytes)
-
-    def _mapping(self, segments: Segments, device: torch.device) -> dict[str, Tensor]:
-        if self.model.config is None:
-            rule = "A mapping has one mask for each kind of layer, which the config lists."
-            raise UnsupportedFormError(explain("attention_mask", "no config", rule, "Pass model=."))
-        polarity: Polarity = "bias" if self.model.attn_implementation == "eager" else "keep"
-        full = self._dense(segments, polarity, device)
-        kinds = layer_masks(self.model.config)
-        return {key: full.clone() if kind == "attention" else segments.keep.to(device) for key, kind in kinds.items()}
 
 
 def _reader(model: Any, model_type: str | None) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
+from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
@@ -40,6 +41,8 @@ class Model:
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
     """The position of a sequence's first token."""
+    rope_limit: int | None = None
+    """The position from which its rotary frequencies follow the longest row."""
     reads_dense: bool = True
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
@@ -62,7 +65,7 @@ class Model:
         read: dict[str, Any] = {}
         if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
-            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "rope_limit": rope_limit(model)}
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
@@ -155,6 +158,10 @@ class Consumer:
     keeps_mask_2d: Keeps = "recurrent"
     counts_positions: bool = False
     """Does the model count positions by itself, where they are left out?"""
+    masks_flat_row: Callable[[Case], bool] = lambda case: False
+    """Does a flat row need a mask beside its offsets?"""
+    patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
+    """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
     source: str
 
     def __reduce__(self) -> Any:
@@ -167,7 +174,7 @@ class Consumer:
             if why := refusal.when(case):
                 rule = refusal.rule.format(why=why)
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy))
-        if case.padding_free:
+        if case.padding_free and not self.masks_flat_row(case):
             why = "padding free: offsets carry the boundaries, and there is no padding"
             return Route(form="none", keeps_mask_2d=False, why=why)
         chosen, why = next((form, why) for form in self.forms if (why := form.when(case)))

@@ -17,6 +17,7 @@ from collate_npu.consumers.consumer import Case, Consumer
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.keys import of_kind
+from collate_npu.outputs import repad, unpad
 
 KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
@@ -27,16 +28,33 @@ def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> T
     given = batch.get(KEY)
     own = None if given is None or _derived(given, case) else given if isinstance(given, Tensor) else host_tensor(KEY, given)
     if not consumer.counts_positions:
-        return own if own is not None or _needs_axes(case, batch) else case.segments.position_ids
-    if case.model.positions == "axes" and (case.padding_free or not case.plain):
+        return own if own is not None or _has_axes(case, batch) else case.segments.position_ids
+    rule = case.model.positions
+    if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, own, batch)
-    if own is not None or case.model.positions in ("none", "axes"):
+    if own is not None or rule == "none" or (rule == "axes" and _has_axes(case, batch)):
         return own
-    if case.segments.packed and case.model.positions == "padding_idx":
-        counted = case.segments.position_ids + case.model.first_position
-        return torch.where(case.segments.keep, counted, case.model.first_position - 1)
-    by_place = case.model.positions == "places" and case.inside
-    return case.segments.position_ids if by_place or case.segments.packed or case.padding_free else None
+    if rule == "padding_idx":
+        return _by_ids(case, batch) if case.segments.packed or _pads_with_text(case, batch) else None
+    wide = case.model.rope_limit is not None and case.segments.shape[1] > case.model.rope_limit
+    needed = case.inside or case.segments.packed or case.padding_free or wide
+    return case.segments.position_ids + case.model.first_position if needed else None
+
+
+def _pads_with_text(case: Case, batch: Mapping[str, Any]) -> bool:
+    """Is some padding filled with another id than the one this model does not count?"""
+    padding = host_tensor("input_ids", batch["input_ids"])[~case.segments.keep]
+    return bool((padding != case.model.first_position - 1).any())
+
+
+def _by_ids(case: Case, batch: Mapping[str, Any]) -> Tensor:
+    """As RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that very id left at it."""
+    padding_idx, segments = case.model.first_position - 1, case.segments
+    counts_T = (unpad(host_tensor("input_ids", batch["input_ids"]), segments) != padding_idx).long()
+    counted_T = counts_T.cumsum(0)
+    before_N = (counted_T - counts_T)[segments.cu_seqlens[:-1].long()]
+    inside_T = counted_T - before_N.repeat_interleave(torch.tensor(segments.sequence_lengths))
+    return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
 
 
 def _derived(given: Any, case: Case) -> bool:
@@ -46,7 +64,7 @@ def _derived(given: Any, case: Case) -> bool:
     return positions.shape == keep.shape and torch.equal(positions[keep], case.segments.position_ids[keep])
 
 
-def _needs_axes(case: Case, batch: Mapping[str, Any]) -> bool:
+def _has_axes(case: Case, batch: Mapping[str, Any]) -> bool:
     """Images or clips in padded rows: the model derives several axes from the 2D mask, and one row would replace them."""
     return not case.padding_free and bool(of_kind(batch, "vision"))
 

@@ -1,10 +1,11 @@
-"""transformers: the 2D mask wherever it says everything, else the dense form that the attention implementation takes.
+"""transformers: the 2D mask wherever it says everything, else the dense masks that the attention implementation takes.
 
 Rules depend on the release installed (4.57 to 5.23 were read and run) and on the model's config; both are looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,35 +14,70 @@ import torch
 
 from collate_npu.consumers import models
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.leaks import HOLE_IN_A_STATE, why_padding_leaks, width_dependence
-from collate_npu.consumers.models import layer_kinds, windows
-from collate_npu.masks.patterns import Pattern
+from collate_npu.consumers.leaks import HOLE_IN_A_STATE, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu.consumers.models import attention_windows, layer_masks, windows
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.masks.patterns import CAUSAL, Pattern
 
 
 def _by_2d(case: Case) -> str:
-    """A model whose every layer slides builds that window itself."""
+    """Plain attention, and what the model makes of a 2D mask itself: its own window, an encoder's view of both sides."""
+    if case.padding_free or case.segments.packed:
+        return ""
     if case.plain:
         return "every layer of a transformers model reads the 2D mask"
-    if not case.segments.packed and case.model.pattern == "bidirectional" == case.pattern.name:
+    if case.model.pattern == "bidirectional" == case.pattern.name:
         return "an encoder reads the 2D mask"
-    return "the model makes its own window of the 2D mask" if not case.segments.packed and _own_window(case) else ""
-
-
-def _own_window(case: Case) -> bool:
-    config = case.model.config
-    if config is None or set(layer_kinds(config)) - {"sliding_attention"}:
-        return False
-    return any(case.pattern == Pattern.sliding(size) for size in windows(config))
+    own = case.pattern in {Pattern.sliding(size) for size in windows(case.model.config) if size}
+    return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
 
 
 def _needs_dense(case: Case) -> str:
-    if case.padding_free or _by_2d(case):
+    """Why a 2D mask does not say everything. Offsets say it to flash kernels and, on a flat row, to recurrent ones."""
+    if _by_2d(case) or (case.padding_free and not _masked_flat_row(case)):
         return ""
     return "the row holds several sequences" if case.segments.packed else f"attention is {case.pattern}"
 
 
+def _masked_flat_row(case: Case) -> bool:
+    """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
+    families never (masking_utils.py:876-882)."""
+    by_offsets = case.recurrent or "flash" in case.model.attn_implementation  # hub kernels too
+    return case.padding_free and case.segments.packed and not by_offsets
+
+
 def _on(*implementations: str) -> Any:
     return lambda case: case.model.attn_implementation in implementations and _needs_dense(case)
+
+
+def _kinds(case: Case) -> dict[str, int | None]:
+    """Each kind of attention layer and its window; the kind "" where one mask serves all."""
+    return {"": None} if case.model.config is None else attention_windows(case.model.config)
+
+
+def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
+    """The pattern of each mask the model takes, None for recurrent layers, which take the 2D mask.
+
+    A dense mask goes to every layer of its kind as it is, in place of the model's own window (masking_utils.py:833-846).
+    """
+    if case.recurrent and not case.padding_free:
+        if case.model.config is None:
+            rule = "A mapping has one mask for each kind of layer, which the config lists."
+            raise UnsupportedFormError(explain("attention_mask", "no config", rule, "Pass model=."))
+        return {kind: case.pattern if what == "attention" else None for kind, what in layer_masks(case.model.config).items()}
+    found = {kind: _windowed(case, kind, size) for kind, size in _kinds(case).items()}
+    return found if len(found) > 1 else {"": next(iter(found.values()))}
+
+
+def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
+    if size is None or size >= case.segments.longest_span:
+        return case.pattern
+    own = Pattern.chunked(size) if "chunk" in kind else Pattern.sliding(size)
+    if case.pattern not in (CAUSAL, own):
+        rule = f"{kind or 'its'} layers have a window of {size} of their own, and attention is {case.pattern}."
+        remedy = "Use rows no longer than the window, or one sequence a row with the model's own pattern."
+        raise UnsupportedFormError(explain("attention_mask", repr(case.segments), rule, remedy))
+    return own
 
 
 def _flat_state(case: Case) -> bool:
@@ -53,11 +89,10 @@ def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     if case.padding_free or case.segments.padding_side == "none":
         return ""
-    holes, config = bool(case.segments.hole_rows), case.model.config
+    holes = bool(case.segments.hole_rows)
     where: Literal["holes", "left", "right"] = "holes" if holes else "left" if case.inside else "right"
-    why = why_padding_leaks(
-        config or SimpleNamespace(model_type=case.model.model_type), where, longest=case.segments.longest_span
-    )
+    named = case.model.config or SimpleNamespace(model_type=case.model.model_type)
+    why = why_padding_leaks(named, where, longest=case.segments.longest_span)
     return why or (HOLE_IN_A_STATE if holes and case.recurrent else "")
 
 
@@ -73,6 +108,10 @@ def _width(case: Case) -> str:
     return f"which keys its indexer chooses of more than {limit} depends on the width" if limit is not None and wider else ""
 
 
+def _clash(case: Case) -> str:
+    return "" if case.model.config is None else why_lengths_clash(case.model.config, case.segments.sequence_lengths)
+
+
 def _dropped_window(case: Case) -> str:
     flash = case.model.attn_implementation.startswith("flash") and find_spec("torch_npu") is not None
     return _short_window(case) if flash else ""
@@ -84,13 +123,21 @@ def _short_window(case: Case) -> str:
     return f"some layers look back {sizes[0]} places" if sizes and sizes[0] < case.segments.longest_span else ""
 
 
-def _lost_window(case: Case) -> str:
-    return _short_window(case) if _needs_dense(case) and not _own_window(case) else ""
+def _window_on_flex(case: Case) -> str:
+    flex = case.model.attn_implementation == "flex_attention" and _needs_dense(case)
+    return _short_window(case) if flex else ""
 
 
 def _unreadable(case: Case) -> str:
     implementation, why = case.model.attn_implementation, _needs_dense(case)
     return f"{why}, on {implementation}" if why and implementation not in ("sdpa", "eager", "flex_attention") else ""
+
+
+def _unplaced(case: Case) -> str:
+    """Packed rows on a model that cannot be told where a sequence begins, or mixes tokens in other ways than attention."""
+    if not case.segments.packed or case.recurrent or case.model.config is None:
+        return ""
+    return why_padding_leaks(case.model.config, "right") or ("" if case.model.reads_dense else "it builds its own masks")
 
 
 TRANSFORMERS = Consumer(
@@ -104,8 +151,8 @@ TRANSFORMERS = Consumer(
         ),
         Form(
             form="mapping",
-            reads="on recurrent models {kind of layer: mask}",
-            when=lambda case: case.recurrent and _needs_dense(case),
+            reads="{kind of layer: mask} where layers differ (recurrent, windows)",
+            when=lambda case: _needs_dense(case) if list(patterns_by_kind(case)) != [""] else "",
         ),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
         Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
@@ -143,10 +190,10 @@ TRANSFORMERS = Consumer(
         ),
         PACKED_RECURRENT,
         Refusal(
-            of="packed rows on models with windows: every layer would get one dense mask",
-            when=_lost_window,
-            rule="A dense mask goes to every layer as it is (masking_utils.py:833), and {why}.",
-            remedy="Use padding_free=True, one sequence a row, or rows no longer than the window.",
+            of="windows on flex_attention in packed rows: one BlockMask goes to every layer",
+            when=_window_on_flex,
+            rule="A BlockMask goes to every layer as it is (masking_utils.py:833), and {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager', one sequence a row, or rows no longer than the window.",
         ),
         Refusal(
             of="dense masks on flash attention",
@@ -155,10 +202,16 @@ TRANSFORMERS = Consumer(
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True.",
         ),
         Refusal(
-            of="dense masks on models that build their own",
-            when=lambda case: "" if case.model.reads_dense else _needs_dense(case),
-            rule="The forward of this model takes no dense mask as it is, and {why}.",
-            remedy="Pad one sequence a row, or use padding_free=True.",
+            of="dense masks and packed rows on models that take neither",
+            when=lambda case: _unplaced(case) or ("" if case.model.reads_dense else _needs_dense(case)),
+            rule="This model cannot be told where a sequence begins: {why}.",
+            remedy="Give each sequence its own row, with the model's own pattern.",
+        ),
+        Refusal(
+            of="sequences beside a longer one on rotary frequencies that follow the longest",
+            when=_clash,
+            rule="Alone each sequence has its own frequencies: {why}.",
+            remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
             of="other patterns on recurrent layers with flex_attention",
@@ -176,5 +229,7 @@ TRANSFORMERS = Consumer(
     keep_dtype=torch.int64,  # as tokenizers emit it: code downstream subtracts and counts it
     keeps_mask_2d="never",  # an attention_mask_2d keyword is accepted and never read
     counts_positions=True,
+    masks_flat_row=_masked_flat_row,
+    patterns=patterns_by_kind,
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

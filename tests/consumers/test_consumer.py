@@ -20,7 +20,11 @@ CONSUMERS = consumers()
 def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=False, aux_loss=False, config=None, **model):
     """`route` of a model that is described in words."""
     if aux_loss:
-        config = SimpleNamespace(output_router_logits=True, layer_types=[])
+        config = SimpleNamespace(
+            output_router_logits=True, layer_types=["linear_attention", "full_attention"] if needs_2d else []
+        )
+    if needs_2d and config is None and not model.get("model_type"):
+        config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
     known = Model(config=config, needs_mask_2d=needs_2d, **model)
     return room.route(consumer, segments, model=known, pattern=pattern, padding_free=padding_free)
 
@@ -63,10 +67,12 @@ def test_routes_are_total(consumer):
                 aux_loss=aux_loss,
             )
         except UnsupportedFormError:
-            assert not padding_free
+            assert not padding_free or (consumer == "transformers" and segments.packed)
         else:
             assert chosen.why
-            assert not (padding_free and (chosen.keeps_mask_2d or chosen.form != "none"))
+            assert not (padding_free and chosen.keeps_mask_2d)
+            dense_flat_row = consumer == "transformers" and segments.packed
+            assert chosen.form == "none" or not padding_free or dense_flat_row
 
 
 def form(consumer, segments, **settings):
@@ -159,7 +165,8 @@ def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
     for version, packed in (((4, 57), "refused"), ((5, 19), "refused"), ((5, 20), "none")):
         monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
         assert form("transformers", flat, needs_2d=True, padding_free=True) == packed
-        assert form("transformers", flat, padding_free=True) == "none"
+        assert form("transformers", flat, padding_free=True) == "keep"
+        assert form("transformers", flat, padding_free=True, attn_implementation="flash_attention_2") == "none"
         assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
         assert form("megatron", flat, needs_2d=True, padding_free=True) == "none"
 

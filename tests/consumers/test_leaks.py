@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu.consumers import leaks
+from collate_npu.consumers import leaks, models
 from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
 
 
@@ -41,7 +41,7 @@ def test_each_reason_belongs_to_its_places(fields, right, left, holes):
 
 @pytest.mark.parametrize(("release", "leaks_there"), [((4, 57), True), ((5, 0), False), ((5, 23), False)])
 def test_a_fault_that_a_release_mended_is_looked_up_by_release(release, leaks_there, monkeypatch):
-    monkeypatch.setattr(leaks, "transformers_version", lambda: release)
+    monkeypatch.setattr(models, "transformers_version", lambda: release)
     assert bool(why_padding_leaks(config(model_type="lfm2"), "left")) == leaks_there
 
 
