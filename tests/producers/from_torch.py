@@ -83,7 +83,10 @@ def causal_bias(draw: Draw, name: str) -> Case | None:
     B, S = draw.shape
     if S in (B, 1):
         return None
-    return case(draw, getattr(bias, name)(S, S), polarity="keep", silent=True)
+    mask = getattr(bias, name)(S, S)
+    with torch._C.DisableTorchFunctionSubclass():
+        mask.zero_()  # the same each time; what lies there is nobody's
+    return case(draw, mask, polarity="keep", silent=True)
 
 
 def by_hand(draw: Draw, form: str) -> Case:

@@ -106,7 +106,8 @@ def _hidden_steps(case: Case, entry: Entry) -> bool:
 
 def _samples_against_mask(case: Case, entry: Entry) -> bool:
     """The samples show padding where the mask shows none."""
-    return entry.wraps and not entry.with_2d and bool(np.any(case.silent))
+    said_less = case.keep.shape == case.draw.keep.shape and bool((case.keep != case.draw.keep).any())
+    return entry.wraps and not entry.with_2d and (said_less or bool(np.any(case.silent)))
 
 
 EVERYWHERE: dict[str, Reason] = {

@@ -1,6 +1,6 @@
 """Masks of released software through the public entries: right or refused, never wrong, never a raw exception.
 
-COLLATE_NPU_PRODUCERS_EACH sets how many batches each producer makes in each style (CI: 24). There each entry is given
+COLLATE_NPU_PRODUCERS_EACH sets how many batches each producer makes in each style (CI: 20). There each entry is given
 every third batch; with COLLATE_NPU_PRODUCERS_ALL=1 it is given all.
 """
 
@@ -19,7 +19,7 @@ from honest import excuse
 from torch import Tensor
 from verdicts import Case, Result, block_mask_attends, judge
 
-EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "24"))
+EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "20"))
 STEP = 1 if os.environ.get("COLLATE_NPU_PRODUCERS_ALL") else 3
 SHOWN = 3
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
