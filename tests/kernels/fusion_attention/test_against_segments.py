@@ -69,14 +69,13 @@ BATCHES = {
     "right": Segments.from_lengths([3, 6]),
     "left": Segments.from_lengths([3, 6], side="left"),
     "even": Segments.from_lengths([5, 5]),
-    "packed": Segments.from_lengths([[3, 2], [4]], width=6),
     "flat": Segments.from_lengths([[3, 1, 4]], width=10),
     "square": Segments.from_lengths([4, 2, 4, 1]),
 }
 PATTERNS = (Pattern.of("causal"), Pattern.of("bidirectional"), Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix(2))
 
 
-WRONG, HARMLESS = 500, 50
+WRONG, HARMLESS = 1000, 150
 """Each pattern's share, at least, of the sweep: five times as many mutated calls in all."""
 
 
@@ -222,6 +221,14 @@ def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: to
     largest, peak = allocated(lambda: check_contract(kwargs, **HEADS_AND_SIZE, segments=batch, pattern=pattern))
     assert max(largest, peak) <= 2**23
     assert largest <= 8 * blocked_scores.BLOCK_SCORES or not name.startswith(("dense", "shared"))
+
+
+def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
+    batch = Segments.from_lengths([1500], width=1600)
+    masked = fusion_attention_kwargs(batch, pattern="bidirectional")["atten_mask"].repeat(1, HEADS, 1, 1)
+    kwargs = {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}
+    largest, _ = allocated(lambda: check_contract(kwargs, **HEADS_AND_SIZE, segments=batch, pattern="bidirectional"))
+    assert largest <= 4 * blocked_scores.BLOCK_SCORES
 
 
 # --- messages and sizes

@@ -91,6 +91,11 @@ CHEAPEST = [
     ([3, 5], "right", "bidirectional", "BSND", "dense", 1),
     ([3, 5], "right", "bidirectional", "TND", "full", 0),
     ([3] * 33, "right", Pattern.prefix(2), "BSND", "dense", 1),
+    ([3] * 32, "right", Pattern.prefix(2), "BSND", "prefix", 6),
+    ([3, 2] * 17, "left", Pattern.prefix(2), "BSND", "dense", 1),
+    ([3, 2] * 16, "left", Pattern.prefix(2), "BSND", "dense", 5),
+    ([3] * 33, "right", "causal", "BSND", "triangle", 3),
+    ([3] * 33, "right", Pattern.sliding(2), "BSND", "band", 4),
 ]
 
 

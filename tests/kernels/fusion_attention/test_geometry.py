@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 
 from collate_npu.kernels.fusion_attention.geometry import (
+    Corner,
     above_diagonal,
+    band_leaves_rows_empty,
     outside_band,
     outside_prefix,
     prefix_triangle,
@@ -40,6 +45,16 @@ def test_bands_count_from_their_corner() -> None:
     assert rows(outside_band(3, 5, 1, 0)) == ["⬚■■■■", "⬚⬚■■■", "■⬚⬚■■"]
     assert rows(outside_band(3, 5, 1, 0, "bottom-right")) == ["■⬚⬚■■", "■■⬚⬚■", "■■■⬚⬚"]
     assert rows(outside_band(4, 4, 2, -1)) == ["■■■■", "⬚■■■", "⬚⬚■■", "■⬚⬚■"]
+
+
+@pytest.mark.parametrize("corner", ["top-left", "bottom-right"])
+def test_a_band_that_leaves_rows_empty_is_told_without_building_it(corner: Corner) -> None:
+    seen = set()
+    for Q, K, before, after in itertools.product(range(1, 5), range(1, 5), range(-3, 4), range(-3, 4)):
+        empty = bool(outside_band(Q, K, before, after, corner).all(-1).any())
+        assert band_leaves_rows_empty(Q, K, before, after, corner) == empty
+        seen.add(empty)
+    assert seen == {False, True}
 
 
 def test_causal_corners_and_prefixes() -> None:
