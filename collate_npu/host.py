@@ -27,6 +27,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
     """
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
+    if _means_something_else(type(value)):
+        rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
+        raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
     if value.is_nested or value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
         what = "nested" if value.is_nested else "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
@@ -65,6 +68,11 @@ def _holds_tensors(value: Any) -> bool:
 def _signed(name: str, value: Tensor) -> Tensor:
     wide = (torch.uint16, torch.uint32, torch.uint64)
     return torch.from_numpy(host_array(name, value.numpy())) if value.dtype in wide else value
+
+
+def _means_something_else(kind: type) -> bool:
+    """Does this class answer torch's functions by itself, before Tensor does?"""
+    return next(base for base in kind.__mro__ if "__torch_function__" in vars(base)) not in (Tensor, torch.nn.Parameter)
 
 
 def _is_fake(value: Tensor) -> bool:

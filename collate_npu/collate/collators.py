@@ -118,7 +118,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         segments = Segments.from_lengths(samples.lengths, width, side)
     else:
         segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
-    if "position_ids" not in batch and not of_kind(batch, "vision"):
+    if collator._adapter is None and "position_ids" not in batch and not of_kind(batch, "vision"):
         batch["position_ids"] = segments.position_ids
     return ignore_labels(collator, batch, segments), segments
 

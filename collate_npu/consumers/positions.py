@@ -25,17 +25,23 @@ TEXT_KEY = "text_position_ids"
 
 def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> Tensor | None:
     """`position_ids` of this batch for this consumer; None where they are left out."""
-    given = batch.get(KEY)
-    own = None if given is None or _derived(given, case) else given if isinstance(given, Tensor) else host_tensor(KEY, given)
-    if not consumer.counts_positions:
-        return own if own is not None or _has_axes(case, batch) else case.segments.position_ids
+    given = (
+        None if batch.get(KEY) is None else batch[KEY] if isinstance(batch[KEY], Tensor) else host_tensor(KEY, batch[KEY])
+    )
+    derived = given is None or _derived(given, case)
     rule = case.model.positions
+    if not consumer.counts_positions:
+        return given if given is not None or _has_axes(case, batch) else case.segments.position_ids
     if rule == "axes" and (case.padding_free or case.segments.packed):
-        return _axes(case, own, batch)
-    if own is not None or rule == "none" or (rule == "axes" and _has_axes(case, batch)):
-        return own
+        return _axes(case, None if derived else given, batch)
+    if not derived:
+        return given
+    if rule == "none" or (rule == "axes" and _has_axes(case, batch)):
+        return None
     if rule == "padding_idx":
         return _by_ids(case, batch) if case.segments.packed or _pads_with_text(case, batch) else None
+    if given is not None and case.model.first_position == 0:
+        return given
     wide = case.model.rope_limit is not None and case.segments.shape[1] > case.model.rope_limit
     needed = case.inside or case.segments.packed or case.padding_free or wide
     return case.segments.position_ids + case.model.first_position if needed else None

@@ -99,10 +99,9 @@ def read_square(attends_BQK: Bools, known: Known) -> Reading:
     pattern = _prove(attends_BQK, segments, known.pattern, rows)
     if known.keep is None:
         _refuse_unmasked_rows(rows, known)
+        _refuse_visible_padding(rows, segments)
     if known.pattern is None and pattern.causal:
         _refuse_chunks(rows, segments, pattern)
-    if known.keep is None:
-        _refuse_visible_padding(rows, segments, known)
     return Reading(segments, pattern)
 
 
@@ -266,22 +265,16 @@ def _refuse_unmasked_rows(rows: list[_Row], known: Known) -> None:
     _raise_ambiguous(bad, "Where empty rows are unmasked, these are real tokens throughout, or end in padding.")
 
 
-def _refuse_visible_padding(rows: list[_Row], segments: Segments, known: Known) -> None:
-    """Padding may attend itself (a forced diagonal, a document of its own) and then looks like a sequence.
+def _refuse_visible_padding(rows: list[_Row], segments: Segments) -> None:
+    """Padding may attend itself (a forced diagonal, a sequence of its own) and then looks like a sequence.
 
-    Padding that nobody sees, in any row, shows that this producer's does not. A declared pattern says that blocks are
-    sequences; a block of one token may still be a forced diagonal.
+    Padding that nobody sees, in any row, shows that this producer's does not.
     """
     if any(not row.real.all() for row in rows):
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
-    bad = [
-        (b, f"sequences of {', '.join(map(str, row[:8]))} tokens")
-        for b, row in packed
-        if known.pattern is None or min(row) == 1
-    ]
-    declare = "" if known.pattern is not None else "Declare pattern='causal' if all tokens are real. "
-    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.", declare + REMEDY_CARRY_2D)
+    bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]
+    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.")
 
 
 def _refuse_gaps(rows: list[_Row], segments: Segments, pattern: Pattern | None) -> None:

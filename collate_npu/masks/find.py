@@ -205,9 +205,13 @@ def _text_positions(batch: Mapping[str, Any], shape: tuple[int, int]) -> Array |
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
-    """Where sequences begin, and the rows that tell: each run counts 0, 1, 2, ... and one is longer than a token."""
+    """Where sequences begin, and the rows that tell: each run counts 0, 1, 2, ...
+
+    Some run of the batch must be longer than a token: zeros throughout say nothing.
+    """
     starts_BS, counts_B = sequence_starts(positions_BS, keep_BS)
-    return starts_BS, counts_B & ((starts_BS != keep_BS).any(axis=1) | (keep_BS.sum(axis=1) < 2))
+    counting = bool((starts_BS != keep_BS)[counts_B].any())
+    return starts_BS, counts_B & (counting | (keep_BS.sum(axis=1) < 2))
 
 
 def _with_positions(
@@ -266,6 +270,9 @@ def _with_dense(
     """The truth with what a dense mask says of it; the mask must be that of the pattern."""
     B, S = shape
     full = _one_head(key, full, polarity)
+    if declared is None and full.ndim == 4 and full.shape[-2] == 1 < S:
+        rule = "One row of keys for all queries is padding beside causal attention, or attention to both sides."
+        raise AmbiguousMaskError(explain(key, shape_of(full), rule, "Declare pattern='causal' or pattern='bidirectional'."))
     if full.shape[-1] != S:
         rule = f"The tokens of the batch are {list(shape)} (rows, width)."
         raise CollateError(explain(key, shape_of(full), rule, "Build them together, and split them together."))

@@ -98,7 +98,7 @@ def _wide_gap(case: Case, entry: Entry) -> bool:
 def _hidden_steps(case: Case, entry: Entry) -> bool:
     """Two neighbours of a row that no window of this size joins: one sequence with a hole, or two sequences."""
     pattern = case.pattern
-    hides = pattern is not None and (pattern.kind == "sliding" or (pattern.kind == "chunked" and not entry.declared))
+    hides = pattern is not None and (pattern.name == "sliding" or (pattern.name == "chunked" and not entry.declared))
     if not hides:
         return False
     return any((np.diff(np.flatnonzero(row)) >= pattern.size).any() for row in case.keep)
