@@ -56,13 +56,15 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     named = [feature for feature in features if isinstance(feature, Mapping) and feature.get("input_ids") is not None]
     if not named:
         return [], []
-    truth = ("input_ids", *of_kind(KEYS, "truth"))
-    held = {name: [feature.get(name) for feature in named] for name in truth}
-    columns = {name: column for name, column in held.items() if all(value is not None for value in column)}
-    for key in of_kind(list(columns), "truth"):
-        if key != "seq_lengths" and any(_dimensions(row) != 1 for row in columns[key]):
-            del columns[key]  # a dense mask of a sample is the inner collator's to make a batch of
+    columns = {"input_ids": [feature["input_ids"] for feature in named]}
     lengths = _lengths(columns)
+    for key in of_kind(KEYS, "truth"):
+        told = [feature.get(key) for feature in named]
+        # A dense mask of a sample is the inner collator's to make a batch of; one that is missing says nothing.
+        flat = all(row is None or _dimensions(row) == 1 or key == "seq_lengths" for row in told)
+        if flat and any(row is not None for row in told):
+            whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
+            columns[key] = [default if row is None else row for row, default in zip(told, whole)]
     own = _own_segments(columns, lengths) or [np.ones(n, np.int32) for n in lengths]
     return [host_array("input_ids", row) for row in columns["input_ids"]], own
 

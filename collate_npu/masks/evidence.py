@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from collate_npu.errors import REMEDY_CARRY_2D, AmbiguousMaskError, explain_rows
 from collate_npu.masks.forms import dense_row
-from collate_npu.masks.patterns import CAUSAL, Pattern, Sliding, explanations
+from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding, explanations
 from collate_npu.segments import Segments
 
 Bools = npt.NDArray[np.bool_]
@@ -98,7 +98,7 @@ def read_square(attends_BQK: Bools, known: Known) -> Reading:
     _refuse_gaps(rows, segments, known.pattern)
     pattern = _prove(attends_BQK, segments, known.pattern, rows)
     if known.keep is None:
-        _refuse_unmasked_rows(rows, known)
+        _refuse_unmasked_rows(rows, known, pattern)
         _refuse_visible_padding(rows, segments)
     if known.pattern is None and pattern.causal:
         _refuse_chunks(rows, segments, pattern)
@@ -250,12 +250,12 @@ def _refuse_inverted(attends_BQK: Bools, segments: Segments) -> None:
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
 
 
-def _refuse_unmasked_rows(rows: list[_Row], known: Known) -> None:
+def _refuse_unmasked_rows(rows: list[_Row], known: Known, pattern: Pattern) -> None:
     """A producer that unmasks empty rows makes right padding by one, or a row of padding, equal to no padding at all."""
     if len(rows[0].real) < 2 and not known.unmasked_rows:
         return
     unmasks = known.unmasked_rows or any(row.filler.any() for row in rows)
-    mixed = known.pattern is None and any(row.sees_all for row in rows) and not all(row.sees_all for row in rows)
+    mixed = known.pattern is None and isinstance(pattern, Prefix) and not all(row.sees_all for row in rows)
     pads_left = any(row.filler.any() and not row.filler[-1] for row in rows)
     bad = [
         (b, "rows that all see everything" if row.sees_all else "a last row that sees everything")
@@ -263,6 +263,9 @@ def _refuse_unmasked_rows(rows: list[_Row], known: Known) -> None:
         if (row.sees_all and (unmasks or mixed)) or (unmasks and row.last_sees_all and row.real[-1] and not pads_left)
     ]
     _raise_ambiguous(bad, "Where empty rows are unmasked, these are real tokens throughout, or end in padding.")
+    ends = [(b, "last rows that see everything") for b, row in enumerate(rows) if row.filler[-1] and not known.unmasked_rows]
+    rule = "They are padding that was unmasked, or real tokens that attend to both sides (an image)."
+    _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
 
 
 def _refuse_visible_padding(rows: list[_Row], segments: Segments) -> None:

@@ -337,16 +337,16 @@ def _refuse_unknown(batch: Mapping[str, Any], padding_free: bool) -> Segments:
 
 def _refuse_inverted(batch: Mapping[str, Any], segments: Segments) -> None:
     """A keep mask turned around leaves a row without a real token, or puts every label on padding."""
+    if batch.get(SEGMENT_KEY) is not None:
+        return
     keep_BS = segments.array != 0
-    bad = {} if SEGMENT_KEY in batch else dict.fromkeys(segments.empty_rows, "no real token")
+    bad = dict.fromkeys(segments.empty_rows, "no real token")
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == segments.shape and not labels.is_floating_point():
         labelled_BS = host_array("labels", labels) >= 0
-        near_BS = keep_BS.copy()
-        near_BS[:, :-1] |= keep_BS[:, 1:]  # labels that are shifted already stand one place before their token
-        lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & near_BS).any(axis=1)
+        lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_BS).any(axis=1)
         bad |= {int(b): f"{int(labelled_BS[b].sum())} labels, all on padding" for b in np.flatnonzero(lost_B)}
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
-        remedy = "Invert it (== 0) or declare polarity='masked'; a row that is meant to be empty says so in segment_ids."
+        remedy = "Invert it (== 0) or declare polarity='masked'; if it is right, carry segment_ids beside it."
         raise CollateError(explain_rows(KEEP_KEY if KEEP_KEY in batch else MASK_KEY, bad.items(), rule, remedy))

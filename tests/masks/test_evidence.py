@@ -64,7 +64,9 @@ LONELY_ROW = """
 
 def test_rows_that_see_everything_are_no_evidence():
     assert ids_of(LEFT_FILLED) == [[0, 0, 1, 1]]
-    assert ids_of(RIGHT_FILLED) == [[1, 1, 0, 0]]
+    assert ids_of(RIGHT_FILLED, unmasked_rows=True) == [[1, 1, 0, 0]]
+    with pytest.raises(AmbiguousMaskError, match="last rows that see everything"):
+        ids_of(RIGHT_FILLED)  # or an image block: real tokens that attend to both sides
 
 
 def test_holes_stay_holes():

@@ -306,11 +306,14 @@ def test_a_2d_mask_turned_around_is_refused(key):
     assert segments_from_batch(batch_of(segments, labels=labels, **{key: segments.keep.long()})) == segments
 
 
-def test_labels_that_are_shifted_already_are_no_sign_of_a_turned_mask():
+def test_labels_on_padding_alone_are_right_where_segment_ids_say_so():
     segments = Segments.from_lengths([1, 5], side="left")
     labels = torch.full((2, 5), -100)
-    labels[0, 3] = 9  # predicts the row's one token, from the padding before it
-    assert segments_from_batch(batch_of(segments, labels=labels, attention_mask_2d=segments.keep)) == segments
+    labels[0, 3] = 9  # shifted already: it predicts the row's one token, from the padding before it
+    keys = {"labels": labels, "attention_mask_2d": segments.keep}
+    with pytest.raises(CollateError, match="carry segment_ids"):
+        segments_from_batch(batch_of(segments, **keys))
+    assert segments_from_batch(batch_of(segments, segment_ids=segments.ids, **keys)) == segments
 
 
 def test_a_row_that_is_meant_to_be_empty_says_so_in_segment_ids():

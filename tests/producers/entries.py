@@ -44,6 +44,8 @@ class Entry:
         return case
 
     def applies(self, case: Case) -> bool:
+        if case.mask is None and not case.plain and not case.flat:
+            return False  # nothing in the batch says so: the model attends as it does
         if self.derives:
             return case.mask is not None and not (case.contrary and self.name == "derive")
         if case.flat:

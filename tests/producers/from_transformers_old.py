@@ -61,8 +61,10 @@ def converted(draw: Draw) -> Case:
     return case(draw, mask, polarity="bias")
 
 
-def unmasked(draw: Draw) -> Case:
-    """Rows that attend nothing are made to attend everything."""
+def unmasked(draw: Draw) -> Case | None:
+    """Rows that attend nothing are made to attend everything; of a single place that is not to be told from a token."""
+    if draw.shape[1] == 1:
+        return None
     low = torch.finfo(torch.float32).min
     mask = _builders()._prepare_4d_causal_attention_mask(keep_2d(draw), draw.shape, _embeds(draw), 0)
     return case(draw, _builders().AttentionMaskConverter._unmask_unattended(mask, min_dtype=low), polarity="bias")

@@ -107,10 +107,43 @@ def _hidden_steps(case: Case, entry: Entry) -> bool:
 def _samples_against_mask(case: Case, entry: Entry) -> bool:
     """The samples show padding where the mask shows none."""
     said_less = case.keep.shape == case.draw.keep.shape and bool((case.keep != case.draw.keep).any())
+    hidden = any(
+        "attention_mask" not in feature and len(feature.get("input_ids", ())) > real
+        for feature, real in zip(case.features, case.keep.sum(axis=1))
+    )
+    if entry.wraps and hidden:
+        return True
     return entry.wraps and not entry.with_2d and (said_less or bool(np.any(case.silent)))
 
 
+def _visible_padding(case: Case, entry: Entry) -> bool:
+    """Packed rows without padding that nobody sees: some sequences may be padding that attends itself."""
+    dense = getattr(case.mask, "ndim", 4) != 2
+    told = entry.with_2d or (not entry.derives and _positions_tell(case))
+    return dense and case.packed and bool(case.keep.all()) and not told
+
+
+def _contrary(case: Case, entry: Entry) -> bool:
+    """A 2D mask of the other polarity, undeclared: beside a keep mask the two disagree, alone its labels are on padding."""
+    return case.contrary and not entry.declared
+
+
+def _keys_for_all_queries(case: Case, entry: Entry) -> bool:
+    """`[B, 1, 1, S]`: padding beside causal attention, or attention to both sides."""
+    return not entry.declared and getattr(case.mask, "ndim", 0) == 4 and case.mask.shape[-2] == 1
+
+
+def _turned_around(case: Case, entry: Entry) -> bool:
+    """A row of single tokens beside padding that attends padding: so does a 2D mask that is turned around look."""
+    rows = [row[row > 0] for row in case.ids]
+    return entry.with_2d and any(len(row) > 1 and len(set(row.tolist())) == len(row) for row in rows)
+
+
 EVERYWHERE: dict[str, Reason] = {
+    "turned around": _turned_around,
+    "visible padding": _visible_padding,
+    "contrary": _contrary,
+    "keys for all queries": _keys_for_all_queries,
     "foreign pattern": _foreign,
     "empty row": _empty_row,
     "no mask": _no_mask,

@@ -164,12 +164,13 @@ def test_a_foreign_pattern_may_be_refused_until_it_is_declared():
 
 def test_equal_packs_may_be_refused_until_something_tells():
     ids = np.array([[1, 1, 2, 2]])
-    assert excuse(made(ids), BY_TITLE["derive"]) == "chunks"
-    assert excuse(made(ids), BY_TITLE["derive declared"]) is None
+    assert excuse(made(ids), BY_TITLE["derive"]) == "visible padding"
+    assert excuse(made(np.array([[1, 1, 2, 2, 0]])), BY_TITLE["derive"]) == "chunks"
+    assert excuse(made(np.array([[1, 1, 2, 2, 0]])), BY_TITLE["derive declared"]) is None
     beside = made(ids, position_ids=torch.from_numpy(positions(ids)))
     assert excuse(beside, BY_TITLE["transformers"]) is None
-    assert excuse(beside, BY_TITLE["derive"]) == "chunks", "a mask alone has no positions beside it"
-    assert excuse(made(np.array([[1, 1, 2, 2, 2]])), BY_TITLE["derive"]) is None
+    assert excuse(beside, BY_TITLE["derive"]) == "visible padding", "a mask alone has no positions beside it"
+    assert excuse(made(np.array([[1, 1, 2, 2, 2, 0]])), BY_TITLE["derive"]) is None
 
 
 def test_a_batch_without_mask_may_be_refused_where_nothing_tells():

@@ -215,7 +215,7 @@ def check_positions(out: dict[str, Any], case: Case) -> None:
 def check_flat(out: dict[str, Any], case: Case) -> None:
     """A flat row: every set of boundaries in it is the truth's; at least one set is there."""
     if (mask := out.get("attention_mask")) is not None:  # transformers separates sequences by nothing else on sdpa
-        check_attention(mask[:, 0].numpy().astype(bool), case)
+        check_attention((mask[:, 0] == 0 if mask.is_floating_point() else mask[:, 0]).numpy().astype(bool), case)
     lengths = [int((case.ids[0] == n).sum()) for n in range(1, int(case.ids.max()) + 1)]
     ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     seen = {key: out[key] for key in OFFSETS if isinstance(out.get(key), Tensor)}
