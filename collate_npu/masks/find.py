@@ -148,9 +148,11 @@ def _sources(
         yield _Truth(SEGMENT_KEY, Segments.from_ids(host_array(SEGMENT_KEY, batch[SEGMENT_KEY])), True)
     if batch.get(KEEP_KEY) is not None:
         yield _keys_source(KEEP_KEY, host_tensor(KEEP_KEY, batch[KEEP_KEY]), "keep")
+    beside = batch.get(SEGMENT_KEY) is not None or batch.get(KEEP_KEY) is not None
     for key, full in masks.items():
         if _is_keys(full, shape):
-            yield _keys_source(key, full, polarity)
+            zeros = beside and not bool(full.any())  # alone they could mean anything
+            yield _keys_source(key, full, polarity or ("keep" if zeros else None))
     if (flat := segments_from_offsets(batch, shape)) is not None:
         yield _Truth(flat[0], flat[1], True)
 

@@ -1,0 +1,226 @@
+"""Laws 9, 10 and 13: what a collator knew comes out of the door, nothing shares memory, no pattern is replaced.
+
+Law 11 (two sources that differ raise) is in masks/test_find.py, law 12 (every remedy works) in test_remedies.py.
+Legend: B rows, S width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collate_npu import (
+    AmbiguousMaskError,
+    BatchAdapter,
+    CollateError,
+    ContextParallel,
+    PaddingCollator,
+    Segments,
+    UnsupportedFormError,
+    dense,
+    split_batch,
+    varlen,
+    wrap_collator,
+)
+from collate_npu.masks.find import segments_from_batch
+
+pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+MODES = ["auto", "4d", "2d", "omit"]
+EXTRAS = {
+    "nothing": lambda L: {},
+    "positions that count on": lambda L: {"position_ids": list(range(5, 5 + L))},
+    "positions of three axes": lambda L: {"position_ids": np.arange(3 * L).reshape(3, L)},
+    "images": lambda L: {"pixel_values": torch.ones(1, 3, 2, 2), "position_ids": np.zeros((3, L), int)},
+    "vectors as long as a row of three": lambda L: {"vector": [0.5, 1.0, 1.5]},
+    "targets of three classes": lambda L: {"labels": [0.0, 1.0, 0.0]},
+}
+
+
+def truth_of(features, side, multiple=None):
+    """The Segments of features by themselves, padded on one side."""
+    rows = [strategies.own_ids(feature) for feature in features]
+    width = max(map(len, rows))
+    width += -width % (multiple or 1)
+    pad = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
+    return Segments.from_ids(np.stack([np.pad(row, at) for row, at in zip(rows, pad)]))
+
+
+# --- law 9
+
+
+@given(
+    strategies.features(),
+    strategies.sides(),
+    st.sampled_from(MODES),
+    st.sampled_from([None, 4]),
+    st.sampled_from(list(EXTRAS)),
+)
+def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, multiple, extra):
+    features = [{**feature, **EXTRAS[extra](len(feature["input_ids"]))} for feature in features]
+    collator = PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode, pad_to_multiple_of=multiple)
+    assert segments_from_batch(collator(features)) == truth_of(features, side, multiple)
+
+
+@given(strategies.features(), st.sampled_from([None, 4]), st.sampled_from(["longest", "max_length"]))
+def test_law_9_the_door_gives_back_a_flat_row(features, multiple, padding):
+    settings = {"pad_to_multiple_of": multiple, "padding": padding, "max_length": 32 if padding == "max_length" else None}
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+    rows = [[n for n in strategies.own_ids(feature) if n] for feature in features]
+    lengths = [row.count(n) for row in rows for n in dict.fromkeys(row)]
+    expected = Segments.from_lengths([lengths], batch["input_ids"].shape[1])
+    assert segments_from_batch(batch) == segments_from_batch(batch, padding_free=True) == expected
+    assert padding == "longest" or batch["input_ids"].shape[1] == 32
+
+
+@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
+def test_law_9_a_wrapped_collator_knows_what_its_samples_tell(features, side, mode):
+    """Packing ids, seq_lengths and holes of the samples, behind a collator that makes no mask, or one of the lengths."""
+
+    def theirs(features):
+        known = PaddingCollator(pad_token_id=7, padding_side=side)(features)
+        return {"input_ids": known["input_ids"]}
+
+    def masked(features):
+        return {**theirs(features), "attention_mask": truth_of(features, side).keep.long()}
+
+    expected = truth_of(features, side)
+    for inner in (theirs, masked):
+        try:
+            batch = wrap_collator(inner, attention_mask=mode)(features)
+        except AmbiguousMaskError:
+            assert inner is theirs  # ids alone may stand at both ends alike
+            continue
+        assert segments_from_batch(batch) == expected
+
+
+# --- law 10
+
+
+def tensors_of(value, name=""):
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}")
+
+
+def scribble(x):
+    """Write to every element; raises where the tensor is expanded onto itself."""
+    x.logical_not_() if x.dtype == torch.bool else x.add_(7)
+
+
+def check_nothing_shares(out, inputs=()):
+    held = [*tensors_of(out), *((f"input {i}", x) for i, x in enumerate(inputs))]
+    before = [x.clone() for _, x in held]
+    for at, (name, x) in enumerate(held):
+        scribble(x)
+        for other, ((theirs, y), was) in enumerate(zip(held, before)):
+            assert other == at or torch.equal(y, was), f"writing to {name} changed {theirs}"
+        x.copy_(before[at])
+
+
+@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
+def test_law_10_nothing_a_collator_hands_out_shares_memory(features, side, mode):
+    features = [{key: torch.as_tensor(value) for key, value in feature.items()} for feature in features]
+    inputs = [value for feature in features for value in feature.values()]
+    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode)(features), inputs)
+    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True)(features), inputs)
+
+
+@given(strategies.segments(), st.sampled_from(["megatron", "transformers", "verl", "verl_npu"]))
+def test_law_10_nothing_an_adapter_makes_shares_memory(segments, consumer):
+    batch = {"attention_mask_2d": segments.keep, "attention_mask": segments.keep.long(), "segment_ids": segments.ids}
+    batch["input_ids"] = segments.ids.long()
+    try:
+        out = BatchAdapter(DENSE, consumer=consumer)(batch)
+    except UnsupportedFormError:
+        return
+    made = {key: value for key, value in out.items() if value is not batch.get(key)}
+    check_nothing_shares(made, batch.values())
+
+
+@given(strategies.segments())
+def test_law_10_segments_never_change(segments):
+    before = segments.ids
+    given_ids = np.array(segments.array)
+    built = Segments(given_ids)
+    given_ids[:] = 9
+    assert built == segments
+    for _ in range(2):
+        parts = {
+            name: getattr(segments, name)
+            for name in ("ids", "keep", "indices", "last_indices", "position_ids", "cu_seqlens")
+        }
+        form = varlen(segments)
+        parts |= {"varlen": form.cu_seqlens, "seq_idx": form.seq_idx, "dense": dense(segments)}
+        for value in parts.values():
+            scribble(value)
+        assert torch.equal(segments.ids, before)
+        assert torch.equal(segments.keep, before != 0)
+
+
+@given(strategies.segments(), st.sampled_from(["zigzag", "contiguous", "ulysses"]), st.sampled_from(["local", "global"]))
+def test_law_10_a_shard_shares_nothing_with_its_batch(segments, layout, scope):
+    cp = ContextParallel(2, 1, layout=layout, mask_2d=scope)
+    ids = torch.nn.functional.pad(segments.ids.long(), (0, -segments.shape[1] % cp.multiple))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask_2d": ids != 0}
+    shard = split_batch(batch, cp)
+    made = {key: value for key, value in shard.items() if value is not batch[key]}
+    check_nothing_shares(made, batch.values())
+
+
+# --- law 13
+
+
+def attention_of(mask, segments, consumer):
+    """bool `[B, S, S]`: what the consumer then computes."""
+    B, S = segments.shape
+    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
+    if mask is None:
+        return causal
+    if mask.ndim == 2:
+        return causal & mask.bool()[:, None]
+    return (~mask if consumer == "megatron" else mask)[:, 0]
+
+
+@given(
+    strategies.attentions(),
+    st.sampled_from(["keep", "masked", "bias"]),
+    st.sampled_from(["megatron", "transformers"]),
+    st.sampled_from([{}, {"pattern": "causal"}]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_law_13_a_pattern_is_never_replaced(attention, polarity, consumer, declared, beside, wrapped):
+    segments, pattern = attention
+    mask = dense(segments, polarity=polarity, pattern=pattern)
+    batch = {"input_ids": segments.ids.long(), "attention_mask": mask}
+    batch |= {"attention_mask_2d": segments.keep, "segment_ids": segments.ids} if beside else {}
+    settings = {"consumer": consumer, **declared}
+    way = wrap_collator(lambda _: batch, model=DENSE, **settings) if wrapped else BatchAdapter(DENSE, **settings)
+    try:
+        out = way([] if wrapped else batch)
+    except CollateError:
+        assert not beside or pattern.reaches(segments.longest_span) or consumer == "transformers"
+        return
+    found = attention_of(out["attention_mask"], segments, consumer)
+    assert torch.equal(found[segments.keep], dense(segments, pattern=pattern)[:, 0][segments.keep])
+
+
+@given(strategies.attentions(), st.sampled_from(["keep", "masked", "bias"]))
+def test_law_13_a_declared_pattern_arrives_as_it_came(attention, polarity):
+    segments, pattern = attention
+    batch = {"input_ids": segments.ids.long(), "segment_ids": segments.ids}
+    batch["attention_mask"] = dense(segments, polarity=polarity, pattern=pattern)
+    out = BatchAdapter(DENSE, consumer="megatron", pattern=pattern)(batch)
+    found = attention_of(out["attention_mask"], segments, "megatron")
+    assert torch.equal(found[segments.keep], dense(segments, pattern=pattern)[:, 0][segments.keep])
