@@ -29,12 +29,22 @@ def build(folder: Path) -> list[Path]:
     needed = {name for library in own for name in _needed(library) if CUDA.match(name)}
     missing = sorted(needed - {library.name for library in own})
     asked, defined = _symbols(own)
-    functions: dict[str, list[str]] = {name: [] for name in missing}
+    homes = {version: home for library in own for home, version in _versions(library) if home in missing}
+    functions: dict[str, dict[str, list[str]]] = {name: {name: []} for name in missing}
     for name, version in sorted(asked.items()):
-        home = version if version in functions else missing[0] if missing and not version and UNVERSIONED.match(name) else ""
+        home = homes.get(version) or (missing[0] if missing and not version and UNVERSIONED.match(name) else "")
         if home and name not in defined:
-            functions[home].append(ANSWERS.get(name, f"long {name}(void) {{ return 0; }}"))
-    return [_compile(folder / name, lines) for name, lines in functions.items()]
+            functions[home].setdefault(version or home, []).append(name)
+    return [_compile(folder / home, names) for home, names in functions.items()]
+
+
+def _versions(library: Path) -> list[tuple[str, str]]:
+    """The versions that a library asks others for: pairs of the other's name and a version."""
+    home, found = "", []
+    for kind, name in re.findall(r"(File|Name): (\S+)", _output("readelf", "-V", "-W", str(library))):
+        home = name if kind == "File" else home
+        found += [(home, name)] if kind == "Name" else []
+    return found
 
 
 def _needed(library: Path) -> list[str]:
@@ -55,12 +65,16 @@ def _symbols(libraries: Iterable[Path]) -> tuple[dict[str, str], set[str]]:
     return asked, defined
 
 
-def _compile(target: Path, lines: Iterable[str]) -> Path:
-    versions, source = target.with_suffix(".map"), "\n".join(lines)
-    versions.write_text(f"{target.name} {{ global: *; }};\n", encoding="utf-8")
-    flags = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{target.name}", f"-Wl,--version-script,{versions}"]
+def _compile(target: Path, functions: dict[str, list[str]]) -> Path:
+    """One library; `functions` are the names it defines under each version."""
+    script = target.with_suffix(".map")
+    nodes = (f"{version} {{ {' '.join(f'{name};' for name in names)} }};" for version, names in functions.items())
+    script.write_text("\n".join(nodes), encoding="utf-8")
+    names = [name for names in functions.values() for name in names]
+    source = "\n".join(ANSWERS.get(name, f"long {name}(void) {{ return 0; }}") for name in names)
+    flags = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{target.name}", f"-Wl,--version-script,{script}"]
     subprocess.run(["cc", *flags, "-o", str(target), "-x", "c", "-"], input=source, text=True, check=True)
-    versions.unlink()
+    script.unlink()
     return target
 
 
