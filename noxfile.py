@@ -1,9 +1,11 @@
 """Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command); `nox -l` lists the rest.
 
-`npu`, `peers_swift` and `peers_misc` run the released packages of other stacks, each set in an environment of its own.
+`npu`, `peers_swift` and `peers_misc` run the released packages of other stacks, each set in an environment of its own;
+`oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
 
-torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. Triton
-and flash-linear-attention stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
+torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. The pin
+alone is the CPU build only where the index serves one; README says how to ask for it. Triton and flash-linear-attention
+stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ nox.options.reuse_existing_virtualenvs = True
 
 TORCH = os.environ.get("COLLATE_NPU_TORCH", "torch==2.13.0")
 TRANSFORMERS = "transformers==5.23.0"
+OLDEST_TORCH = os.environ.get("COLLATE_NPU_OLDEST_TORCH", "torch==2.6.0")
+"""torch_npu 2.6 is the oldest beside CANN 8.2 and later (COMPATIBILITY.md of Ascend/pytorch)."""
+TORCH_NEEDS = ("numpy", "filelock", "typing_extensions", "sympy==1.13.1", "networkx", "jinja2", "fsspec", "setuptools")
 OLDEST_TRANSFORMERS = "transformers==4.57.1"
 """The first release with Qwen3-Next that is not withdrawn."""
 TEST = ("pytest==9.2.0", "hypothesis==6.170.15")
@@ -32,6 +37,7 @@ MISC_NEEDS = (
     "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
 )  # fmt: skip
+CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers"))
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "datasets==5.2.0")
 
 
@@ -60,7 +66,9 @@ def types(session: nox.Session) -> None:
 def audit(session: nox.Session) -> None:
     """The main job: every hybrid family of transformers, tiny, on real text; arguments go to `collate-npu audit`."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", *AUDIT)
-    session.run("collate-npu", "audit", *session.posargs)
+    # tiny models run faster on one thread
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    session.run("collate-npu", "audit", *session.posargs, env={"OMP_NUM_THREADS": threads})
 
 
 @nox.session
@@ -75,14 +83,26 @@ def tests(session: nox.Session, transformers: str) -> None:
 
 
 @nox.session
+def oldest_torch(session: nox.Session) -> None:
+    """The library alone, without transformers, on the oldest torch.
+
+    The wheel comes without what it depends on, which is gigabytes of CUDA where the index has no CPU build of it: then
+    stand-ins are compiled for those libraries (needs cc, nm and readelf).
+    """
+    session.install(*TORCH_NEEDS, "pytest==9.2.0", "hypothesis>=6.120", *AUDIT)
+    session.install("--no-deps", OLDEST_TORCH, "-e", ".")
+    session.run("python", "tests/cuda_stand_ins.py")
+    session.run("pytest", *CORE, *session.posargs, env=ENV)
+
+
+@nox.session
 def npu(session: nox.Session) -> None:
     """The real torch_npu wheel with stand-ins for CANN, and the vendor's own benchmark (needs cc, nm and readelf)."""
     install(session, "torch_npu==2.13.0", TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.1", *TEST, *AUDIT)
     session.install("--no-deps", "mindstudio-probe==26.2.0")
     env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
-    elsewhere = [f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers")]
-    session.run("pytest", *elsewhere, env=env)  # a process of its own, without the stand-ins: CANN is missing
+    session.run("pytest", *CORE, env=env)  # a process of its own, without the stand-ins: CANN is missing
 
 
 @nox.session

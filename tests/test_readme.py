@@ -64,10 +64,22 @@ def test_the_two_commands_are_what_ci_runs():
         assert re.search(rf"^def {session}\(", (ROOT / "noxfile.py").read_text(encoding="utf-8"), flags=re.M)
 
 
+def test_the_two_commands_need_python_and_venv_alone():
+    """A system's Python may refuse to install packages (externally managed), and has no nox."""
+    pasted = [line for line in COMMANDS if "nox -s" in line]
+    assert COMMANDS[0].startswith("git clone ")
+    for line in pasted[:2]:
+        assert re.fullmatch(r"python3 -m venv \.venv && \.venv/bin/pip install nox && \.venv/bin/nox -s \w+", line)
+    assert ".venv/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    for name, pin in re.findall(r"(COLLATE_NPU_\w+)=(\S+)", "\n".join(pasted)):
+        assert f'"{name}", "{pin.removesuffix("+cpu")}"' in noxfile
+
+
 def test_installs_name_real_extras():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'name = "collate-npu"' in project
     for line in COMMANDS:
         words = shlex.split(line)
-        for extra in re.findall(r"collate-npu\[(\w+)\]", " ".join(words)):
+        for extra in re.findall(r"(?:collate-npu|\.)\[(\w+)\]", " ".join(words)):
             assert re.search(rf"^{extra} = \[", project, flags=re.M)

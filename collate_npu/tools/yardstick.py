@@ -7,8 +7,8 @@ appended and no mask, which no causal model may notice; and the wrong, from left
 layers. Costs four batches, and two to four more where the audit has not run them anyway.
 
 A single logit is no measure of noise: one expert chosen otherwise moves it by a tenth of what a wrong mask does. The
-relative error over all tokens stays within 4 times the noise (25 families, bfloat16, three seeds each), and a wrong mask
-is 15 to 200 times the noise.
+relative error over all tokens stays within 4 times the noise (20 families, bfloat16, three seeds each), and a wrong mask
+is 15 to 230 times the noise.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cann_stub
+import pytest
 
 RUNS_WITHOUT = """
 import collate_npu, collate_npu.kernels.fusion_attention, sys
@@ -43,8 +44,11 @@ def test_two_pretended_devices(without_cann: Callable[..., str], stand_ins: list
     assert without_cann(code, **environment).endswith("True 2 Ascend910B1")
 
 
-def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str]) -> None:
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str], autoload: str) -> None:
+    """Also where torch loads torch_npu by itself, and `import torch` fails."""
     code = "from collate_npu.tools.env import environment as e; found = e(); print(found.npu, '|', *found.hazards)"
-    said = without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    said = without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert "torch_npu does not load" in said
+    assert ".so: cannot open shared object file" in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh" in said
