@@ -195,7 +195,8 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     def read(polarity: Polarity) -> Reading:
         attends = values.read(polarity)
         shape = attends.shape
-        rows: Bools = attends.reshape(-1, *shape[-2:]) if attends.ndim < 4 else np.logical_or.reduce(attends, axis=1)
+        several = attends.ndim == 4 and shape[1] > 1
+        rows: Bools = np.logical_or.reduce(attends, axis=1) if several else attends.reshape(-1, *shape[-2:])
         return read_square(np.broadcast_to(rows, (batch_size, *rows.shape[1:])) if len(rows) == 1 else rows, known)
 
     if values.declared is None:
@@ -214,9 +215,9 @@ def _proved(values: MaskValues, known: Known, read: Callable[[Polarity], Reading
         try:
             found[polarity] = read(polarity)
         except AmbiguousMaskError as error:
-            found[polarity] = error
+            found[polarity] = error.with_traceback(None)  # whose frames would hold the whole matrix
         except UnexplainedError as error:
-            failed[polarity] = error
+            failed[polarity] = error.with_traceback(None)
     if len(found) == 2 and found["keep"] == found["masked"]:
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
     if len(found) == 2:

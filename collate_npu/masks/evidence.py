@@ -112,7 +112,7 @@ def _read_rows(attends_BQK: Bools, keep_BS: Bools | None) -> list[_Row]:
     rows, bad = [], []
     for b, attends_QK in enumerate(attends_BQK):
         counts_Q = ~_fillers(attends_QK) if keep_BS is None else keep_BS[b]
-        used_K = attends_QK[counts_Q].any(axis=0)
+        used_K = np.logical_or.reduce(attends_QK, axis=0, where=counts_Q[:, None])
         real_S = attends_QK.diagonal() & counts_Q
         if (used_K != real_S).any():
             bad.append((b, _disagreement(used_K, real_S)))
@@ -223,7 +223,7 @@ def _wrong_rows(attends_BQK: Bools, segments: Segments, pattern: Pattern) -> lis
     for b, attends_QK in enumerate(attends_BQK):
         rebuilt_QK = dense_row(segments, b, pattern)
         np.not_equal(rebuilt_QK, attends_QK, out=rebuilt_QK)
-        if rebuilt_QK[segments.array[b] != 0].any():
+        if rebuilt_QK.any(axis=1)[segments.array[b] != 0].any():
             wrong.append(b)
     return wrong
 

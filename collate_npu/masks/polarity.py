@@ -63,10 +63,12 @@ class MaskValues:
         self.declared: Polarity | None = "bias" if self.additive else declared
 
     def read(self, polarity: Polarity) -> Bools:
-        """True = attends, in the shape of the mask."""
+        """True = attends, in the shape of the mask; of a bool keep mask it is the mask itself."""
         if polarity == "bias":
             attends: Bools = self.array > (self._threshold() if self.additive else -np.inf)
             return attends
+        if polarity == "keep" and self.array.dtype == bool:
+            return self.array
         equal: Bools = np.equal(self.array, polarity == "keep")
         return equal
 

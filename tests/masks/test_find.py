@@ -7,6 +7,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from live_bytes import peak_bytes
 
 from collate_npu import AmbiguousMaskError, CollateError, Pattern, PolarityError, Segments, block_mask, dense
 from collate_npu.masks.find import segments_from_batch
@@ -427,3 +428,18 @@ def test_two_sources_that_differ_raise_whichever_they_are(data):
             assert torch.equal(found.keep, value if key == "attention_mask_2d" else ~value)
         elif key == "attention_mask":
             assert torch.equal(dense(found, polarity="masked")[:, 0][found.keep], value[:, 0][found.keep])
+
+
+# --- cost
+
+
+@pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
+@pytest.mark.parametrize("beside", ["nothing", "attention_mask_2d", "segment_ids"])
+def test_reading_a_dense_mask_takes_at_most_twice_its_memory(polarity, beside):
+    segments = Segments.from_lengths([700, 1024], side="left")
+    batch = batch_of(segments, attention_mask=dense(segments, polarity=polarity))
+    batch |= {"attention_mask_2d": segments.keep, "segment_ids": segments.ids} if beside != "nothing" else {}
+    if beside == "attention_mask_2d":
+        del batch["segment_ids"]
+    assert segments_from_batch(batch) == segments
+    assert peak_bytes(lambda: segments_from_batch(batch)) <= 2.1 * batch["attention_mask"].nbytes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import peak_bytes
 
 from collate_npu import (
     CollateError,
@@ -19,7 +22,7 @@ from collate_npu import (
     none_is_exact,
     varlen,
 )
-from collate_npu.masks.forms import _query_rows
+from collate_npu.masks.forms import EVALUATED_BYTES, _query_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -356,3 +359,28 @@ def test_the_longest_may_be_the_tail():
 def test_a_tail_needs_one_flat_row(segments):
     with pytest.raises(UnsupportedFormError, match="one flat row"):
         varlen(segments, keep_tail=True)
+
+
+# --- memory
+
+WIDE = Segments.from_lengths([700, 1024], side="left")
+
+
+@pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_dense_form_takes_what_the_limit_counts(polarity, dtype):
+    """`max_mask_bytes` counts the mask; nothing of its size stands beside it while it is built."""
+    build = partial(dense, WIDE, polarity=polarity, dtype=dtype if polarity == "bias" else None)
+    size = build().nbytes  # first calls import and cache
+    assert peak_bytes(build) <= 1.05 * size
+    with pytest.raises(UnsupportedFormError):
+        build(max_mask_bytes=size - 1)
+    assert build(max_mask_bytes=size).nbytes == size
+
+
+def test_a_block_mask_takes_what_the_limit_counts():
+    B, S = WIDE.shape
+    block_mask(WIDE)
+    assert peak_bytes(lambda: block_mask(WIDE)) <= EVALUATED_BYTES * B * S * S
+    with pytest.raises(UnsupportedFormError):
+        block_mask(WIDE, max_mask_bytes=EVALUATED_BYTES * B * S * S - 1)
