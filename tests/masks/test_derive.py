@@ -277,11 +277,21 @@ def test_masks_of_another_width_disagree():
 
 
 def test_a_declared_pattern_settles_packed_or_chunked():
-    chunked = dense(Segments.from_lengths([4, 4]), pattern=Pattern.chunked(2))
+    real = Segments.from_lengths([4, 4], 5)
+    chunked = dense(real, pattern=Pattern.chunked(2)) & real.keep[:, None, :, None]
     with pytest.raises(AmbiguousMaskError, match=r"Declare pattern='causal' or pattern=Pattern.chunked\(2\)"):
         derive_segments(chunked)
     assert derive_segments(chunked, pattern="causal").lengths == ((2, 2), (2, 2))
-    assert derive_segments(chunked, pattern=Pattern.chunked(2)) == Segments.from_lengths([4, 4])
+    assert derive_segments(chunked, pattern=Pattern.chunked(2)) == real
+
+
+def test_packed_rows_without_plain_padding_may_end_in_padding_that_attends_itself():
+    """Whatever pattern is declared: a padding document, or a forced diagonal, is a block like any other."""
+    packed = Segments([[1, 1, 1, 2, 2]])
+    for pattern in (None, "causal"):
+        with pytest.raises(AmbiguousMaskError, match="padding that attends itself"):
+            derive_segments(dense(packed), pattern=pattern)
+    assert derive_segments(dense(packed), keep=packed.keep, pattern="causal") == packed
 
 
 def test_a_declared_pattern_settles_gaps_and_windows():

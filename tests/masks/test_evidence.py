@@ -80,7 +80,7 @@ def test_a_gap_is_two_sequences_or_a_window():
 
 
 def test_a_token_that_attends_only_itself_may_be_forced_padding():
-    with pytest.raises(AmbiguousMaskError, match="sequences that end at token 1"):
+    with pytest.raises(AmbiguousMaskError, match="sequences of 2, 1 tokens"):
         ids_of(LONE)
     assert ids_of(LONE, prove=False) == [[1, 1, 2]]
     assert ids_of(LONE_BESIDE_UNFORCED, pattern=Pattern.of("causal")) == [[1, 1, 2, 0]]
