@@ -125,7 +125,10 @@ def _array(row: Row, whole: bool) -> Sequence[Any] | Array:
 
 def _is_number(row: Sequence[Any] | Array, whole: bool) -> bool:
     kinds = "iub" if whole else "iubf"
-    return not isinstance(row, np.ndarray) or row.dtype.kind in kinds or not row.size
+    if not isinstance(row, np.ndarray) or not row.size:
+        return True
+    wraps = row.dtype.kind == "u" and row.dtype.itemsize == 8 and row.max() > np.iinfo(np.int64).max
+    return row.dtype.kind in kinds and not wraps
 
 
 def _kind(row: Sequence[Any] | Array) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
+import torch
+
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 
 
@@ -110,6 +112,9 @@ def needs_mask_2d(model: Any) -> bool:
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))
     config = text_config(config_of(model))
+    if config is None or isinstance(config, torch.nn.Module):
+        arrived, rule = f"{type(config).__name__} without a config", "A model's config says which layers it has."
+        raise CollateError(explain("model", arrived, rule, "Pass the config itself, or the model's type as a string."))
     if kinds := layer_kinds(config):
         return any(map(_RECURRENT_KIND.search, kinds))
     if hasattr(config, "linear_attention_freq"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
 from collate_npu.consumers import consumer as room
+from collate_npu.consumers import transformers as transformers_room
 from collate_npu.consumers.consumer import Model, consumers
 from collate_npu.consumers.models import config_of, family_needs_mask_2d, layer_masks, text_config
 
@@ -266,3 +268,18 @@ def test_the_keys_of_a_mapping():
     for layers in (["hybrid"], ["full_attention", "sliding_attention"], ["linear_attention"], []):
         with pytest.raises(UnsupportedFormError, match="layer_types"):
             layer_masks(config(layer_types=layers))
+
+
+# --- windows that a kernel drops
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "sdpa"])
+@pytest.mark.parametrize("longest", [4, 5])
+def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
+    """Source: transformers integrations/npu_flash_attention.py:54-104, which reads no `sliding_window`."""
+    monkeypatch.setattr(transformers_room, "find_spec", lambda name: object() if installed else None)
+    config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    refused = installed and kernel.startswith("flash") and longest > 4
+    with pytest.raises(UnsupportedFormError, match="look back 4 places") if refused else nullcontext():
+        route("transformers", Segments.from_lengths([3, longest]), config=config, attn_implementation=kernel)

@@ -17,6 +17,24 @@ from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
 SCALE = HEAD_DIM**-0.5
 
 
+class Dilated(Pattern):
+    """A pattern of somebody else, of which the operator's room knows nothing: every second token back."""
+
+    name = "dilated"
+
+    def attends(self, q: Any, k: Any, n: Any) -> Any:
+        return (k <= q) & ((q - k) % 2 == 0)
+
+
+def test_a_pattern_nobody_told_the_operator_of_is_a_dense_mask() -> None:
+    batch = Segments.from_lengths([3, 5], side="left")
+    kwargs = fusion_attention_kwargs(batch, pattern=Dilated())
+    assert kwargs["sparse_mode"] == 1
+    tensors = [in_layout(x, "BSND") for x in qkv(*batch.shape, batch.shape[1])]
+    wanted = torch_attention(*tensors, dense(batch, pattern=Dilated()))
+    torch.testing.assert_close(computed(tensors, batch, kwargs), unpad(wanted, batch), atol=1e-9, rtol=0)
+
+
 def computed(tensors: list[torch.Tensor], batch: Segments, kwargs: dict[str, Any]) -> torch.Tensor:
     """`[T, heads, D]`: the operator's output at the batch's real tokens."""
     layout = kwargs["input_layout"]
@@ -194,7 +212,7 @@ def test_no_call_can_change_the_masks_of_another() -> None:
         (Segments.from_lengths([0, 0], width=3), {}, "at least one token"),
         (Segments.from_lengths([3]), {"layout": "BHSD"}, "BSH, SBH, BSND, BNSD, TND"),
         (Segments.from_lengths([3]), {"operator": "npu_fusion_attention_v2"}, "npu_fusion_attention_v3"),
-        (Segments.from_lengths([3]), {"pattern": Pattern("alibi", size=1)}, "No form of the operator"),  # type: ignore[arg-type]
+        (Segments.from_lengths([3]), {"layout": "TND", "pattern": Dilated()}, "no compressed form"),
         (Segments.from_lengths([3]), {"max_mask_bytes": 2048**2 - 1}, "max_mask_bytes"),
         (Segments.from_lengths([1] * 1025), {"layout": "TND"}, "at most 1024 sequences"),
         (Segments.from_lengths([2] * 33), {"layout": "TND", "pattern": Pattern.prefix(1)}, "at most 32 sequences"),

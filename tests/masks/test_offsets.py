@@ -1,0 +1,98 @@
+"""Offsets: real and physical ones kept apart, and every number of a flat row held against the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, last_token
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.parallel import pad_documents, split_batch
+
+IDS = torch.arange(8)[None]
+APART = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+
+
+def find(**keys):
+    return segments_from_batch(
+        {"input_ids": IDS, **{k: torch.tensor(v) if isinstance(v, list) else v for k, v in keys.items()}}
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]},
+        {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8], "cu_seqlens_kv_padded": [0, 4, 8]},
+        {"cu_seq_lens_q": [0, 4, 8], "cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "cu_seq_lens_k": [0, 4, 8]},
+        {"cu_seq_lens_q": [0, 4, 8], "seq_lens": [3, 2]},
+        {
+            "packed_seq_params": SimpleNamespace(
+                cu_seqlens_q=torch.tensor([0, 3, 5]), cu_seqlens_q_padded=torch.tensor([0, 4, 8])
+            )
+        },
+        {"cu_seqlens_padded": [0, 4, 4, 8], "cu_seqlens": [0, 3, 3, 5]},
+    ],
+    ids=lambda keys: "+".join(keys),
+)
+def test_sequences_stand_where_the_physical_offsets_say_and_are_as_long_as_the_real_ones(keys):
+    assert find(**keys) == APART
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"cu_seqlens": [0, 3, 5], "cu_seq_lens_q": [0, 4, 5]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 2, 8]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "cu_seqlens_q": [0, 2, 5]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [3, 3]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [5]},
+        {"cu_seqlens": [0, 3, 9]},
+        {"cu_seqlens": [3, 5]},
+        {"cu_seqlens": [0, 5, 3]},
+        {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 1, 1, 1, 1, 1, 1]]},
+        {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 0, 1]]},
+        {"cu_seqlens": [0, 3, 8], "attention_mask_2d": [[1, 1, 0, 1, 1, 1, 1, 1]]},
+        {"cu_seqlens": [0, 3, 8], "segment_ids": [[1, 1, 1, 1, 2, 2, 2, 2]]},
+        {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [5]},
+        {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [[5]]},
+    ],
+    ids=str,
+)
+def test_numbers_that_differ_raise(keys):
+    with pytest.raises(CollateError):
+        find(**keys)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["zigzag", "contiguous"]),
+)
+def test_padded_documents_come_back_through_the_door(lengths, size, layout):
+    cp = ContextParallel(size, 0, layout=layout).for_documents()
+    batch = PaddingCollator(pad_token_id=0, padding_free=True)([{"input_ids": list(range(1, n + 1))} for n in lengths])
+    padded, segments = pad_documents(batch, cp)
+    assert segments_from_batch(padded) == segments
+    assert last_token(padded["input_ids"], segments).tolist() == lengths
+    assert split_batch(padded, cp)["input_ids"].shape[1] * size == segments.shape[1]
+
+
+def test_lengths_of_padded_rows_are_held_against_their_mask():
+    keep = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    batch = {"input_ids": torch.ones(2, 3), "attention_mask_2d": keep}
+    for right in ([3, 1], torch.tensor([3, 1]), [[3], [1]], [[2, 1], [1]]):
+        if right == [[2, 1], [1]]:  # they part a row that the mask leaves whole
+            with pytest.raises(CollateError, match="row 0"):
+                segments_from_batch({**batch, "seq_lens": right})
+            continue
+        assert segments_from_batch({**batch, "seq_lens": right}) == Segments.from_keep(keep)
+    with pytest.raises(CollateError, match="row 1"):
+        segments_from_batch({**batch, "seq_lens": [3, 2]})
+    assert segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 3]}) == Segments.from_lengths([3, 3])
+    with pytest.raises(CollateError):
+        segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?
