@@ -102,7 +102,8 @@ def npu(session: nox.Session) -> None:
     session.install("--no-deps", "mindstudio-probe==26.2.0")
     env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
-    session.run("pytest", *CORE, env=env)  # a process of its own, without the stand-ins: CANN is missing
+    # a process of its own, without the stand-ins: CANN is missing
+    session.run("pytest", *CORE, "--ignore=tests/producers", env=env)
 
 
 @nox.session
@@ -115,6 +116,7 @@ def peers_swift(session: nox.Session) -> None:
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
     names = ("swift", "megatron", "absent", "parallel_peers")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
 
 
 @nox.session
@@ -124,3 +126,4 @@ def peers_misc(session: nox.Session) -> None:
     session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("verl", "twinkle", "torchtitan")), env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)

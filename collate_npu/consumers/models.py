@@ -227,7 +227,7 @@ def _sizes(config: Any, *names: str) -> set[int]:
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
 
-    Read from their `is_causal`. Of 215 causal and masked families of 5.23, 170 say it and none says it wrongly.
+    Read from their `is_causal`. Of 214 causal and masked families of 5.23, 168 say it and none says it wrongly.
     """
     said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
     return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]

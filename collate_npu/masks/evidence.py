@@ -223,7 +223,7 @@ def _wrong_rows(attends_BQK: Bools, segments: Segments, pattern: Pattern) -> lis
     for b, attends_QK in enumerate(attends_BQK):
         rebuilt_QK = dense_row(segments, b, pattern)
         np.not_equal(rebuilt_QK, attends_QK, out=rebuilt_QK)
-        if rebuilt_QK.any(axis=1)[segments.array[b] != 0].any():
+        if (rebuilt_QK.any(axis=1) & (segments.array[b] != 0)).any():
             wrong.append(b)
     return wrong
 
