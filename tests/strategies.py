@@ -6,6 +6,7 @@ Legend: B rows, S width, N sequences, L tokens of one sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from collate_npu import Pattern, Segments
+from collate_npu.masks.patterns import Prefix
 
 PAD = 7
 """Also an ordinary token of the samples, first, inside and last, as an eos that doubles as pad is."""
@@ -83,14 +85,13 @@ def segments(*, rows: int = 3, width: int = 8) -> st.SearchStrategy[Segments]:
     return st.one_of(sided(rows=rows), packed(rows=rows), free(rows=rows, width=width))
 
 
-def patterns(num_sequences: int) -> st.SearchStrategy[Pattern]:
-    prefixes = st.lists(st.integers(0, 6), min_size=max(num_sequences, 1), max_size=max(num_sequences, 1))
+def patterns(num_sequences: int, *, largest: int = 9) -> st.SearchStrategy[Pattern]:
+    """Every class of the package: a new one is found by its fields, all of them sizes."""
+    prefixes = st.lists(st.integers(0, 6), min_size=num_sequences, max_size=num_sequences).filter(bool)
+    kinds = [kind for kind in Pattern.__subclasses__() if kind.__module__.startswith("collate_npu.") and kind is not Prefix]
+    sizes = [st.builds(kind, *(st.integers(1, largest) for _ in fields(kind))) for kind in kinds]
     return st.one_of(
-        st.sampled_from([Pattern.of("causal"), Pattern.of("bidirectional")]),
-        st.integers(1, 9).map(Pattern.sliding),
-        st.integers(1, 9).map(Pattern.chunked),
-        st.integers(0, 6).map(Pattern.prefix),
-        *([prefixes.map(Pattern.prefix)] if num_sequences else []),
+        *sizes, st.integers(0, 6).map(Pattern.prefix), *([prefixes.map(Pattern.prefix)] if num_sequences else [])
     )
 
 

@@ -69,7 +69,7 @@ def derive_segments(
     if keep is None:
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
         return read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments
-    truth = segments_from_2d("keep", keep)
+    truth = segments_from_2d("keep", keep, "keep")
     known = Known(keep=truth.array != 0, pattern=how, prove=prove)
     return read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments
 

@@ -271,9 +271,10 @@ def _refuse_unmasked_rows(rows: list[_Row], known: Known, pattern: Pattern) -> N
 def _refuse_visible_padding(rows: list[_Row], segments: Segments) -> None:
     """Padding may attend itself (a forced diagonal, a sequence of its own) and then looks like a sequence.
 
-    Padding that nobody sees, in any row, shows that this producer's does not.
+    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows
+    nothing: it was unmasked, or is a token of padding that attends the others and, on its diagonal, itself.
     """
-    if any(not row.real.all() for row in rows):
+    if any((~row.real).sum() > (row.filler.sum() == 1) for row in rows):
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
     bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]

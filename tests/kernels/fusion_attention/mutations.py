@@ -71,7 +71,8 @@ def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         yield f"mask {name}", {"atten_mask": mask}
         yield f"mask {name}, mode 1", {"atten_mask": mask, "sparse_mode": 1}
     if (mask := kwargs.get("atten_mask")) is not None:
-        turns = TURNS if len(mask) > S else TURNS | HEADED  # a compressed mask has no heads, and is large
+        headed = len(mask) > S or (mask.ndim == 4 and mask.shape[1] > 1)  # a compressed mask has no heads, and is large
+        turns = TURNS if headed else TURNS | HEADED
         yield from ((f"mask {name}", {"atten_mask": make(mask)}) for name, make in turns.items())
         yield from _cells(mask)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from collate_npu import Pattern, Segments, unpad
+from collate_npu import Segments, unpad
 
 PADDED = ("BSND", "BNSD", "BSH", "SBH")
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
@@ -45,17 +45,6 @@ def segments(holes: bool = True) -> st.SearchStrategy[Segments]:
         st.builds(lambda rows, extra: Segments.from_lengths(rows, max(map(sum, rows)) + extra), packed, tail),
     ]
     return st.one_of(*built, _free_rows()) if holes else st.one_of(*built)
-
-
-def patterns(num_sequences: int) -> st.SearchStrategy[Pattern]:
-    sizes = st.integers(1, 12)
-    prefixes = st.lists(st.integers(0, 7), min_size=num_sequences, max_size=num_sequences)
-    return st.one_of(
-        st.sampled_from([Pattern.of("causal"), Pattern.of("bidirectional")]),
-        sizes.map(Pattern.sliding),
-        sizes.map(Pattern.chunked),
-        st.one_of(st.integers(0, 7), prefixes).map(Pattern.prefix),
-    )
 
 
 def qkv(B: int, Sq: int, Skv: int, heads: int = HEADS, key_heads: int = KEY_HEADS, seed: int = 0) -> list[Tensor]:

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import Kwargs, mutations
-from npu_batches import HEAD_DIM, HEADS, KEY_HEADS, PADDED, from_layout, in_layout, patterns, qkv, segments
+from npu_batches import HEAD_DIM, HEADS, KEY_HEADS, PADDED, from_layout, in_layout, qkv, segments
+from strategies import patterns
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

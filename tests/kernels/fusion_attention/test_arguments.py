@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from npu_batches import HEAD_DIM, HEADS, PADDED, from_layout, in_layout, packed, patterns, qkv, segments, torch_attention
+from npu_batches import HEAD_DIM, HEADS, PADDED, from_layout, in_layout, packed, qkv, segments, torch_attention
+from strategies import patterns
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, dense, unpad
 from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, reference_fusion_attention, triangle

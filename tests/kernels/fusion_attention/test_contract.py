@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from npu_batches import HEADS, KEY_HEADS, PADDED, patterns, segments, sizes
+from npu_batches import HEADS, KEY_HEADS, PADDED, segments, sizes
+from strategies import patterns
 from torch import Tensor
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError
