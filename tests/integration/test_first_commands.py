@@ -1,4 +1,4 @@
-"""The first commands of a transformers user, with left padding: the model says who reads, and every sample keeps its logits."""
+"""The first commands of a transformers user, with left padding: the model says who reads; samples keep their logits."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_trainer_predicts_what_each_sample_gives_alone(how, model, tmp_path):
 # --- nothing aliases ------------------------------------------------------------------------------------------------------
 
 EDITS = {
-    "masked_fill_": lambda positions, padding: positions.masked_fill_(padding, 1),
-    "+=": lambda positions, padding: positions.add_(2),
-    "view": lambda positions, padding: positions.view(-1).zero_(),
+    "masked_fill_": lambda positions: positions.masked_fill_(~TRUTH.keep, 1),
+    "+=": lambda positions: positions.add_(2),
+    "view": lambda positions: positions.view(-1).zero_(),
 }
 
 
@@ -94,14 +94,22 @@ EDITS = {
 def test_positions_can_be_edited_in_place_and_nothing_else_moves(command, edit, model):
     make = COMMANDS.get(command, lambda model: neutral())
     batch, again = make(model), make(model)
-    positions = batch["position_ids"]
-    padding = ~TRUTH.keep
-    wanted = EDITS[edit](positions.clone().contiguous(), padding)
-    if edit == "view":
-        wanted = torch.zeros_like(positions)
-    EDITS[edit](positions, padding)
-    assert torch.equal(positions, wanted)
-    assert torch.equal(TRUTH.position_ids, Segments.from_lengths([len(ids) for ids in IDS], side="left").position_ids)
+    wanted = batch["position_ids"].clone()
+    for positions in (wanted, batch["position_ids"]):
+        EDITS[edit](positions)
+    assert torch.equal(batch["position_ids"], wanted)
+    assert not torch.equal(wanted, again["position_ids"])
     for key, value in again.items():
         assert key == "position_ids" or torch.equal(batch[key], value), key
     assert torch.equal(make(model)["position_ids"], again["position_ids"])
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_does_not_reach_the_truth(edit, model):
+    keep = TRUTH.keep.long()
+    batch, segments = BatchAdapter(model).with_segments({"input_ids": keep.clone(), "attention_mask": keep})
+    EDITS[edit](batch["position_ids"])
+    batch["attention_mask"].zero_()
+    assert segments == TRUTH
+    assert torch.equal(segments.position_ids, TRUTH.position_ids)
+    assert torch.equal(keep, TRUTH.keep.long())
