@@ -113,3 +113,15 @@ def test_an_edit_does_not_reach_the_truth(edit, model):
     assert segments == TRUTH
     assert torch.equal(segments.position_ids, TRUTH.position_ids)
     assert torch.equal(keep, TRUTH.keep.long())
+
+
+@pytest.mark.parametrize("settings", [{}, {"consumer": "megatron", "model_type": "qwen3_next"}, {"padding_free": True}])
+@pytest.mark.parametrize("edit", ["+=", "view"])
+def test_positions_of_right_padding_and_flat_rows_can_be_edited_too(edit, settings):
+    """Right padding counts alike in every row: positions that are one row, expanded, cannot be written to."""
+    collator = PaddingCollator(TOKENIZER, padding_side="right", **settings)
+    batch, again = collator(SAMPLES), collator(SAMPLES)
+    EDITS[edit](batch["position_ids"])
+    assert not torch.equal(batch["position_ids"], again["position_ids"])
+    for key, value in again.items():
+        assert key == "position_ids" or not isinstance(value, torch.Tensor) or torch.equal(batch[key], value), key
