@@ -60,12 +60,11 @@ def splits(B: int, S: int, size: int, rounds: int) -> None:
     shards = [split_tensor(x, cp.with_rank(rank)) for rank in range(size)]
     shard = shards[1]
     assert torch.equal(shard, megatron(x, cp))
-    assert split_tensor(x, flat).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     name, copy = f"[{B}, {S}] int64, cp {size}", "plain copy of the shard"
     compare(f"zigzag {name}", lambda: split_tensor(x, cp), shard.clone, copy, rounds)
     compare(f"zigzag {name}", lambda: split_tensor(x, cp), lambda: megatron(x, cp), "megatron's split", rounds)
     compare(f"zigzag {name}, expanded", lambda: split_tensor(positions, cp), shard.clone, copy, rounds)
-    compare(f"contiguous {name} (a view)", lambda: split_tensor(x, flat), shard.clone, copy, rounds)
+    compare(f"contiguous {name}", lambda: split_tensor(x, flat), shard.clone, copy, rounds)
     compare(f"join {name}", lambda: join_shards(shards, cp), x.clone, "plain copy of the row", rounds)
 
 
@@ -90,7 +89,7 @@ def batches(rounds: int) -> None:
         "attention_mask_2d": segments.keep,
     }
     shard = split_batch(batch, cp, segments=segments)
-    copies = [shard[key] for key in ("input_ids", "labels", "attention_mask_2d")]
+    copies = [x for x in shard.values() if x is not None]
     work = lambda: split_batch(batch, cp, segments=segments)  # noqa: E731
     compare("batch of 4 keys [8, 131072], cp 8", work, lambda: [x.clone() for x in copies], "plain copies", rounds)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from collate_npu.consumers.consumer import table
+
 pytestmark = pytest.mark.models
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +55,35 @@ def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     if output:
         assert done.stdout == output
+
+
+def test_the_table_of_consumers_is_what_they_say_of_themselves():
+    """Where it differs, put the output of `python -c "from collate_npu.consumers.consumer import table; print(table())"`
+    between the two comments."""
+    shown = re.search(r"<!-- consumers -->\n(.*?)\n<!-- /consumers -->", TEXT, flags=re.S)
+    assert shown is not None
+    assert shown[1] == table()
+
+
+def test_every_name_of_ours_in_the_text_is_real():
+    """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""
+    prose = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
+    names = set(re.findall(r"`(?:collate_npu\.)?((?:integrations|kernels|consumers|masks)\.[\w.]+)", prose))
+    assert len(names) >= 8
+    for name in names:
+        assert is_ours(name.rstrip(".").split(".")), name
+    files = set(re.findall(r"`((?:collate_npu|tests|benchmarks)/[\w./-]+)`", prose))
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+
+
+def is_ours(parts):
+    """Is it a module or package, or a name that stands at the top of one?"""
+    path = ROOT / "collate_npu" / Path(*parts)
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    home = path.parent / "__init__.py" if path.parent.is_dir() else path.parent.with_suffix(".py")
+    return home.exists() and re.search(rf"\b{parts[-1]}\b", home.read_text(encoding="utf-8")) is not None
 
 
 def test_the_two_commands_are_what_ci_runs():

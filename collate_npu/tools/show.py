@@ -5,17 +5,17 @@ For people: costs O(Q * K) characters for what is drawn, and reads tensors back 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.derive import derive_segments
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.polarity import Polarity
+from collate_npu.masks.polarity import BLOCKED_BELOW, Polarity
 from collate_npu.segments import Segments
 
 KEEP, GONE = "■", "⬚"
@@ -26,7 +26,7 @@ def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = N
 
     Segments: one line a row of the batch, digits where a row holds several sequences. A 4D mask: one square for each row
     (or for `row`), side by side, True drawn as it attends where its polarity can be proved and as True where not. At
-    most `limit` columns are drawn of each.
+    most `limit` columns are drawn of each. A mask that is refused is drawn too, with the reason beside it.
 
         >>> print(picture(Segments.from_lengths([3, 5], side="left")))
         ⬚ ⬚ ■ ■ ■
@@ -35,12 +35,18 @@ def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = N
     if isinstance(shown, Segments):
         return _segments(shown, limit)
     if isinstance(shown, Tensor):
-        return _tensor(shown, row, limit)
-    parts = [_titled("attention_mask_2d" if "attention_mask_2d" in shown else "segments", _of_batch(shown, limit))]
+        return _alone(shown, row, limit)
     carried = shown.get("attention_mask")
-    masks = carried if isinstance(carried, Mapping) else {"attention_mask": carried}
-    parts += [_titled(key, _tensor(x, row, limit)) for key, x in masks.items() if isinstance(x, Tensor) and x.ndim > 2]
-    return "\n\n".join(parts)
+    masks = {**carried} if isinstance(carried, Mapping) else {"attention_mask": carried}
+    try:
+        drawn = _segments(segments_from_batch(shown), limit)
+        parts = [f"{KEEP_KEY if KEEP_KEY in shown else 'segments'}\n{drawn}"]
+        least = 3  # what a 2D mask says is drawn already
+    except CollateError as error:
+        parts, least = [f"refused: {error}"], 2
+        masks = {KEEP_KEY: shown.get(KEEP_KEY), **masks}
+    drawable = {key: x for key, x in masks.items() if isinstance(x, Tensor) and least <= x.ndim <= 4}
+    return "\n\n".join([*parts, *(f"{key}\n{_drawn(x, row, limit)}" for key, x in drawable.items())])
 
 
 def describe(batch: Mapping[str, Any]) -> str:
@@ -67,17 +73,9 @@ def _value(value: Any) -> str:
         return f"{shape_of(value)}, {size / 2**20:.1f} MiB" if size >= 2**20 else shape_of(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
-    return (
-        repr(value) if value is None or isinstance(value, (int, float, str)) else f"{type(value).__name__} of {len(value)}"
-    )
-
-
-def _titled(title: str, drawing: str) -> str:
-    return f"{title}\n{drawing}"
-
-
-def _of_batch(batch: Mapping[str, Any], limit: int) -> str:
-    return _segments(segments_from_batch(batch), limit)
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")
 
 
 def _segments(segments: Segments, limit: int) -> str:
@@ -88,22 +86,30 @@ def _segments(segments: Segments, limit: int) -> str:
     return "\n".join(" ".join(map(drawn, ids[:limit])) + more for ids in segments.ids.tolist())
 
 
-def _tensor(x: Tensor, row: int | None, limit: int) -> str:
-    if x.ndim == 2:
-        return _segments(derive_segments(x), limit)
-    squares = x.reshape(-1, *x.shape[-2:]) if x.ndim == 3 else x.flatten(0, 1) if x.ndim == 4 else None
-    if squares is None or x.numel() == 0:
+def _alone(x: Tensor, row: int | None, limit: int) -> str:
+    """A mask without its batch: as a padding mask where it is one, else as it stands, with what speaks against it."""
+    if not 2 <= x.ndim <= 4:
         raise CollateError(explain("mask", shape_of(x), "Masks have two to four dimensions.", "Pass one of them."))
-    attends = _attends(x, squares)
-    chosen = [row] if row is not None else list(range(len(attends)))
-    blocks = [_square(attends[b, :limit, :limit], x.shape[-1] > limit) for b in chosen]
+    try:
+        segments = derive_segments(x)
+    except CollateError as error:
+        return f"{_drawn(x, row, limit)}\n\nrefused: {error}"
+    return _segments(segments, limit) if x.ndim == 2 else _drawn(x, row, limit)
+
+
+def _drawn(x: Tensor, row: int | None, limit: int) -> str:
+    """The rows of a 2D mask one below another, the squares of any other side by side."""
+    attends = _attends(x)
+    squares = attends[None] if x.ndim == 2 else attends.flatten(0, -3)
+    chosen = squares if row is None else squares[row : row + 1]
+    blocks = [_square(square[:limit, :limit], x.shape[-1] > limit) for square in chosen]
     return "\n".join("   ".join(lines) for lines in zip(*blocks))
 
 
-def _attends(x: Tensor, squares: Tensor) -> Tensor:
-    if x.is_floating_point():
-        return squares > torch.finfo(x.dtype).min / 2
-    return squares == 0 if _possible(x, "masked") and not _possible(x, "keep") else squares != 0
+def _attends(x: Tensor) -> Tensor:
+    if x.is_floating_point() and bool((x <= BLOCKED_BELOW).any()):
+        return x > BLOCKED_BELOW
+    return x == 0 if _possible(x, "masked") and not _possible(x, "keep") else x != 0
 
 
 def _possible(x: Tensor, polarity: Polarity) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collate_npu import CollateError, Segments, dense, last_token, per_sequence, to_nested
+from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
     ContextParallel,
     cu_seqlens_of,
@@ -17,7 +18,6 @@ from collate_npu.parallel import (
     gloo_group,
     pad_documents,
     query_rows,
-    shift_labels,
     split_batch,
     split_tensor,
     token_rows,

@@ -87,7 +87,7 @@ def name(request):
 def test_training_loss_is_that_of_the_samples_alone(name, side, tmp_path):
     model = model_of(name)
     alone = loss_alone(model)
-    collator = Emitted(PaddingCollator(TOKENIZER, padding_side=side, consumer="transformers", model=model))
+    collator = Emitted(PaddingCollator(TOKENIZER, padding_side=side, model=model))
     trainer = trainer_of(model, tmp_path, collator, gradient_accumulation_steps=2, learning_rate=0.0, logging_steps=1)
     with received_masks(model) as received:
         trainer.train()
@@ -123,9 +123,7 @@ def test_a_bare_4d_mask_trains_on_another_loss_without_a_word(tmp_path):
 @pytest.mark.parametrize("side", SIDES)
 def test_evaluate_and_predict(name, side, tmp_path):
     model = model_of(name)
-    trainer = trainer_of(
-        model, tmp_path, PaddingCollator(TOKENIZER, padding_side=side, consumer="transformers", model=model)
-    )
+    trainer = trainer_of(model, tmp_path, PaddingCollator(TOKENIZER, padding_side=side, model=model))
     batch_losses = [loss_alone(model, IDS[:4]), loss_alone(model, IDS[4:])]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(batch_losses) / 2, abs=1e-4)
     predictions = trainer.predict(SAMPLES).predictions
@@ -141,8 +139,8 @@ def test_evaluate_and_predict(name, side, tmp_path):
 @pytest.mark.parametrize("side", SIDES)
 def test_label_smoothing_moves_with_the_samples_and_not_with_the_padding(side, tmp_path):
     model = model_of("qwen3_next")
-    collator = PaddingCollator(TOKENIZER, padding_side=side, consumer="transformers", model=model)
-    wider = PaddingCollator(TOKENIZER, padding_side=side, consumer="transformers", model=model, pad_to_multiple_of=128)
+    collator = PaddingCollator(TOKENIZER, padding_side=side, model=model)
+    wider = PaddingCollator(TOKENIZER, padding_side=side, model=model, pad_to_multiple_of=128)
     losses = []
     for chosen in (collator, wider):
         trainer = trainer_of(model, tmp_path, chosen, label_smoothing_factor=0.1, learning_rate=0.0, logging_steps=1)
@@ -153,7 +151,7 @@ def test_label_smoothing_moves_with_the_samples_and_not_with_the_padding(side, t
 
 def test_non_padding_tokens_are_counted(tmp_path):
     model = model_of("qwen3_next")
-    collator = PaddingCollator(TOKENIZER, padding_side="left", consumer="transformers", model=model)
+    collator = PaddingCollator(TOKENIZER, padding_side="left", model=model)
     setting = {"include_num_input_tokens_seen": "non_padding"} if MODERN else {"include_num_input_tokens_seen": True}
     trainer = trainer_of(model, tmp_path, collator, gradient_accumulation_steps=2, **setting)
     trainer.train()
@@ -169,9 +167,7 @@ def test_moe_aux_loss_does_not_count_padding(tmp_path):
     features = SAMPLES[:4]
     losses = []
     for multiple in (None, 128):
-        collator = PaddingCollator(
-            TOKENIZER, padding_side="left", consumer="transformers", model=model, pad_to_multiple_of=multiple
-        )
+        collator = PaddingCollator(TOKENIZER, padding_side="left", model=model, pad_to_multiple_of=multiple)
         with torch.no_grad():
             losses.append(model(**collator(features)).aux_loss)
         trainer_of(model, tmp_path, collator, features, learning_rate=0.0).train()
@@ -183,7 +179,7 @@ def test_moe_aux_loss_does_not_count_padding(tmp_path):
 
 def test_a_mapping_beside_moe_aux_loss_is_refused():
     model = model_of("qwen3_next", output_router_logits=True)
-    adapter = BatchAdapter(model, consumer="transformers", pattern=Pattern.prefix(2))
+    adapter = BatchAdapter(model, pattern=Pattern.prefix(2))
     batch = PaddingCollator(TOKENIZER, padding_side="left", attention_mask="2d")(SAMPLES[:2])
     with pytest.raises(UnsupportedFormError, match=r"aux loss"):
         adapter(batch)
@@ -198,7 +194,7 @@ def test_columns_survive_remove_unused_columns(tmp_path):
 
     def collator(features):
         seen.append(sorted(features[0]))
-        return PaddingCollator(TOKENIZER, consumer="transformers", model=model)([{"input_ids": [1], "labels": [1]}] * 2)
+        return PaddingCollator(TOKENIZER, model=model)([{"input_ids": [1], "labels": [1]}] * 2)
 
     for declare in (False, True):
         trainer = trainer_of(model, tmp_path, collator, datasets.Dataset.from_list(rows), per_device_train_batch_size=2)
@@ -212,7 +208,7 @@ def test_columns_survive_remove_unused_columns(tmp_path):
 def test_packed_rows_on_a_recurrent_model_are_refused():
     """The state would run from one sequence into the next; no mask of any form stops it."""
     model = model_of("qwen3_next")
-    collator = PaddingCollator(TOKENIZER, consumer="transformers", model=model)
+    collator = PaddingCollator(TOKENIZER, model=model)
     with pytest.raises(UnsupportedFormError, match="recurrent layer carries its state"):
         collator([{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}])
 
@@ -234,7 +230,7 @@ def test_wrapped_collators_reach_the_layers(kind, name):
     features = [{"input_ids": ids} for ids in IDS[:4]]
     if kind == "DataCollatorForSeq2Seq":
         features = [dict(feature, labels=list(feature["input_ids"])) for feature in features]
-    batch = wrap_collator(INNER[kind](), consumer="transformers", model=model)(features)
+    batch = wrap_collator(INNER[kind](), model=model)(features)
     check_delivery(model, batch)
     with torch.no_grad():
         logits = model(**batch).logits
@@ -242,16 +238,23 @@ def test_wrapped_collators_reach_the_layers(kind, name):
             assert (row[-len(ids) :] - model(input_ids=torch.tensor([ids])).logits[0]).abs().max() < 1e-4
 
 
-def test_flattening_keeps_one_row_and_gets_all_its_offsets():
+@pytest.mark.parametrize("attn", ["sdpa", "flash_attention_2"])
+def test_flattening_keeps_one_row_and_gets_all_its_offsets(attn):
+    """Flash kernels read the offsets; sdpa reads neither them nor positions that restart, so it gets a mask beside them."""
     inner = transformers.DataCollatorWithFlattening()
     features = [{"input_ids": ids, "labels": ids} for ids in IDS[:3]]
-    dense_model = transformers.Qwen3Config()
-    batch = wrap_collator(inner, consumer="transformers", model=dense_model)(features)
-    assert batch["attention_mask"] is None
+    config = transformers.Qwen3Config()
+    config._attn_implementation = attn
+    batch = wrap_collator(inner, consumer="transformers", model=config)(features)
+    lengths = [len(ids) for ids in IDS[:3]]
+    if attn == "sdpa":
+        assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([lengths])))
+    else:
+        assert batch["attention_mask"] is None
     assert "attention_mask_2d" not in batch
-    assert batch["cu_seq_lens_q"].tolist() == [0, *torch.tensor([len(ids) for ids in IDS[:3]]).cumsum(0).tolist()]
+    assert batch["cu_seq_lens_q"].tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
     assert batch["seq_idx"].unique().tolist() == [0, 1, 2]
-    assert batch["max_length_q"] == max(len(ids) for ids in IDS[:3])
+    assert batch["max_length_q"] == max(lengths)
 
 
 def test_check_delivery_names_the_deaf_layers():
@@ -261,7 +264,7 @@ def test_check_delivery_names_the_deaf_layers():
     truth = Segments.from_keep(batch["attention_mask_2d"])
     with pytest.raises(CollateError, match=r"layers\.0|in no layer"):
         check_delivery(model, batch | {"attention_mask": dense(truth)})
-    check_delivery(model, BatchAdapter(model, consumer="transformers")(batch))
+    check_delivery(model, BatchAdapter(model)(batch))
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -270,7 +273,7 @@ def test_a_prefix_pattern_leaves_as_a_mapping_that_is_exact(attn):
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 13):
         pytest.skip("a mapping of masks needs transformers 5.13")
     model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER), attn_implementation=attn)
-    adapter = BatchAdapter(model, consumer="transformers", pattern=Pattern.prefix(3))
+    adapter = BatchAdapter(model, pattern=Pattern.prefix(3))
     collator = PaddingCollator(TOKENIZER, padding_side="left", attention_mask="2d")
     batch = adapter(collator(SAMPLES[:4]))
     assert set(batch["attention_mask"]) == {"full_attention", "linear_attention"}
