@@ -247,21 +247,6 @@ class Prefix(Pattern):
         return f"prefix({', '.join(map(str, self.lengths[:4]))}{', ...' if len(self.lengths) > 4 else ''})"
 
 
-@dataclass(frozen=True)
-class Sinks(Pattern):
-    """A sliding window that also keeps the first tokens of the sequence (attention sinks, arXiv:2309.17453)."""
-
-    sinks: int
-    size: int
-    name: ClassVar[str] = "sinks"
-
-    def attends(self, q: Places, k: Places, n: Places) -> Places:
-        return (k <= q) & ((q - k < self.size) | (k < self.sinks))
-
-    def __str__(self) -> str:
-        return f"sinks({self.sinks}, {self.size})"
-
-
 CAUSAL = Causal()
 
 
