@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, Protocol, get_args
 
-import torch
 from torch import Tensor
 
 from collate_npu.consumers.adapter import BatchAdapter
@@ -21,7 +20,7 @@ from collate_npu.consumers.consumer import Consumer
 from collate_npu.consumers.models import consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind
-from collate_npu.masks.forms import dense, none_is_exact, varlen
+from collate_npu.masks.forms import dense, none_is_exact, offsets_of
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments
@@ -136,29 +135,12 @@ def check_mode(mode: str, consumer: object, return_tensors: str, *, padding_free
         raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
 
 
-def offsets(segments: Segments) -> dict[str, Any]:
-    """Everything a padding-free consumer may read, always together; an alignment tail is one more sequence.
-
-    transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths.
-    """
-    form = varlen(segments, keep_tail=True)
-    return {
-        "position_ids": form.position_ids,
-        "cu_seq_lens_q": form.cu_seqlens,
-        "cu_seq_lens_k": form.cu_seqlens.clone(),
-        "max_length_q": form.max_length,
-        "max_length_k": form.max_length,
-        "seq_idx": form.seq_idx,
-        "seq_lens": torch.tensor(segments.lengths[0], dtype=torch.int32),
-    }
-
-
 def with_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
     """A flat row with all its offsets; positions of several axes stay beside the text row.
 
     Raises where images stand in the row and no positions say where.
     """
-    told, positions = offsets(segments), batch.get("position_ids")
+    told, positions = offsets_of(segments), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
         return {**batch, **told, "position_ids": positions, "text_position_ids": told["position_ids"]}
     if vision := of_kind(batch, "vision"):

@@ -19,7 +19,7 @@ from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, split_batch
@@ -121,6 +121,8 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, batch)
         if positions is not None:
             out[KEY] = positions.to(device)
+        if self.consumer.reads_offsets(case):
+            out = _offsets(segments, device) | out
         self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out
@@ -156,8 +158,9 @@ class BatchAdapter:
             return self._block_mask(segments, device)
         eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
         polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
+        keep = None if case.padding_free else segments.keep.to(device)
         masks = {
-            kind: segments.keep.to(device) if pattern is None else self._dense(segments, polarity, pattern, device)
+            kind: keep if pattern is None else self._dense(segments, polarity, pattern, device)
             for kind, pattern in self.consumer.patterns(case).items()
         }
         return masks if chosen.form == "mapping" else masks[""]
@@ -202,6 +205,11 @@ def _no_model(rule: str) -> CollateError:
 
 def _device(batch: Mapping[str, Any]) -> torch.device:
     return next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def _offsets(segments: Segments, device: torch.device) -> dict[str, Any]:
+    told = {key: value for key, value in offsets_of(segments).items() if key not in (KEY, "seq_lens")}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in told.items()}
 
 
 def _is_dense(key: str, value: Any) -> bool:

@@ -160,6 +160,8 @@ class Consumer:
     """Does the model count positions by itself, where they are left out?"""
     masks_flat_row: Callable[[Case], bool] = lambda case: False
     """Does a flat row need a mask beside its offsets?"""
+    reads_offsets: Callable[[Case], bool] = lambda case: False
+    """Does this batch need every key of a flat row, whichever of them arrived?"""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
     """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
     source: str

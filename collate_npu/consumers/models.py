@@ -85,7 +85,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
     if unknown or not kinds & _ATTENTION_KEYS:
         rule = "A mapping is known for full_attention beside linear_attention or conv."
-        remedy = "Keep plain causal attention, which needs the 2D mask alone."
+        remedy = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
         raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, remedy))
     return {kind: "recurrent" if kind in _RECURRENT_KEYS else "attention" for kind in sorted(kinds)}
 
@@ -191,7 +191,7 @@ def attention_windows(model: Any) -> dict[str, int | None]:
     for kind, sizes in found.items():
         if len(sizes) > 1:
             rule = "A mapping has one mask for each kind of layer."
-            remedy = "Keep plain causal attention, which needs the 2D mask alone."
+            remedy = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
             raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
     return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 

@@ -33,7 +33,7 @@ def _by_2d(case: Case) -> str:
 
 
 def _needs_dense(case: Case) -> str:
-    """Why a 2D mask does not say everything. Offsets say it to flash kernels and, on a flat row, to recurrent ones."""
+    """Why a 2D mask does not say everything. On a flat row offsets say it to flash kernels."""
     if _by_2d(case) or (case.padding_free and not _masked_flat_row(case)):
         return ""
     return "the row holds several sequences" if case.segments.packed else f"attention is {case.pattern}"
@@ -42,8 +42,13 @@ def _needs_dense(case: Case) -> str:
 def _masked_flat_row(case: Case) -> bool:
     """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
     families never (masking_utils.py:876-882)."""
-    by_offsets = case.recurrent or "flash" in case.model.attn_implementation  # hub kernels too
+    by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
     return case.padding_free and case.segments.packed and not by_offsets
+
+
+def _reads_offsets(case: Case) -> bool:
+    """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
+    return case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case))
 
 
 def _on(*implementations: str) -> Any:
@@ -56,11 +61,11 @@ def _kinds(case: Case) -> dict[str, int | None]:
 
 
 def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
-    """The pattern of each mask the model takes, None for recurrent layers, which take the 2D mask.
+    """The pattern of each mask the model takes, None for recurrent layers: they take the 2D mask, or offsets alone.
 
     A dense mask goes to every layer of its kind as it is, in place of the model's own window (masking_utils.py:833-846).
     """
-    if case.recurrent and not case.padding_free:
+    if case.recurrent:
         if case.model.config is None:
             rule = "A mapping has one mask for each kind of layer, which the config lists."
             raise UnsupportedFormError(explain("attention_mask", "no config", rule, "Pass model=."))
@@ -80,9 +85,24 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     return own
 
 
-def _flat_state(case: Case) -> bool:
-    flat = case.padding_free and case.recurrent and case.segments.packed
-    return flat and models.transformers_version() < (5, 20)
+_STATES_READ_OFFSETS = frozenset(
+    {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
+    | {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"}
+)
+"""Families whose convolution takes `seq_idx` and whose scan takes `cu_seqlens` or `seq_idx`, as read in 5.23. In the
+others a kernel drops one of them in silence (hub_kernels.py:1053), or no layer ever asks."""
+
+
+def _flat_state(case: Case) -> str:
+    """Why the state of a recurrent layer runs from one sequence of a flat row into the next."""
+    if not (case.padding_free and case.recurrent and case.segments.packed):
+        return ""
+    if models.transformers_version() < (5, 20):
+        return "before transformers 5.20 no recurrent layer asks where a sequence begins"
+    family = case.model.model_type
+    if not family:
+        return "nobody said which model it is"
+    return "" if family in _STATES_READ_OFFSETS else f"the recurrent layers of {family} do not ask where a sequence begins"
 
 
 def _leak(case: Case) -> str:
@@ -159,10 +179,10 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers before transformers 5.20",
+            of="flat rows on recurrent layers before transformers 5.20, of families that read no offsets, of unknown models",
             when=_flat_state,
-            rule="Before 5.20 the state of a recurrent layer runs from one sequence of a flat row into the next.",
-            remedy="Upgrade transformers, or give each sequence its own row (padding_free=False).",
+            rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
+            remedy="Give each sequence its own row (padding_free=False). An unknown model: pass model=.",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
@@ -230,6 +250,7 @@ TRANSFORMERS = Consumer(
     keeps_mask_2d="never",  # an attention_mask_2d keyword is accepted and never read
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
+    reads_offsets=_reads_offsets,
     patterns=patterns_by_kind,
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

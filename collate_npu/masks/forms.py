@@ -297,3 +297,20 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
         seq_idx=flat.ids - 1,
         num_sequences=num_sequences,
     )
+
+
+def offsets_of(segments: Segments) -> dict[str, Any]:
+    """Everything a consumer of flat rows may read, always together; an alignment tail is one more sequence.
+
+    transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths.
+    """
+    form = varlen(segments, keep_tail=True)
+    return {
+        "position_ids": form.position_ids,
+        "cu_seq_lens_q": form.cu_seqlens,
+        "cu_seq_lens_k": form.cu_seqlens.clone(),
+        "max_length_q": form.max_length,
+        "max_length_k": form.max_length,
+        "seq_idx": form.seq_idx,
+        "seq_lens": torch.tensor(segments.lengths[0], dtype=torch.int32),
+    }

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 
 from collate_npu import CollateError, Segments, UnsupportedFormError, dense, none_is_exact
-from collate_npu.collate.wire import check_mode, finish_batch, ignore_labels, offsets
+from collate_npu.collate.wire import check_mode, finish_batch, ignore_labels
 from collate_npu.keys import KEYS
+from collate_npu.masks.forms import offsets_of
 
 MODES = ("auto", "none", "4d", "2d", "omit")
 
@@ -67,7 +68,7 @@ def test_the_byte_limit_reaches_the_mask():
 
 
 def test_offsets_come_together():
-    out = offsets(Segments.from_lengths([[3, 2]], 8))
+    out = offsets_of(Segments.from_lengths([[3, 2]], 8))
     assert set(out) == {
         "position_ids",
         "cu_seq_lens_q",

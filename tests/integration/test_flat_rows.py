@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import importlib
+import inspect
+from itertools import pairwise
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from transformers import DataCollatorWithFlattening
+
 from collate_npu import PaddingCollator, UnsupportedFormError, wrap_collator
+from collate_npu.consumers import transformers
 from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import hybrid_model_types, tiny_model
 
@@ -38,8 +43,6 @@ def test_models_of_attention_alone_get_a_dense_mask_beside_the_offsets(name, att
 
 
 def test_a_flat_row_of_transformers_own_collator_is_the_same_row():
-    from transformers import DataCollatorWithFlattening
-
     model = tiny_model("llama", vocab_size=PAD + 1)
     ours = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
     theirs = wrap_collator(DataCollatorWithFlattening(), model=model)(SAMPLES)
@@ -47,44 +50,87 @@ def test_a_flat_row_of_transformers_own_collator_is_the_same_row():
         assert torch.equal(ours[key], theirs[key]), key
 
 
-RUN_ON = ["falcon_mamba", "inkling_text", "jamba", "lfm3", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "zaya"]
-"""Families of 5.23 that read no offsets: the state runs from one sequence into the next, logits are off by 2.7 to 13."""
+NEWER = pytest.mark.skipif(transformers_version() < (5, 20), reason="5.20 is the first release that asks")
 
 
-def recurrent_families():
-    for name in hybrid_model_types():
-        marks = [pytest.mark.xfail(transformers_version() >= (5, 20), strict=True, reason="not refused yet")]
-        yield pytest.param(name, marks=marks if name in RUN_ON else [])
-
-
-@pytest.mark.parametrize("name", recurrent_families())
-def test_recurrent_families_keep_sequences_apart_or_refuse(name):
+@pytest.mark.parametrize("name", hybrid_model_types())
+def test_recurrent_families_refuse_a_flat_row_here(name):
+    """Without kernels that read offsets nothing keeps the state apart: we say so, or transformers does."""
+    model = build(name)
     try:
-        model = tiny_model(name, vocab_size=PAD + 1)
+        batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
+    except UnsupportedFormError:
+        return
+    with pytest.raises(ValueError, match=NEEDS_A_KERNEL):
+        error(model, batch)
+
+
+KERNELS = {
+    "causal_conv1d_fn": ("seq_idx", 2),
+    "mamba2_chunk_scan": ("seq_idx", 1),
+    "torch_chunk_gated_delta_rule": ("cu_seqlens", 1),
+    "chunk_kimi_delta_attention": ("cu_seqlens", 1),
+}
+"""Functions that give way to a kernel, by what the kernel reads and the axis of its tokens."""
+APART = ["bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+
+
+@NEWER
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", APART)
+def test_with_kernels_that_read_offsets_each_sequence_is_as_alone(monkeypatch, name, attn):
+    model = with_kernels(monkeypatch, build(name, attn_implementation=attn))
+    for collator in (PaddingCollator(pad_token_id=PAD, model=model, padding_free=True), positions_alone(model)):
+        batch = collator(SAMPLES)
+        assert error(model, batch) < 1e-4
+        assert error(model, {**batch, "attention_mask": None}) > 0.1  # the control: attention runs on
+        assert error(model, {**batch, "seq_idx": None}) > 1e-3  # the convolution runs on
+
+
+@NEWER
+@pytest.mark.parametrize("name", ["bailing_hybrid", "kimi_linear", "jamba", "minimax"])
+def test_families_that_are_refused_are_wrong_with_kernels_too(monkeypatch, name):
+    model = with_kernels(monkeypatch, build(name))
+    monkeypatch.setattr(transformers, "_STATES_READ_OFFSETS", {name})
+    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
+    assert error(model, batch) > 0.1
+
+
+def build(name, **settings):
+    try:
+        return tiny_model(name, vocab_size=PAD + 1, **settings)
     except (ValueError, TypeError, NotImplementedError) as reason:
         pytest.skip(str(reason)[:100])
-    try:
-        batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
-    except UnsupportedFormError:
-        return
-    try:
-        assert error(model, batch) < 1e-4
-    except ValueError as refused:
-        if not re.search(NEEDS_A_KERNEL, str(refused)):
-            raise
 
 
-@pytest.mark.xfail(transformers_version() >= (5, 20), strict=True, reason="no mask for the attention layers of a hybrid yet")
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_attention_layers_of_a_hybrid_keep_sequences_apart_too(attn):
-    """With kernels that keep the state apart (here: layers without any), sdpa still reads neither offsets nor, beside a
-    cache, positions."""
-    model = tiny_model("qwen3_next", vocab_size=PAD + 1, attn_implementation=attn)
-    for name, layer in model.named_modules():
-        if name.endswith("linear_attn"):
-            layer.forward = lambda hidden_states, *args, **kwargs: hidden_states * 0.5
-    try:
-        batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
-    except UnsupportedFormError:
-        return
-    assert error(model, batch) < 1e-4
+def positions_alone(model):
+    """transformers' own collator tells positions, unless asked for more."""
+    return wrap_collator(DataCollatorWithFlattening(), model=model)
+
+
+def with_kernels(monkeypatch, model):
+    """The model with stand-ins for the CUDA kernels: its own functions, run sequence by sequence where they are told."""
+    module = importlib.import_module(type(model).__module__)
+    for name, (key, axis) in KERNELS.items():
+        if (function := getattr(module, name, None)) is not None:
+            monkeypatch.setattr(module, name, kernel(inspect.unwrap(function), key, axis))
+    return model
+
+
+def kernel(plain, key, axis):
+    def run(*args, **kwargs):
+        if (told := kwargs.get(key)) is None:
+            return plain(*args, **kwargs)
+        length = args[0].shape[axis]
+        cuts = told.tolist() if key == "cu_seqlens" else [0, *(1 + told[0].diff().nonzero().flatten()).tolist(), length]
+        parts = [
+            plain(*(cut(x, a, b) for x in args), **{k: cut(x, a, b) for k, x in kwargs.items()}) for a, b in pairwise(cuts)
+        ]
+        outs = [part[0] if isinstance(part, tuple) else part for part in parts]
+        return (torch.cat(outs, axis), parts[-1][1]) if isinstance(parts[0], tuple) else torch.cat(outs, axis)
+
+    def cut(x, a, b):
+        tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[axis] == sum(map(len, IDS))
+        return x.narrow(axis, a, b - a) if tokens else x
+
+    return run
