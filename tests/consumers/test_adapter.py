@@ -123,7 +123,8 @@ def test_causal_kernels_refuse_left_padding(consumer, remedy):
 @pytest.mark.parametrize("consumer", consumers())
 def test_padding_free_rows_lose_their_masks(consumer):
     keys = {"attention_mask_2d": torch.ones(1, 8), "position_ids": FLAT.position_ids}
-    out, segments = BatchAdapter(HYBRID, consumer=consumer, padding_free=True).with_segments(batch_of(FLAT, **keys))
+    model = SimpleNamespace(**vars(HYBRID), model_type="qwen3_next", _attn_implementation="flash_attention_2")
+    out, segments = BatchAdapter(model, consumer=consumer, padding_free=True).with_segments(batch_of(FLAT, **keys))
     assert out[consumers()[consumer].key] is None
     assert "attention_mask_2d" not in out
     assert segments == FLAT

@@ -162,13 +162,19 @@ def test_older_transformers(monkeypatch):
         assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
 
 
-def test_older_transformers_take_no_flat_rows_on_recurrent_models(monkeypatch):
+def test_flat_rows_on_recurrent_models_need_layers_that_ask_where_a_sequence_begins(monkeypatch):
     flat = Segments.from_lengths([[3, 5]])
-    for version, packed in (((4, 57), "refused"), ((5, 19), "refused"), ((5, 20), "none")):
+    hybrid = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_2d": True, "padding_free": True}
+    flash = {"attn_implementation": "flash_attention_2"}
+    for version in ((4, 57), (5, 19), (5, 20)):
         monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
-        assert form("transformers", flat, needs_2d=True, padding_free=True) == packed
+        newer = version == (5, 20)
+        assert form("transformers", flat, model_type="qwen3_next", **hybrid) == ("mapping" if newer else "refused")
+        assert form("transformers", flat, model_type="qwen3_next", **hybrid, **flash) == ("none" if newer else "refused")
+        assert form("transformers", flat, model_type="jamba", **hybrid, **flash) == "refused"
+        assert form("transformers", flat, **hybrid, **flash) == "refused"
         assert form("transformers", flat, padding_free=True) == "keep"
-        assert form("transformers", flat, padding_free=True, attn_implementation="flash_attention_2") == "none"
+        assert form("transformers", flat, padding_free=True, **flash) == "none"
         assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
         assert form("megatron", flat, needs_2d=True, padding_free=True) == "none"
 
