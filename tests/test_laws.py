@@ -472,7 +472,7 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
     assert chosen.why
     out = adapter.render(batch, segments)
     assert ("attention_mask_2d" in out) == chosen.keeps_mask_2d
-    assert ("attention_mask" in out) == (consumer != "torchtitan")
+    assert ("attention_mask" in out) == (consumers()[consumer].key == "attention_mask")
     if chosen.keeps_mask_2d:
         assert torch.equal(out["attention_mask_2d"], segments.keep)
     if chosen.form == "none":
@@ -483,8 +483,9 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
 @given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans())
 def test_law_5_padding_free_batches_never_carry_a_mask(segments, consumer, needs_2d):
     """On kernels that read offsets; transformers' sdpa and eager read none, so that they need the dense mask."""
-    kernel = "flash_attention_2" if consumer == "transformers" else None
-    adapter = BatchAdapter(needs_mask_2d=needs_2d, consumer=consumer, padding_free=True, attn_implementation=kernel)
+    layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
+    model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
+    adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
     out = adapter(
         {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "cu_seq_lens_q": segments.cu_seqlens}
     )

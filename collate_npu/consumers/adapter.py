@@ -126,7 +126,9 @@ class BatchAdapter:
         self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out
-        parts = {key: value for key, value in out.items() if not _is_dense(key, value)}
+        whole = out[self.consumer.key]  # a dense mask was built for this rank's queries
+        dense_key = self.consumer.key if isinstance(whole, Tensor) and whole.ndim == 4 else None
+        parts = {key: value for key, value in out.items() if key != dense_key}
         return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
@@ -210,7 +212,3 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
 def _offsets(segments: Segments, device: torch.device) -> dict[str, Any]:
     told = {key: value for key, value in offsets_of(segments).items() if key not in (KEY, "seq_lens")}
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in told.items()}
-
-
-def _is_dense(key: str, value: Any) -> bool:
-    return key == "attention_mask" and isinstance(value, Tensor) and value.ndim == 4

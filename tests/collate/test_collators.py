@@ -372,11 +372,12 @@ def test_a_pattern_reaches_the_mask():
 
 
 def test_padding_free_with_a_consumer():
-    batch = PaddingCollator(padding_free=True, consumer="transformers")(THREE_AND_FIVE)
+    flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2")
+    batch = PaddingCollator(padding_free=True, consumer="transformers", model=flash)(THREE_AND_FIVE)
     assert batch["attention_mask"] is None
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert "seq_lens" not in batch
-    omitted = PaddingCollator(padding_free=True, consumer="transformers", attention_mask="omit")(THREE_AND_FIVE)
+    omitted = PaddingCollator(padding_free=True, consumer="transformers", model=flash, attention_mask="omit")(THREE_AND_FIVE)
     assert "attention_mask" not in omitted
 
 
