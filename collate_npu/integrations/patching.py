@@ -70,14 +70,9 @@ def release(holder: str) -> None:
             _rebind(made.everywhere, _function(made.wrapped), _lowest(made).original)
 
 
-def holds(holder: str) -> bool:
-    """Does this holder hold any patch?"""
-    return any(holder in made.holders for made in _TABLE)
-
-
-def patched() -> tuple[tuple[Any, str], ...]:
-    """Owner and name of every patch in place."""
-    return tuple((made.owner, made.name) for made in _TABLE)
+def in_place(ours: Callable[..., Any]) -> bool:
+    """Is this replacement in place anywhere?"""
+    return any(made.ours == ours for made in _TABLE)
 
 
 def _strip(owner: Any, name: str) -> None:

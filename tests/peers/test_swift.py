@@ -61,6 +61,8 @@ from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
 from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
 
 LENGTHS = (7, 3, 5)
+LOCAL = {"attention_backend": "local", "masked_softmax_fusion": False}
+"""The kernels that read a dense mask."""
 KINDS = ("template", "2d", "4d masked", "4d keep", "4d additive", "2d beside 4d")
 
 
@@ -177,7 +179,8 @@ def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, monkeypatch, 
     world.npu()
     world.rank(*place)
     for model_type in MODEL_TYPES:
-        args = arguments(model_type, cp=place[1], cp_partition_mode=layout, attention_backend="local")
+        reads = {"attention_backend": "local", "masked_softmax_fusion": side == "right"}  # fused, it reads no mask
+        args = arguments(model_type, cp=place[1], cp_partition_mode=layout, **reads)
         data, truth = as_kind(args, kind, side=side)
         cp = ContextParallel(place[1], place[0], layout=layout)
         rows = query_rows(truth.shape[1], cp)
@@ -222,9 +225,10 @@ def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor
 @pytest.mark.parametrize(
     ("settings", "side", "said"),
     [
-        ({}, "left", "attention_backend=flash reads no dense mask"),
-        ({"attention_backend": "fused"}, "left", "attention_backend=fused reads no dense mask"),
-        ({"attention_backend": "local"}, "left", "GatedDeltaNet reads no mask"),
+        ({}, "left", "fused softmax, read no dense mask, and padding stands on the left"),
+        ({"attention_backend": "fused"}, "left", "fused softmax, read no dense mask"),
+        ({"attention_backend": "local"}, "left", "run local kernels with masked_softmax_fusion=False"),  # on by default
+        (LOCAL, "left", "GatedDeltaNet of megatron-core reads no padding mask"),
         ({"mlp_padding_free": True}, "right", "mlp_padding_free needs a dense mask"),
     ],
 )
@@ -241,7 +245,7 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, monkeyp
 def test_a_dense_model_on_local_kernels_takes_left_padding_whatever_gdn_is_compiled_in(world, monkeypatch):
     monkeypatch.delenv("USE_MCORE_GDN", raising=False)
     world.npu()
-    args = arguments("qwen3", attention_backend="local")
+    args = arguments("qwen3", **LOCAL)
     data, truth = as_kind(args, "2d", side="left")
     assert torch.equal(prepare(args, data)["attention_mask"], dense(truth, polarity="masked"))
 
@@ -260,7 +264,7 @@ def test_several_sequences_in_a_row_of_a_recurrent_model_are_refused(world, inst
     truth = Segments.from_lengths([[3, 4], [7]])
     data = {"input_ids": truth.ids.long() + 3, "labels": truth.ids.long(), "attention_mask": dense(truth, polarity="masked")}
     data["position_ids"] = truth.position_ids.clone()
-    with pytest.raises(UnsupportedFormError, match="several sequences in rows"):
+    with pytest.raises(UnsupportedFormError, match=r"rows \[0\] hold several sequences"):
         prepare(args, data)
 
 
@@ -269,22 +273,22 @@ def test_seq_lens_that_contradict_the_2d_mask_name_the_row(length):
     data, truth = as_kind(arguments("qwen3"), "2d beside 4d")
     data["seq_lens"] = [7, length, 5]
     with pytest.raises(CollateError, match=rf"row 1: got seq_lens {length} beside 3 real tokens"):
-        swift_masks.find_truth(arguments("qwen3"), data)
+        swift_masks.segments_from_swift(arguments("qwen3"), data)
     data["seq_lens"] = list(LENGTHS)
-    assert swift_masks.find_truth(arguments("qwen3"), data) == truth
+    assert swift_masks.segments_from_swift(arguments("qwen3"), data) == truth
     data["attention_mask_2d"] = data["attention_mask_2d"].flip(1)  # padded left, in a batch that counts from the right
     with pytest.raises(CollateError, match="3 bad rows"):
-        swift_masks.find_truth(arguments("qwen3"), data)
+        swift_masks.segments_from_swift(arguments("qwen3"), data)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_only_alignment_padding_may_be_real_in_upstreams_own_2d_mask(cp):
     data = collate(arguments("qwen3", cp=2), *LENGTHS)
     if cp == 2:
-        assert swift_masks.find_truth(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
+        assert swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
     else:
         with pytest.raises(CollateError, match="row 0: got seq_lens 7 beside 8"):
-            swift_masks.find_truth(arguments("qwen3", cp=cp), data)
+            swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data)
 
 
 def test_a_batch_that_lost_its_masks_is_refused(world, installed):
@@ -381,7 +385,8 @@ def test_the_last_token_is_found_whatever_mask_the_model_was_given(world, side, 
     monkeypatch.setenv("USE_MCORE_GDN", "0")
     world.npu()
     for backend in ("local", "flash") if side == "right" else ("local",):
-        args = arguments("qwen3_next", task_type="seq_cls", attention_backend=backend)
+        reads = LOCAL if backend == "local" else {}
+        args = arguments("qwen3_next", task_type="seq_cls", **reads)
         trainer = trainer_of(args)
         data, truth = as_kind(args, "4d masked", side=side)
         data["labels"] = torch.tensor([0, 1, 2])
@@ -508,10 +513,10 @@ def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():
         def forward(self, **kwargs): ...
 
     with pytest.warns(UserWarning, match=r"Old.forward drops attention_mask_2d .* Remedy: .*install\(\)"):
-        mcore_bridge.deliver(Old, {}, {"attention_mask_2d": 1})
+        mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert mcore_bridge.deliver(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
+        assert mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
 
 
 def test_a_forward_with_no_door_is_refused():
@@ -519,7 +524,7 @@ def test_a_forward_with_no_door_is_refused():
         def forward(self, input_ids): ...
 
     with pytest.raises(UnsupportedFormError, match="takes neither it nor extra_block_kwargs"):
-        mcore_bridge.deliver(Closed, {}, {"attention_mask_2d": 1})
+        mcore_bridge.pass_through_forward(Closed, {}, {"attention_mask_2d": 1})
 
 
 def test_upstream_the_text_forward_and_every_layer_refuse_the_2d_mask():
@@ -595,7 +600,7 @@ def test_template_collator_prepare_batch_and_the_gated_delta_net_equal_each_samp
         del data["seq_lens"], data["position_ids"]
     truth = Segments.from_lengths(lengths, side=side)
     data.setdefault("position_ids", truth.position_ids.clone())
-    args = arguments(model_type, attention_backend="flash" if side == "right" else "local")
+    args = arguments(model_type, **(LOCAL if side == "left" else {}))
     batch = reaches_model(args, data)
     layer, width = gated_delta_net(model_type, monkeypatch)
     torch.manual_seed(1)
@@ -750,6 +755,6 @@ def test_from_args_reads_ms_swifts_own_names(world, monkeypatch):
     args = arguments("qwen3_next")
     del args.model_info
     adapter = BatchAdapter.from_args(args)
-    assert adapter.route(Segments.from_lengths(LENGTHS)).mask_2d
+    assert adapter.route(Segments.from_lengths(LENGTHS)).keeps_mask_2d
     args.padding_free = True
-    assert not BatchAdapter.from_args(args).route(Segments.from_lengths([list(LENGTHS)])).mask_2d
+    assert not BatchAdapter.from_args(args).route(Segments.from_lengths([list(LENGTHS)])).keeps_mask_2d
