@@ -202,20 +202,22 @@ def test_a_whole_2d_mask_on_every_rank_for_layers_that_gather_the_row(world):
     assert torch.equal(reaches_model(args, data)["attention_mask_2d"], truth.keep)
 
 
+@pytest.mark.parametrize("context_parallel", [1, 2])
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
 @pytest.mark.usefixtures("installed")
-def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel):
+def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel, context_parallel):
     world.npu()
-    world.rank(1, 2)
+    world.rank(context_parallel - 1, context_parallel)
     monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tensor_parallel - 1)
-    args = arguments("qwen3_next", cp=2, tensor_model_parallel_size=tensor_parallel, sequence_parallel=tensor_parallel > 1)
+    shared = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
+    args = arguments("qwen3_next", cp=context_parallel, **shared)
     data = collate(args, 3, 2)
     batch = reaches_model(args, data)
     width = data["input_ids"].shape[1]
-    assert width % (2 * tensor_parallel) == 0
-    assert width % 4 == 0
-    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]},
-                        ContextParallel(2, 1))["x"]  # fmt: skip
+    assert width % (context_parallel * tensor_parallel) == 0
+    assert context_parallel == 1 or width % 4 == 0
+    cp = ContextParallel(context_parallel, context_parallel - 1)
+    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]}, cp)["x"]
     assert torch.equal(batch["padding_mask"], ~whole.chunk(tensor_parallel, dim=1)[-1])
 
 

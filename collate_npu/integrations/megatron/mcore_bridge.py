@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.parallel import ContextParallel, split_tensor
 
@@ -61,16 +61,18 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     raise UnsupportedFormError(explain(", ".join(extras), "a mask", rule, "Pad right, or use padding_free=True."))
 
 
-def router_padding(padding: Tensor, cp: ContextParallel | None, tp_rank: int | None) -> Tensor:
+def router_padding(padding: Tensor, cp: ContextParallel | None, tp: tuple[int, int] = (0, 1)) -> Tensor:
     """This rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
 
-    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp_rank` where tensor-parallel
-    ranks share the tokens again.
+    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp` is the rank and the
+    number of the tensor-parallel ranks that share the tokens again (`sequence_parallel`).
     """
     local = padding if cp is None else split_tensor(padding, cp)
-    if tp_rank is not None and cp is not None:
-        local = local.chunk(cp.tensor_parallel, dim=1)[tp_rank]
-    return local.contiguous()
+    rank, size = tp
+    if local.shape[1] % size:
+        rule = f"{size} tensor-parallel ranks share the tokens of a row."
+        raise CollateError(explain("width", str(local.shape[1]), rule, f"Pad to a multiple of {size} on each rank."))
+    return local.chunk(size, dim=1)[rank].contiguous()
 
 
 @cache

@@ -128,8 +128,8 @@ class Stages:
         extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
         if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
             shared = bool(getattr(config_of(model), "sequence_parallel", False)) and cp.tensor_parallel > 1
-            tp_rank = self.processor.device_mesh.tp_rank if shared else None
-            extras["padding_mask"] = router_padding(~batch[KEEP_KEY], cp, tp_rank)
+            tp = (self.processor.device_mesh.tp_rank, cp.tensor_parallel) if shared else (0, 1)
+            extras["padding_mask"] = router_padding(~batch[KEEP_KEY], cp, tp)
         return pass_through_forward(type(model), out, extras)
 
     def _token_keys(self, row: Row) -> list[str]:
