@@ -378,6 +378,27 @@ def test_the_transformers_path_of_the_template_is_left_alone():
     assert batch["attention_mask"].tolist() == Segments.from_lengths(LENGTHS).keep.long().tolist()
 
 
+@pytest.mark.usefixtures("installed")
+def test_tensors_of_a_template_of_your_own_keep_their_memory(monkeypatch):
+    """Squares of bools too: only the mask that the template itself builds has none."""
+
+    class Vision(Template):
+        def _data_collator(self, batch, *, padding_to=None):
+            mine = torch.ones((3, 4, 4), dtype=torch.bool)
+            return {**super()._data_collator(batch, padding_to=padding_to), "mine": mine}
+
+        def _data_collator_mm_data(self, batch):
+            return {"pixel_values": torch.ones((3, 8, 8)), "seen": torch.ones((2, 7, 7), dtype=torch.bool)}
+
+    made = template()
+    monkeypatch.setattr(made, "__class__", Vision)
+    rows = [{"input_ids": [5] * n, "labels": [5] * n, "length": n} for n in (7, 3)]
+    batch = made.data_collator(rows)
+    assert all(batch[key].device.type == "cpu" for key in ("mine", "pixel_values", "seen"))
+    assert batch["pixel_values"].sum() == 192
+    assert batch["attention_mask_2d"].sum(1).tolist() == [7, 3]
+
+
 # --- pooling
 
 
@@ -399,6 +420,21 @@ def test_the_last_token_is_found_whatever_mask_the_model_was_given(world, side, 
         last = trainer.get_last_tokens(positions, None, None)
         assert last.flatten().tolist() == [6.0, 2.0, 4.0]
         assert loss_of(positions.expand(-1, -1, 3))[0].isfinite()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_mask_of_whole_rows_is_obeyed_and_another_batchs_length_is_refused(world):
+    world.npu()
+    args = arguments("qwen3", task_type="seq_cls")
+    trainer, (data, truth) = trainer_of(args), as_kind(args, "template")
+    prepare(args, data)
+    positions = truth.position_ids.unsqueeze(-1).float()
+    other = Segments.from_lengths((2, 6, 1), truth.shape[1]).keep
+    assert trainer.get_last_tokens(positions, None, other).flatten().tolist() == [1.0, 5.0, 0.0]
+    assert trainer.get_last_tokens(positions, None, None).flatten().tolist() == [6.0, 2.0, 4.0]
+    for wrong in (positions[:2], positions[:, :5]):
+        with pytest.raises(CollateError, match=r"prepared last is \[3, 7\] on 1 ranks"):
+            trainer.get_last_tokens(wrong, None, None)
 
 
 class Logits(torch.nn.Module):
@@ -721,6 +757,42 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
     swift.uninstall()
     assert base.prepare_batch is utils.prepare_batch is original
     swift.uninstall()
+
+
+def test_your_own_install_of_mcore_bridge_survives_ours_and_the_other_way_round():
+    theirs = TransformerLayer.forward
+    for first, second in ((swift, mcore_bridge), (mcore_bridge, swift)):
+        first.install()
+        second.install()
+        ours = TransformerLayer.forward
+        assert inspect.unwrap(ours) is theirs
+        swift.uninstall()
+        assert TransformerLayer.forward is ours
+        mcore_bridge.uninstall()
+        assert TransformerLayer.forward is theirs
+
+
+def test_a_later_patch_of_another_library_stays_and_ours_lets_through(world):
+    world.npu()
+    args = arguments("qwen3_next")
+    data, _ = as_kind(args, "template")
+    original, theirs = utils.prepare_batch, prepare(args, data)
+    swift.install()
+    ours = utils.prepare_batch
+    stranger = lambda *given: {**ours(*given), "seen": True}  # noqa: E731
+    utils.prepare_batch = stranger
+    assert "padding_mask" in prepare(args, data)["extra_block_kwargs"]
+    swift.uninstall()
+    assert utils.prepare_batch is stranger
+    assert base.prepare_batch is original
+    after = prepare(args, data)
+    assert after.pop("seen")
+    assert after.keys() == theirs.keys()
+    utils.prepare_batch = ours  # the stranger undoes its own
+    assert prepare(args, data).keys() == theirs.keys()
+    swift.install()
+    swift.uninstall()
+    assert utils.prepare_batch is original
 
 
 def test_as_external_plugins_file_it_installs_and_hides_no_package(tmp_path):
