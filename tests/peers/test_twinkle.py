@@ -134,8 +134,9 @@ def test_side_zeros_and_multiples(data, side, tp, cp):
     multiple = tp * (2 * cp if cp > 1 else 1)
     out = processor(mesh, padding_side=side)(copy.deepcopy(rows))[0]
     S = -(-max(lengths) // multiple) * multiple
-    keep = out["attention_mask_2d"]
-    assert keep.shape == (len(lengths), S), "the whole row on every rank: its layers gather the sequence"
+    keep = whole(mesh, rows, "attention_mask_2d", padding_side=side)
+    assert keep.shape == (len(lengths), S)
+    assert out["attention_mask_2d"].shape == out["input_ids"].shape, "split like the tokens"
     for b, (n, mask) in enumerate(zip(lengths, masks)):
         at = slice(S - n, S) if side == "left" else slice(0, n)
         assert keep[b, at].tolist() == [bool(m) for m in mask]
@@ -317,11 +318,14 @@ def test_routers_of_moe_models_are_told_the_padding():
 
 @pytest.mark.parametrize(
     ("layers", "reader"),
-    [((TEDotProductAttention,), "its attention kernel"), ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet")],
+    [
+        ((TEDotProductAttention,), "fused softmax, read no dense mask"),
+        ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet of megatron-core reads no padding mask"),
+    ],
 )
 def test_padding_that_no_kernel_reads_is_refused(layers, reader):
     made = installed(gpt_model(*layers, forward=through_keywords), padding_side="left")
-    with pytest.raises(UnsupportedFormError, match=f"In GPTModel, {reader} reads no padding mask"):
+    with pytest.raises(UnsupportedFormError, match=reader):
         made(features([5, 3]))
     assert made(features([4, 4]))[0]["attention_mask"] is None
     right = installed(gpt_model(*layers, forward=through_keywords))
@@ -389,7 +393,8 @@ def test_upstream_counts_alignment_padding_as_real_and_leaves_the_mask_unsplit()
     assert out["attention_mask"][1, 0, -1].tolist() == [False] * 4 + [True] * 4, "3 real tokens, 4 attended"
     ours = processor(grid(1, 2), padding_side="left")(features([7, 3, 5]))[0]
     assert ours["attention_mask"].shape == (3, 1, 4, 8)
-    assert ours["attention_mask_2d"].sum(1).tolist() == [7, 3, 5]
+    keep = whole(grid(1, 2), features([7, 3, 5]), "attention_mask_2d", padding_side="left")
+    assert keep.sum(1).tolist() == [7, 3, 5]
 
 
 def test_upstream_pads_to_cp_and_forgets_tp():
