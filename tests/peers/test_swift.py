@@ -56,7 +56,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from collate_npu import BatchAdapter, CollateError, Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
 from collate_npu.consumers.models import text_config  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
+from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
 from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
 from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
 
@@ -241,6 +241,23 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, monkeyp
     args = arguments("qwen3_next", **settings)
     with pytest.raises(UnsupportedFormError, match=said):
         prepare(args, as_kind(args, "2d", side=side)[0])
+
+
+@pytest.mark.usefixtures("installed")
+def test_fused_softmax_is_refused_as_megatron_refuses_it(world):
+    """One rule, one message, one remedy, with ms-swift's own defaults; `test_twinkle` has the same for twinkle."""
+    world.npu()
+    model = torch.nn.Sequential(type("DotProductAttention", (torch.nn.Module,), {})())
+    model.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=True)
+    data, _ = as_kind(None, "2d", side="left")
+    for backend in ("flash", "local"):
+        args = arguments("qwen3", attention_backend=backend)
+        assert args.masked_softmax_fusion, "ms-swift's default"
+        with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as ours:
+            prepare(args, data)
+        with pytest.raises(UnsupportedFormError) as megatrons:
+            gpt_batch(data, model)
+        assert str(ours.value) == str(megatrons.value)
 
 
 @pytest.mark.usefixtures("installed")

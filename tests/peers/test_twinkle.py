@@ -23,6 +23,7 @@ from twinkle import Platform, torch_util  # noqa: E402
 
 from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense, last_token  # noqa: E402
 from collate_npu.integrations import twinkle  # noqa: E402
+from collate_npu.integrations.megatron import gpt_batch  # noqa: E402
 from collate_npu.parallel import join_shards, query_rows  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
@@ -224,6 +225,29 @@ def test_zeros_leave_a_flat_row_and_positions_start_again():
     assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5, 7]
 
 
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_the_door_refuses_a_row_whose_masks_disagree_or_do_not_fit(padding_free):
+    bad = [({"attention_mask_2d": [1, 1, 0, 0, 0]}, "another padding|disagree"), ({"attention_mask": [1, 1]}, "tokens of the")]
+    for change, said in bad:
+        with pytest.raises(CollateError, match=said):
+            processor(padding_free=padding_free)([{**feature(5), **change}])
+    with pytest.raises(CollateError, match="no real token"):
+        processor(padding_free=padding_free)([feature(5, mask=[0] * 5)])
+
+
+def test_packing_ids_in_a_rows_mask_part_it():
+    """`1 1 2 2`: twinkle reads them as real tokens and positions as one document."""
+    row = feature(5, mask=[1, 1, 1, 2, 2])
+    out = processor(padding_free=True)([copy.deepcopy(row)])[0]
+    assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5]
+    assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_a_flat_row_whose_positions_do_not_count_is_refused():
+    with pytest.raises(CollateError, match="counts 0, 1, 2"):
+        processor(padding_free=True)([feature(4, positions=[3, 4, 5, 6])])
+
+
 # --- what reaches the model
 
 
@@ -332,6 +356,23 @@ def test_padding_that_no_kernel_reads_is_refused(layers, reader):
     assert right(features([5, 3]))[0]["attention_mask"] is None
 
 
+def test_fused_softmax_is_refused_as_megatron_refuses_it_and_without_fusion_it_is_computed():
+    """One rule, one message, one remedy; `test_swift` has the same for ms-swift."""
+    rows = features([5, 3])
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
+    fused = gpt_model(DotProductAttention, forward=through_keywords, masked_softmax_fusion=True)
+    with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as megatrons:
+        gpt_batch(batch, fused.module)
+    for model in (fused, SimpleNamespace(model=[fused]), fused.module.config):
+        with pytest.raises(UnsupportedFormError) as ours:
+            installed(model, padding_side="left")(copy.deepcopy(rows))
+        assert str(ours.value) == str(megatrons.value)
+        assert installed(model)(copy.deepcopy(rows))[0]["attention_mask"] is None
+    fused.module.config.masked_softmax_fusion = False
+    expected = gpt_batch(batch, fused.module)[0]["attention_mask"]
+    assert torch.equal(installed(fused, padding_side="left")(copy.deepcopy(rows))[0]["attention_mask"], expected)
+
+
 def test_npu_drops_the_mask_only_where_that_is_exact(npu):
     causal = {"attention_mask_type": "causal"}
     out = processor()(features([5, 3]), **causal)[0]
@@ -353,6 +394,11 @@ def test_install_twice_and_uninstall():
     twinkle.uninstall(made)
     assert made.process_pipeline == before
     twinkle.uninstall(made)
+    twinkle.install(made, needs_mask_2d=True)
+    made.process_pipeline[2:3] = [stranger := lambda inputs, **_: inputs, made.process_pipeline[3]]
+    twinkle.uninstall(made)
+    assert stranger in made.process_pipeline, "somebody else's stage stays"
+    assert [stage for stage in made.process_pipeline if stage is not stranger][:2] == before[:2]
     made.process_pipeline = before[2:]
     with pytest.raises(CollateError, match="pad_cp"):
         twinkle.install(made, needs_mask_2d=True)

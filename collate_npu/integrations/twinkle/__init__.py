@@ -24,8 +24,8 @@ def install(
 
     With the model itself, `attention_mask_2d`, and on MoE models `padding_mask`, go where its forward passes them on
     (`pass_through_forward`; `mcore_bridge.install()` lets its layers take them), and a batch whose padding its
-    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and kernels are
-    not looked at. Raises `CollateError` where none of them is given, or a stage is missing. Does nothing the second time.
+    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and of the
+    kernels only a config's `masked_softmax_fusion` is known. Raises `CollateError` where none of them is given, or a stage is missing. Does nothing the second time.
     """
     if _installed(processor) is not None:
         return

@@ -118,11 +118,10 @@ class Stages:
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
         out, segments = adapter.with_segments(batch)
         model = unwrap(self.model)
+        if not npu:  # MindSpeed's kernels are the adapter's consumer there
+            _refuse_unread(model, segments)
         if not hasattr(model, "forward"):
             return out
-        if not npu:
-            recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
-            refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
         extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
         if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
             shared = bool(getattr(config_of(model), "sequence_parallel", False)) and cp.tensor_parallel > 1
@@ -156,6 +155,15 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
+def _refuse_unread(model: Any, segments: Segments) -> None:
+    """By the layers of a module; a config tells of its softmax alone, and nothing else of the kernels."""
+    if hasattr(model, "modules"):
+        recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
+        refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
+    elif getattr(model, "masked_softmax_fusion", False):
+        refuse_unread_padding(segments, "transformer_engine", recurrent=False)
+
+
 def _segments(row: Row) -> Segments:
     """One sample `[1, L]` before collation, through the door. Where it says nothing of padding it has none."""
     told = {key: value for key, value in row.items() if isinstance(value, Tensor) and _at_door(key)}
@@ -163,7 +171,7 @@ def _segments(row: Row) -> Segments:
         told["position_ids"] = positions[:, None]  # axes, not rows
     if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
         told[KEEP_KEY] = torch.ones(1, _length(row), dtype=torch.bool)
-    return segments_from_batch(told)
+    return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
 def _at_door(key: str) -> bool:
