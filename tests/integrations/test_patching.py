@@ -160,7 +160,7 @@ def test_a_module_that_a_stranger_patched_keeps_theirs_and_the_others_get_the_or
     home.work = friend.work = work
     patching.patch("one", home, "work", lambda original, value: original(value) + 1, everywhere="peer")
     ours = home.work
-    home.work = stranger = lambda value: -ours(value)  # noqa: E731
+    home.work = stranger = lambda value: -ours(value)
     patching.release("one")
     assert home.work is stranger
     assert friend.work is work

@@ -334,7 +334,7 @@ def test_a_later_patch_of_another_library_stays(npu):
     original, theirs = util.preprocess_bshd_engine, model_forward.preprocess_bshd_engine
     verl_engine.install()
     ours = model_forward.preprocess_bshd_engine
-    model_forward.preprocess_bshd_engine = stranger = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
+    model_forward.preprocess_bshd_engine = stranger = lambda *args, **kwargs: ours(*args, **kwargs)
     try:
         verl_engine.uninstall()
         assert model_forward.preprocess_bshd_engine is stranger

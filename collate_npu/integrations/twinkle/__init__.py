@@ -20,12 +20,14 @@ PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 def install(
     processor: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal"
 ) -> None:
-    """Replace the stages of one `InputProcessor`. `model` (twinkle's own, Megatron's, or its config) tells whether its layers read the 2D mask.
+    """Replace the stages of one `InputProcessor`. `model` tells whether its layers read the 2D mask: twinkle's own model,
+    Megatron's, or its config.
 
     With the model itself, `attention_mask_2d`, and on MoE models `padding_mask`, go where its forward passes them on
     (`pass_through_forward`; `mcore_bridge.install()` lets its layers take them), and a batch whose padding its
-    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and of the
-    kernels only a config's `masked_softmax_fusion` is known. Raises `CollateError` where none of them is given, or a stage is missing. Does nothing the second time.
+    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and of the kernels
+    only a config's `masked_softmax_fusion` is known. Raises `CollateError` where none of them is given, or a stage is
+    missing. Does nothing the second time.
     """
     if _installed(processor) is not None:
         return

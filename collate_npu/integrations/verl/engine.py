@@ -22,6 +22,7 @@ from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.segments import Segments
 
+
 def preprocess_bshd_engine(
     input_ids: Tensor,
     pre_process: bool = True,
