@@ -146,7 +146,7 @@ def test_documents_end_with_eos():
     keep = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]]).bool()
     assert torchtitan.documents(tokens, 9).ids.tolist() == [[1, 1, 1, 2, 2, 3, 3], [1, 2, 3, 3, 4, 5, 6]]
     assert torchtitan.documents(tokens, 9, keep=keep).ids.tolist() == [[1, 1, 1, 2, 2, 3, 0], [1, 2, 3, 3, 0, 0, 0]]
-    with pytest.raises(CollateError, match=r"keep: got bool \[1, 7\]"):
+    with pytest.raises(CollateError, match=r"got \[1, 7\]. The tokens of the batch are \[2, 7\]"):
         torchtitan.documents(tokens, 9, keep=keep[:1])
 
 

@@ -5,6 +5,8 @@ Tests named `test_upstream_*` pin a failure of verl itself beside our answer: on
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -328,6 +330,20 @@ def test_uninstall_puts_verls_own_back(npu):
     model = Small("npu")
     forward(model, jagged([7, 3]))
     assert model.seen[0].shape == (2, 1, 7, 7)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fresh_worker_installs_what_the_environment_names(named):
+    """As a Ray worker begins: it imports verl, and nobody calls `install`."""
+    code = """if True:
+        import verl
+        from verl.models.mcore import model_forward, registry, util
+        from collate_npu.integrations.verl import engine
+        print(all(hasattr(getattr(module, "preprocess_bshd"), "__wrapped__") for module in (model_forward, util)))
+    """
+    plugin = {"VERL_USE_EXTERNAL_MODULES": "collate_npu.integrations.verl.plugin"} if named else {}
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **plugin}, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == [str(named)], done.stderr[-2000:]
 
 
 def test_a_later_patch_of_another_library_stays(npu):
