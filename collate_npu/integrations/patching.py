@@ -44,7 +44,6 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
         if (known.owner, known.name, known.ours) == (owner, name, ours):
             known.holders.add(holder)
             return
-    _strip(owner, name)
     original, before = getattr(owner, name), vars(owner).get(name, _ABSENT)
     made = _Patch(owner=owner, name=name, ours=ours, original=original, before=before, everywhere=everywhere)
     made.holders.add(holder)
@@ -78,7 +77,7 @@ def in_place(ours: Callable[..., Any]) -> bool:
 def _strip(owner: Any, name: str) -> None:
     """Take wrappers of ours that nobody holds off the top; a stranger's, and what is below it, stays."""
     made = _patch_of(vars(owner).get(name))
-    if made is None or made.holders or made.owner is not owner:
+    if made is None or made.holders:
         return
     before = _lowest(made).before
     delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
