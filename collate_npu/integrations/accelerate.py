@@ -20,6 +20,8 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
 
+PACKAGE, TESTED = "accelerate", "1.15.0"
+
 
 @dataclass(frozen=True)
 class DispatchCollator:

@@ -16,11 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.host import Array
+from collate_npu.keys import KEEP_KEY
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
+
+PACKAGE, TESTED = "torchtitan", "0.3.0"
 
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
@@ -76,14 +80,12 @@ def positions(segments: Segments) -> Tensor:
 def documents(tokens: Tensor, eos_id: int, *, keep: Tensor | None = None) -> Segments:
     """Segments of rows `[B, S]` in which each document ends with `eos_id`, the eos included.
 
-    `keep`, bool `[B, S]`, says which tokens are real: with pad == eos nothing else can.
+    `keep`, bool `[B, S]`, says which tokens are real: with pad == eos nothing else can. Without it all are.
     """
-    if keep is not None and keep.shape != tokens.shape:
-        rule = f"One value for each of the tokens {list(tokens.shape)}."
-        raise CollateError(explain("keep", shape_of(keep), rule, "Pass the batch's own 2D mask."))
-    ends = (tokens == eos_id).to(torch.int64)
-    ids = ends.cumsum(1) - ends + 1
-    return Segments.from_ids(ids if keep is None else ids * keep)
+    keep = torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep
+    real = segments_from_batch({"tokens": tokens, KEEP_KEY: keep}).keep
+    ends = (tokens == eos_id).to("cpu", torch.int64)
+    return Segments.from_ids((ends.cumsum(1) - ends + 1) * real)
 
 
 def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -> Any:

@@ -18,6 +18,8 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.find import segments_from_batch
 
+PACKAGE, TESTED = "transformers", "5.23.0"
+
 COLUMNS = tuple(sorted(of_kind(KEYS, "tokens", "positions", "truth", "vision")))
 """Every column that `PaddingCollator` reads by name."""
 

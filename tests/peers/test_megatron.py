@@ -173,6 +173,29 @@ def test_labels_are_shifted_and_what_follows_padding_or_nothing_is_not_learned(m
     assert inputs["loss_mask"].tolist() == [[0, 0, 1, 0], [1, 1, 1, 0]]
 
 
+@pytest.mark.parametrize("said_by", ["segment_ids", "position_ids", "attention_mask"])
+def test_several_sequences_in_a_row_equal_samples_alone_in_logits_loss_and_gradients(model, said_by):
+    """Whatever says where one ends: the last token of a sequence must not learn the first of the next."""
+    lengths = [[3, 4], [5, 2]]
+    truth, rows = Segments.from_lengths(lengths), samples(3, 4, 5, 2)
+    ids = torch.tensor([i for row in rows for i in row["input_ids"]]).view(2, 7)
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask_2d": truth.keep}
+    batch[said_by] = {
+        "segment_ids": truth.ids,
+        "position_ids": truth.position_ids,
+        "attention_mask": dense(truth, polarity="masked"),
+    }[said_by]
+    inputs, found = gpt_batch(batch, model)
+    assert found == truth
+    assert inputs["loss_mask"].tolist() == [[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1, 0]]
+    loss, logits, gradients = loss_and_gradients(model, [(inputs, found)])
+    collator = PaddingCollator(pad_token_id=PAD)
+    alone = loss_and_gradients(model, [gpt_batch(collator([row]), model) for row in rows])
+    assert max(float((x - y).abs().max()) for x, y in zip(logits, alone[1])) <= 1e-5
+    assert abs(loss - alone[0]) <= 1e-5 * (1 + abs(alone[0]))
+    assert far(gradients, alone[2]) <= 1e-5
+
+
 # --- mixture of experts
 
 
@@ -214,15 +237,13 @@ def test_transformer_engine_gets_none_where_that_is_exact_and_a_refusal_elsewher
     right = PaddingCollator(pad_token_id=PAD)(samples(*LENGTHS))
     assert gpt_batch(right, fused())[0]["attention_mask"] is None
     left = PaddingCollator(pad_token_id=PAD, padding_side="left")(samples(*LENGTHS))
-    with pytest.raises(
-        UnsupportedFormError, match="attention kernel of megatron-core reads no padding mask, and padding stands"
-    ):
+    with pytest.raises(UnsupportedFormError, match="fused softmax, read no dense mask, and padding stands on the left"):
         gpt_batch(left, fused())
 
 
 def test_the_fused_local_softmax_reads_no_mask_either(model, monkeypatch):
     monkeypatch.setattr(model.config, "masked_softmax_fusion", True)
-    with pytest.raises(UnsupportedFormError, match="reads no padding mask"):
+    with pytest.raises(UnsupportedFormError, match="run local kernels with masked_softmax_fusion=False"):
         gpt_batch(PaddingCollator(pad_token_id=PAD, padding_side="left")(samples(*LENGTHS)), model)
 
 

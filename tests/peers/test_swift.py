@@ -56,11 +56,13 @@ from torch.utils.data import DataLoader  # noqa: E402
 from collate_npu import BatchAdapter, CollateError, Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
 from collate_npu.consumers.models import text_config  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
+from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
 from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
 from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
 
 LENGTHS = (7, 3, 5)
+LOCAL = {"attention_backend": "local", "masked_softmax_fusion": False}
+"""The kernels that read a dense mask."""
 KINDS = ("template", "2d", "4d masked", "4d keep", "4d additive", "2d beside 4d")
 
 
@@ -177,7 +179,8 @@ def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, monkeypatch, 
     world.npu()
     world.rank(*place)
     for model_type in MODEL_TYPES:
-        args = arguments(model_type, cp=place[1], cp_partition_mode=layout, attention_backend="local")
+        reads = {"attention_backend": "local", "masked_softmax_fusion": side == "right"}  # fused, it reads no mask
+        args = arguments(model_type, cp=place[1], cp_partition_mode=layout, **reads)
         data, truth = as_kind(args, kind, side=side)
         cp = ContextParallel(place[1], place[0], layout=layout)
         rows = query_rows(truth.shape[1], cp)
@@ -199,20 +202,22 @@ def test_a_whole_2d_mask_on_every_rank_for_layers_that_gather_the_row(world):
     assert torch.equal(reaches_model(args, data)["attention_mask_2d"], truth.keep)
 
 
+@pytest.mark.parametrize("context_parallel", [1, 2])
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
 @pytest.mark.usefixtures("installed")
-def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel):
+def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel, context_parallel):
     world.npu()
-    world.rank(1, 2)
+    world.rank(context_parallel - 1, context_parallel)
     monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tensor_parallel - 1)
-    args = arguments("qwen3_next", cp=2, tensor_model_parallel_size=tensor_parallel, sequence_parallel=tensor_parallel > 1)
+    shared = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
+    args = arguments("qwen3_next", cp=context_parallel, **shared)
     data = collate(args, 3, 2)
     batch = reaches_model(args, data)
     width = data["input_ids"].shape[1]
-    assert width % (2 * tensor_parallel) == 0
-    assert width % 4 == 0
-    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]},
-                        ContextParallel(2, 1))["x"]  # fmt: skip
+    assert width % (context_parallel * tensor_parallel) == 0
+    assert context_parallel == 1 or width % 4 == 0
+    cp = ContextParallel(context_parallel, context_parallel - 1)
+    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]}, cp)["x"]
     assert torch.equal(batch["padding_mask"], ~whole.chunk(tensor_parallel, dim=1)[-1])
 
 
@@ -222,9 +227,10 @@ def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor
 @pytest.mark.parametrize(
     ("settings", "side", "said"),
     [
-        ({}, "left", "attention_backend=flash reads no dense mask"),
-        ({"attention_backend": "fused"}, "left", "attention_backend=fused reads no dense mask"),
-        ({"attention_backend": "local"}, "left", "GatedDeltaNet reads no mask"),
+        ({}, "left", "fused softmax, read no dense mask, and padding stands on the left"),
+        ({"attention_backend": "fused"}, "left", "fused softmax, read no dense mask"),
+        ({"attention_backend": "local"}, "left", "run local kernels with masked_softmax_fusion=False"),  # on by default
+        (LOCAL, "left", "GatedDeltaNet of megatron-core reads no padding mask"),
         ({"mlp_padding_free": True}, "right", "mlp_padding_free needs a dense mask"),
     ],
 )
@@ -238,10 +244,27 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, monkeyp
 
 
 @pytest.mark.usefixtures("installed")
+def test_fused_softmax_is_refused_as_megatron_refuses_it(world):
+    """One rule, one message, one remedy, with ms-swift's own defaults; `test_twinkle` has the same for twinkle."""
+    world.npu()
+    model = torch.nn.Sequential(type("DotProductAttention", (torch.nn.Module,), {})())
+    model.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=True)
+    data, _ = as_kind(None, "2d", side="left")
+    for backend in ("flash", "local"):
+        args = arguments("qwen3", attention_backend=backend)
+        assert args.masked_softmax_fusion, "ms-swift's default"
+        with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as ours:
+            prepare(args, data)
+        with pytest.raises(UnsupportedFormError) as megatrons:
+            gpt_batch(data, model)
+        assert str(ours.value) == str(megatrons.value)
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_dense_model_on_local_kernels_takes_left_padding_whatever_gdn_is_compiled_in(world, monkeypatch):
     monkeypatch.delenv("USE_MCORE_GDN", raising=False)
     world.npu()
-    args = arguments("qwen3", attention_backend="local")
+    args = arguments("qwen3", **LOCAL)
     data, truth = as_kind(args, "2d", side="left")
     assert torch.equal(prepare(args, data)["attention_mask"], dense(truth, polarity="masked"))
 
@@ -260,7 +283,7 @@ def test_several_sequences_in_a_row_of_a_recurrent_model_are_refused(world, inst
     truth = Segments.from_lengths([[3, 4], [7]])
     data = {"input_ids": truth.ids.long() + 3, "labels": truth.ids.long(), "attention_mask": dense(truth, polarity="masked")}
     data["position_ids"] = truth.position_ids.clone()
-    with pytest.raises(UnsupportedFormError, match="several sequences in rows"):
+    with pytest.raises(UnsupportedFormError, match=r"rows \[0\] hold several sequences"):
         prepare(args, data)
 
 
@@ -269,22 +292,22 @@ def test_seq_lens_that_contradict_the_2d_mask_name_the_row(length):
     data, truth = as_kind(arguments("qwen3"), "2d beside 4d")
     data["seq_lens"] = [7, length, 5]
     with pytest.raises(CollateError, match=rf"row 1: got seq_lens {length} beside 3 real tokens"):
-        swift_masks.find_truth(arguments("qwen3"), data)
+        swift_masks.segments_from_swift(arguments("qwen3"), data)
     data["seq_lens"] = list(LENGTHS)
-    assert swift_masks.find_truth(arguments("qwen3"), data) == truth
+    assert swift_masks.segments_from_swift(arguments("qwen3"), data) == truth
     data["attention_mask_2d"] = data["attention_mask_2d"].flip(1)  # padded left, in a batch that counts from the right
     with pytest.raises(CollateError, match="3 bad rows"):
-        swift_masks.find_truth(arguments("qwen3"), data)
+        swift_masks.segments_from_swift(arguments("qwen3"), data)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_only_alignment_padding_may_be_real_in_upstreams_own_2d_mask(cp):
     data = collate(arguments("qwen3", cp=2), *LENGTHS)
     if cp == 2:
-        assert swift_masks.find_truth(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
+        assert swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
     else:
         with pytest.raises(CollateError, match="row 0: got seq_lens 7 beside 8"):
-            swift_masks.find_truth(arguments("qwen3", cp=cp), data)
+            swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data)
 
 
 def test_a_batch_that_lost_its_masks_is_refused(world, installed):
@@ -372,6 +395,27 @@ def test_the_transformers_path_of_the_template_is_left_alone():
     assert batch["attention_mask"].tolist() == Segments.from_lengths(LENGTHS).keep.long().tolist()
 
 
+@pytest.mark.usefixtures("installed")
+def test_tensors_of_a_template_of_your_own_keep_their_memory(monkeypatch):
+    """Squares of bools too: only the mask that the template itself builds has none."""
+
+    class Vision(Template):
+        def _data_collator(self, batch, *, padding_to=None):
+            mine = torch.ones((3, 4, 4), dtype=torch.bool)
+            return {**super()._data_collator(batch, padding_to=padding_to), "mine": mine}
+
+        def _data_collator_mm_data(self, batch):
+            return {"pixel_values": torch.ones((3, 8, 8)), "seen": torch.ones((2, 7, 7), dtype=torch.bool)}
+
+    made = template()
+    monkeypatch.setattr(made, "__class__", Vision)
+    rows = [{"input_ids": [5] * n, "labels": [5] * n, "length": n} for n in (7, 3)]
+    batch = made.data_collator(rows)
+    assert all(batch[key].device.type == "cpu" for key in ("mine", "pixel_values", "seen"))
+    assert batch["pixel_values"].sum() == 192
+    assert batch["attention_mask_2d"].sum(1).tolist() == [7, 3]
+
+
 # --- pooling
 
 
@@ -381,7 +425,8 @@ def test_the_last_token_is_found_whatever_mask_the_model_was_given(world, side, 
     monkeypatch.setenv("USE_MCORE_GDN", "0")
     world.npu()
     for backend in ("local", "flash") if side == "right" else ("local",):
-        args = arguments("qwen3_next", task_type="seq_cls", attention_backend=backend)
+        reads = LOCAL if backend == "local" else {}
+        args = arguments("qwen3_next", task_type="seq_cls", **reads)
         trainer = trainer_of(args)
         data, truth = as_kind(args, "4d masked", side=side)
         data["labels"] = torch.tensor([0, 1, 2])
@@ -392,6 +437,21 @@ def test_the_last_token_is_found_whatever_mask_the_model_was_given(world, side, 
         last = trainer.get_last_tokens(positions, None, None)
         assert last.flatten().tolist() == [6.0, 2.0, 4.0]
         assert loss_of(positions.expand(-1, -1, 3))[0].isfinite()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_mask_of_whole_rows_is_obeyed_and_another_batchs_length_is_refused(world):
+    world.npu()
+    args = arguments("qwen3", task_type="seq_cls")
+    trainer, (data, truth) = trainer_of(args), as_kind(args, "template")
+    prepare(args, data)
+    positions = truth.position_ids.unsqueeze(-1).float()
+    other = Segments.from_lengths((2, 6, 1), truth.shape[1]).keep
+    assert trainer.get_last_tokens(positions, None, other).flatten().tolist() == [1.0, 5.0, 0.0]
+    assert trainer.get_last_tokens(positions, None, None).flatten().tolist() == [6.0, 2.0, 4.0]
+    for wrong in (positions[:2], positions[:, :5]):
+        with pytest.raises(CollateError, match=r"prepared last is \[3, 7\] on 1 ranks"):
+            trainer.get_last_tokens(wrong, None, None)
 
 
 class Logits(torch.nn.Module):
@@ -508,10 +568,10 @@ def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():
         def forward(self, **kwargs): ...
 
     with pytest.warns(UserWarning, match=r"Old.forward drops attention_mask_2d .* Remedy: .*install\(\)"):
-        mcore_bridge.deliver(Old, {}, {"attention_mask_2d": 1})
+        mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert mcore_bridge.deliver(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
+        assert mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
 
 
 def test_a_forward_with_no_door_is_refused():
@@ -519,7 +579,7 @@ def test_a_forward_with_no_door_is_refused():
         def forward(self, input_ids): ...
 
     with pytest.raises(UnsupportedFormError, match="takes neither it nor extra_block_kwargs"):
-        mcore_bridge.deliver(Closed, {}, {"attention_mask_2d": 1})
+        mcore_bridge.pass_through_forward(Closed, {}, {"attention_mask_2d": 1})
 
 
 def test_upstream_the_text_forward_and_every_layer_refuse_the_2d_mask():
@@ -595,7 +655,7 @@ def test_template_collator_prepare_batch_and_the_gated_delta_net_equal_each_samp
         del data["seq_lens"], data["position_ids"]
     truth = Segments.from_lengths(lengths, side=side)
     data.setdefault("position_ids", truth.position_ids.clone())
-    args = arguments(model_type, attention_backend="flash" if side == "right" else "local")
+    args = arguments(model_type, **(LOCAL if side == "left" else {}))
     batch = reaches_model(args, data)
     layer, width = gated_delta_net(model_type, monkeypatch)
     torch.manual_seed(1)
@@ -716,6 +776,42 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
     swift.uninstall()
 
 
+def test_your_own_install_of_mcore_bridge_survives_ours_and_the_other_way_round():
+    theirs = TransformerLayer.forward
+    for first, second in ((swift, mcore_bridge), (mcore_bridge, swift)):
+        first.install()
+        second.install()
+        ours = TransformerLayer.forward
+        assert inspect.unwrap(ours) is theirs
+        swift.uninstall()
+        assert TransformerLayer.forward is ours
+        mcore_bridge.uninstall()
+        assert TransformerLayer.forward is theirs
+
+
+def test_a_later_patch_of_another_library_stays_and_ours_lets_through(world):
+    world.npu()
+    args = arguments("qwen3_next")
+    data, _ = as_kind(args, "template")
+    original, theirs = utils.prepare_batch, prepare(args, data)
+    swift.install()
+    ours = utils.prepare_batch
+    stranger = lambda *given: {**ours(*given), "seen": True}  # noqa: E731
+    utils.prepare_batch = stranger
+    assert "padding_mask" in prepare(args, data)["extra_block_kwargs"]
+    swift.uninstall()
+    assert utils.prepare_batch is stranger
+    assert base.prepare_batch is original
+    after = prepare(args, data)
+    assert after.pop("seen")
+    assert after.keys() == theirs.keys()
+    utils.prepare_batch = ours  # the stranger undoes its own
+    assert prepare(args, data).keys() == theirs.keys()
+    swift.install()
+    swift.uninstall()
+    assert utils.prepare_batch is original
+
+
 def test_as_external_plugins_file_it_installs_and_hides_no_package(tmp_path):
     original, path = utils.prepare_batch, list(sys.path)
     for _ in range(2):
@@ -750,6 +846,6 @@ def test_from_args_reads_ms_swifts_own_names(world, monkeypatch):
     args = arguments("qwen3_next")
     del args.model_info
     adapter = BatchAdapter.from_args(args)
-    assert adapter.route(Segments.from_lengths(LENGTHS)).mask_2d
+    assert adapter.route(Segments.from_lengths(LENGTHS)).keeps_mask_2d
     args.padding_free = True
-    assert not BatchAdapter.from_args(args).route(Segments.from_lengths([list(LENGTHS)])).mask_2d
+    assert not BatchAdapter.from_args(args).route(Segments.from_lengths([list(LENGTHS)])).keeps_mask_2d

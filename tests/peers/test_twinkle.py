@@ -23,6 +23,7 @@ from twinkle import Platform, torch_util  # noqa: E402
 
 from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense, last_token  # noqa: E402
 from collate_npu.integrations import twinkle  # noqa: E402
+from collate_npu.integrations.megatron import gpt_batch  # noqa: E402
 from collate_npu.parallel import join_shards, query_rows  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
@@ -134,8 +135,9 @@ def test_side_zeros_and_multiples(data, side, tp, cp):
     multiple = tp * (2 * cp if cp > 1 else 1)
     out = processor(mesh, padding_side=side)(copy.deepcopy(rows))[0]
     S = -(-max(lengths) // multiple) * multiple
-    keep = out["attention_mask_2d"]
-    assert keep.shape == (len(lengths), S), "the whole row on every rank: its layers gather the sequence"
+    keep = whole(mesh, rows, "attention_mask_2d", padding_side=side)
+    assert keep.shape == (len(lengths), S)
+    assert out["attention_mask_2d"].shape == out["input_ids"].shape, "split like the tokens"
     for b, (n, mask) in enumerate(zip(lengths, masks)):
         at = slice(S - n, S) if side == "left" else slice(0, n)
         assert keep[b, at].tolist() == [bool(m) for m in mask]
@@ -221,6 +223,32 @@ def test_zeros_leave_a_flat_row_and_positions_start_again():
     assert out["input_ids"].tolist() == [[3, 4, 5, 20, 22, 24, 25]]
     assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5, 7]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_the_door_refuses_a_row_whose_masks_disagree_or_do_not_fit(padding_free):
+    bad = [
+        ({"attention_mask_2d": [1, 1, 0, 0, 0]}, "another padding|disagree"),
+        ({"attention_mask": [1, 1]}, "tokens of the"),
+    ]
+    for change, said in bad:
+        with pytest.raises(CollateError, match=said):
+            processor(padding_free=padding_free)([{**feature(5), **change}])
+    with pytest.raises(CollateError, match="all on padding"):
+        processor(padding_free=padding_free)([feature(5, mask=[0] * 5)])
+
+
+def test_packing_ids_in_a_rows_mask_part_it():
+    """`1 1 2 2`: twinkle reads them as real tokens and positions as one document."""
+    row = feature(5, mask=[1, 1, 1, 2, 2])
+    out = processor(padding_free=True)([copy.deepcopy(row)])[0]
+    assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5]
+    assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_a_flat_row_whose_positions_do_not_count_is_refused():
+    with pytest.raises(CollateError, match="counts 0, 1, 2"):
+        processor(padding_free=True)([feature(4, positions=[3, 4, 5, 6])])
 
 
 # --- what reaches the model
@@ -317,15 +345,35 @@ def test_routers_of_moe_models_are_told_the_padding():
 
 @pytest.mark.parametrize(
     ("layers", "reader"),
-    [((TEDotProductAttention,), "its attention kernel"), ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet")],
+    [
+        ((TEDotProductAttention,), "fused softmax, read no dense mask"),
+        ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet of megatron-core reads no padding mask"),
+    ],
 )
 def test_padding_that_no_kernel_reads_is_refused(layers, reader):
     made = installed(gpt_model(*layers, forward=through_keywords), padding_side="left")
-    with pytest.raises(UnsupportedFormError, match=f"In GPTModel, {reader} reads no padding mask"):
+    with pytest.raises(UnsupportedFormError, match=reader):
         made(features([5, 3]))
     assert made(features([4, 4]))[0]["attention_mask"] is None
     right = installed(gpt_model(*layers, forward=through_keywords))
     assert right(features([5, 3]))[0]["attention_mask"] is None
+
+
+def test_fused_softmax_is_refused_as_megatron_refuses_it_and_without_fusion_it_is_computed():
+    """One rule, one message, one remedy; `test_swift` has the same for ms-swift."""
+    rows = features([5, 3])
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
+    fused = gpt_model(DotProductAttention, forward=through_keywords, masked_softmax_fusion=True)
+    with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as megatrons:
+        gpt_batch(batch, fused.module)
+    for model in (fused, SimpleNamespace(model=[fused]), fused.module.config):
+        with pytest.raises(UnsupportedFormError) as ours:
+            installed(model, padding_side="left")(copy.deepcopy(rows))
+        assert str(ours.value) == str(megatrons.value)
+        assert installed(model)(copy.deepcopy(rows))[0]["attention_mask"] is None
+    fused.module.config.masked_softmax_fusion = False
+    expected = gpt_batch(batch, fused.module)[0]["attention_mask"]
+    assert torch.equal(installed(fused, padding_side="left")(copy.deepcopy(rows))[0]["attention_mask"], expected)
 
 
 def test_npu_drops_the_mask_only_where_that_is_exact(npu):
@@ -349,6 +397,11 @@ def test_install_twice_and_uninstall():
     twinkle.uninstall(made)
     assert made.process_pipeline == before
     twinkle.uninstall(made)
+    twinkle.install(made, needs_mask_2d=True)
+    made.process_pipeline[2:3] = [stranger := lambda inputs, **_: inputs, made.process_pipeline[3]]
+    twinkle.uninstall(made)
+    assert stranger in made.process_pipeline, "somebody else's stage stays"
+    assert [stage for stage in made.process_pipeline if stage is not stranger][:2] == before[:2]
     made.process_pipeline = before[2:]
     with pytest.raises(CollateError, match="pad_cp"):
         twinkle.install(made, needs_mask_2d=True)
@@ -389,7 +442,8 @@ def test_upstream_counts_alignment_padding_as_real_and_leaves_the_mask_unsplit()
     assert out["attention_mask"][1, 0, -1].tolist() == [False] * 4 + [True] * 4, "3 real tokens, 4 attended"
     ours = processor(grid(1, 2), padding_side="left")(features([7, 3, 5]))[0]
     assert ours["attention_mask"].shape == (3, 1, 4, 8)
-    assert ours["attention_mask_2d"].sum(1).tolist() == [7, 3, 5]
+    keep = whole(grid(1, 2), features([7, 3, 5]), "attention_mask_2d", padding_side="left")
+    assert keep.sum(1).tolist() == [7, 3, 5]
 
 
 def test_upstream_pads_to_cp_and_forgets_tp():

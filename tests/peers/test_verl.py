@@ -5,6 +5,8 @@ Tests named `test_upstream_*` pin a failure of verl itself beside our answer: on
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 why = "verl 0.9.1 and megatron-core 0.16.1 are not installed (nox -s peers_misc)"
 util = pytest.importorskip("verl.models.mcore.util", reason=why, exc_type=ImportError)
+model_forward = pytest.importorskip("verl.models.mcore.model_forward", reason=why, exc_type=ImportError)
 mpu = pytest.importorskip("megatron.core.parallel_state", reason=why, exc_type=ImportError)
 
 from collate_npu import CollateError, ContextParallel, Pattern, UnsupportedFormError, dense  # noqa: E402
@@ -317,15 +320,52 @@ def test_verls_forward_with_a_window_on_npu_is_refused(npu, installed):
 
 
 def test_uninstall_puts_verls_own_back(npu):
-    before = {name: getattr(util, name) for name in verl_engine._REPLACEMENTS if hasattr(util, name)}
+    before = {ours.__name__: getattr(util, ours.__name__) for ours in verl_engine._REPLACEMENTS}
     verl_engine.install()
     verl_engine.install()
-    assert all(getattr(util, name) is verl_engine._REPLACEMENTS[name] for name in before)
+    assert all(getattr(util, name) is getattr(model_forward, name) is not original for name, original in before.items())
+    assert util.postprocess_bshd_engine(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)).is_nested, "ours, on an NPU"
     verl_engine.uninstall()
     assert all(getattr(util, name) is original for name, original in before.items())
     model = Small("npu")
     forward(model, jagged([7, 3]))
     assert model.seen[0].shape == (2, 1, 7, 7)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fresh_worker_installs_what_the_environment_names(named):
+    """As a Ray worker begins: it imports verl, and nobody calls `install`."""
+    code = """if True:
+        import verl
+        from verl.models.mcore import model_forward, registry, util
+        from collate_npu.integrations.verl import engine
+        print(all(hasattr(getattr(module, "preprocess_bshd"), "__wrapped__") for module in (model_forward, util)))
+    """
+    plugin = {"VERL_USE_EXTERNAL_MODULES": "collate_npu.integrations.verl.plugin"} if named else {}
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **plugin}, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == [str(named)], done.stderr[-2000:]
+
+
+def test_a_later_patch_of_another_library_stays(npu):
+    original, theirs = util.preprocess_bshd_engine, model_forward.preprocess_bshd_engine
+    verl_engine.install()
+    ours = model_forward.preprocess_bshd_engine
+    model_forward.preprocess_bshd_engine = stranger = lambda *args, **kwargs: ours(*args, **kwargs)
+    try:
+        verl_engine.uninstall()
+        assert model_forward.preprocess_bshd_engine is stranger
+        assert util.preprocess_bshd_engine is original
+        assert stranger(jagged([7, 3]))[1].shape == (2, 1, 7, 7), "verl's own mask again"
+    finally:
+        model_forward.preprocess_bshd_engine = theirs
+
+
+def test_an_inverted_or_misshapen_mask_of_padded_rows_is_refused():
+    ids, keep = torch.tensor([[11, 12, 13, 14]] * 2), torch.tensor([[0, 0, 1, 1]] * 2)
+    with pytest.raises(CollateError, match="tokens of the batch are"):
+        verl_engine.preprocess_bshd(ids, keep[:, 1:], keep)
+    with pytest.raises(CollateError, match="no real token"):
+        verl_engine.preprocess_bshd(ids, keep * torch.tensor([[1], [0]]), keep)
 
 
 # --- two real ranks

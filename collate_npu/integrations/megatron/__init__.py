@@ -21,6 +21,8 @@ from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, query_rows, split_batch
 from collate_npu.segments import Segments
 
+PACKAGE, TESTED = "megatron-core", "0.16.1"
+
 
 def gpt_batch(
     batch: Mapping[str, Any],

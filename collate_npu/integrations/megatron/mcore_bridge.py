@@ -12,34 +12,35 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations import patching
 from collate_npu.parallel import ContextParallel, split_tensor
 
-Undo = list[tuple[Any, str, Any]]
-"""What was patched: owner, name, original."""
+PACKAGE, TESTED = "mcore-bridge", "1.6.5"
 
 _EXTRAS = ("attention_mask_2d", "padding_mask")
-_undo: Undo = []
 
 
-def install() -> None:
-    """Let the multimodal forward keep the two masks, and each layer hand the 2D one to the attention that takes it."""
+def install(*, holder: str = PACKAGE) -> None:
+    """Let the multimodal forward keep the two masks, and each layer hand the 2D one to the attention that takes it.
+
+    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place.
+    """
     from mcore_bridge.model import MultimodalGPTModel
     from mcore_bridge.model.modules import TransformerLayer
 
-    if not _undo:
-        patch(MultimodalGPTModel, "forward", _multimodal_forward, _undo)
-        patch(TransformerLayer, "forward", _layer_forward, _undo)
+    patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
+    patching.patch(holder, TransformerLayer, "forward", _layer_forward)
 
 
 def uninstall() -> None:
-    """Put mcore-bridge's own forwards back."""
-    restore(_undo)
+    """Undo your own `install`."""
+    patching.release(PACKAGE)
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,22 +61,24 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     raise UnsupportedFormError(explain(", ".join(extras), "a mask", rule, "Pad right, or use padding_free=True."))
 
 
-def router_padding(padding: Tensor, cp: ContextParallel | None, tp_rank: int | None) -> Tensor:
+def router_padding(padding: Tensor, cp: ContextParallel | None, tp: tuple[int, int] = (0, 1)) -> Tensor:
     """This rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
 
-    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp_rank` where tensor-parallel
-    ranks share the tokens again.
+    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp` is the rank and the
+    number of the tensor-parallel ranks that share the tokens again (`sequence_parallel`).
     """
     local = padding if cp is None else split_tensor(padding, cp)
-    if tp_rank is not None and cp is not None:
-        local = local.chunk(cp.tensor_parallel, dim=1)[tp_rank]
-    return local.contiguous()
+    rank, size = tp
+    if local.shape[1] % size:
+        rule = f"{size} tensor-parallel ranks share the tokens of a row."
+        raise CollateError(explain("width", str(local.shape[1]), rule, f"Pad to a multiple of {size} on each rank."))
+    return local.chunk(size, dim=1)[rank].contiguous()
 
 
 @cache
 def _warn_if_dropped(model_class: Any) -> None:
     language = getattr(model_class, "language_model_cls", None)
-    if language is not None and not (_undo and hasattr(language, "extra_forward_keys")):
+    if language is not None and not (patching.in_place(_multimodal_forward) and hasattr(language, "extra_forward_keys")):
         warnings.warn(
             f"{model_class.__qualname__}.forward drops attention_mask_2d and padding_mask on their way to the layers. Real "
             "tokens stay exact while padding is on the right; MoE routers count padding. Remedy: collate_npu.integrations."
@@ -116,22 +119,3 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 def _takes_any(forward: Callable[..., Any]) -> bool:
     parameters = inspect.signature(forward).parameters.values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def patch(owner: Any, name: str, ours: Callable[..., Any], undo: Undo) -> None:
-    """Replace a method by `ours(original, *args, **kwargs)`, and note the original for `restore`."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    undo.append((owner, name, original))
-    setattr(owner, name, wrapped)
-
-
-def restore(undo: Undo) -> None:
-    """Undo `patch`, the last one first."""
-    while undo:
-        owner, name, original = undo.pop()
-        setattr(owner, name, original)

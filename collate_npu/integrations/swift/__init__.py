@@ -1,21 +1,26 @@
 """ms-swift 4.6.0 on Megatron: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
 
 The template then sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker), and `prepare_batch` makes of it, or of
-whatever mask a custom collator sent, what this model and this kernel read (`swift_masks`); what has no right form raises.
+whatever mask a custom collator sent, what this model and this kernel read (`masks.py`); what has no right form raises.
 Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, megatron/trainers/base.py:1136-1152.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import lcm
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.keys import KEEP_KEY
@@ -23,11 +28,7 @@ from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
-_undo: mcore_bridge.Undo = []
-_options: dict[str, Any] = {}
-# Segments of the last prepared batch, by id(args). `get_last_tokens` runs right after that batch's forward and receives no
-# whole mask, so it looks here.
-_segments_of_last_batch: dict[int, Segments] = {}
+PACKAGE, TESTED = "ms-swift", "4.6.0"
 
 
 def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polarity | None = None) -> None:
@@ -35,45 +36,44 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `mask_2d` is
     what a context-parallel rank gets (nothing in mcore-bridge 1.6.5 reads it there). `polarity` declares the 4D masks of
-    a custom collator; undeclared, it is proved. Undone by `uninstall`.
+    a custom collator; undeclared, it is proved. A second call takes the place of the first. Undone by `uninstall`.
     """
     uninstall()
     from swift.template.base import Template
 
-    _options.update(mask_2d=mask_2d, polarity=polarity)
-    mcore_bridge.patch(Template, "_data_collator", _collate, _undo)
+    patching.patch(PACKAGE, Template, "_data_collator", _collate)
     if trainers:
         from swift.megatron.trainers import base, utils
 
-        mcore_bridge.install()
-        mcore_bridge.patch(base.BaseMegatronTrainer, "get_last_tokens", _last_tokens, _undo)
-        mcore_bridge.patch(utils, "prepare_batch", _prepare, _undo)
-        _rename(_undo[-1][2], utils.prepare_batch)
+        ours = _Trainers(mask_2d=mask_2d, polarity=polarity)
+        mcore_bridge.install(holder=PACKAGE)
+        patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", ours.get_last_tokens)
+        patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
 
 
 def uninstall() -> None:
-    """Put everything back as ms-swift and mcore-bridge have it. Undoes `install`."""
-    names = [(getattr(owner, name), original) for owner, name, original in _undo if name == "prepare_batch"]
-    mcore_bridge.restore(_undo)
-    for ours, original in names:
-        _rename(ours, original)
-        mcore_bridge.uninstall()
-    _segments_of_last_batch.clear()
-
-
-def _rename(old: Any, new: Any) -> None:
-    """Modules that imported the function by name hold it too."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("swift.") and vars(module).get("prepare_batch") is old:
-            vars(module)["prepare_batch"] = new
+    """Give back what `install` took, and leave every other patch in place: your own `mcore_bridge.install()` too."""
+    patching.release(PACKAGE)
 
 
 class _OnMeta(TorchFunctionMode):
     """The template's `[B, S, S]` of ones takes no memory, nor does what is made of it (base.py:2152-2157)."""
 
+    def __init__(self, builder: CodeType) -> None:
+        super().__init__()
+        self._builder = builder
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        square = func is torch.ones and isinstance(args[0], tuple) and len(args[0]) == 3
-        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if square else {})})
+        kwargs = kwargs or {}
+        if func is torch.ones and _is_square(args, kwargs) and sys._getframe(1).f_code is self._builder:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _is_square(args: Any, kwargs: Any) -> bool:
+    """Is it `ones((B, S, S), dtype=bool)`? Images of a multimodal template have no such dtype."""
+    shape = args[0] if args and isinstance(args[0], tuple) else ()
+    return len(shape) == 3 and shape[1] == shape[2] and kwargs.get("dtype") is torch.bool
 
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
@@ -81,7 +81,7 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
         return original(self, batch, padding_to=padding_to)
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
-    with _OnMeta():
+    with _OnMeta(inspect.unwrap(original).__code__):
         out = original(self, batch, padding_to=padding_to)
     out.pop("attention_mask", None)
     # Its own 2D mask counts the alignment padding of context parallelism as real; seq_lens do not.
@@ -89,19 +89,36 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
     return out
 
 
-def _prepare(original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
-    if args.padding_free:
-        return original(args, data, vp_stage)
-    segments = _segments_of_last_batch[id(args)] = swift_masks.segments_from_swift(args, data, _options["polarity"])
-    bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
-    return swift_masks.add_masks(args, original(args, bare, vp_stage), segments, _options["mask_2d"])
+@dataclass(frozen=True, kw_only=True)
+class _Trainers:
+    """What one `install` puts into the trainers."""
 
+    mask_2d: Scope
+    polarity: Polarity | None
+    last: dict[int, tuple[Any, Segments]] = field(default_factory=dict)
+    """Argument namespace and Segments of the batch prepared last, by id of the namespace: `get_last_tokens` runs right
+    after that batch's forward, and may be given no mask, or one rank's part of it."""
 
-def _last_tokens(
-    original: Callable[..., Any], self: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
-) -> Any:
-    """The whole mask of the batch, whatever the model was given: None, or one rank's rows."""
-    segments = _segments_of_last_batch.get(id(self.args))
-    if packed_seq_params is None and segments is not None:
-        attention_mask = segments.keep.to(output_tensor.device)
-    return original(self, output_tensor, packed_seq_params, attention_mask)
+    def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
+        if args.padding_free:
+            return original(args, data, vp_stage)
+        segments = swift_masks.segments_from_swift(args, data, self.polarity)
+        self.last[id(args)] = args, segments
+        bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
+        return swift_masks.add_masks(args, original(args, bare, vp_stage), segments, self.mask_2d)
+
+    def get_last_tokens(
+        self, original: Callable[..., Any], trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None,
+        attention_mask: Any = None,
+    ) -> Any:  # fmt: skip
+        """By the mask that is given where it is of whole rows, else by that of the batch prepared last."""
+        cp = trainer.args.context_parallel_size
+        whole = attention_mask is not None and cp == 1
+        if packed_seq_params is None and not whole and id(trainer.args) in self.last:
+            segments = self.last[id(trainer.args)][1]
+            if segments.shape != (output_tensor.shape[0], output_tensor.shape[1] * cp):
+                rule = f"The batch prepared last is {list(segments.shape)} on {cp} ranks, and no mask of another is given."
+                remedy = "Pool right after the forward of a batch, or pass its whole attention_mask_2d on one rank."
+                raise CollateError(explain("get_last_tokens", shape_of(output_tensor), rule, remedy))
+            attention_mask = segments.keep.to(output_tensor.device)
+        return original(trainer, output_tensor, packed_seq_params, attention_mask)

@@ -68,7 +68,7 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device)
     if blocked is None and getattr(info, "is_moe_model", False):
-        extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), cp, _tp_rank(args))
+        extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), cp, _tensor_parallel(args))
     return mcore_bridge.pass_through_forward(_model_class(args), {**out, "attention_mask": blocked}, extras)
 
 
@@ -97,12 +97,13 @@ def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
     return ContextParallel(size, rank, layout=args.cp_partition_mode, mask_2d=mask_2d)
 
 
-def _tp_rank(args: Any) -> int | None:
+def _tensor_parallel(args: Any) -> tuple[int, int]:
+    """Rank and number of the ranks that share a row's tokens beside context parallelism."""
     if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
-        return None
+        return 0, 1
     from megatron.core import mpu
 
-    return int(mpu.get_tensor_model_parallel_rank())
+    return int(mpu.get_tensor_model_parallel_rank()), args.tensor_model_parallel_size
 
 
 def _model_class(args: Any) -> Any:

@@ -1,31 +1,37 @@
 """twinkle-kit 0.5.1: an InputProcessor whose stages keep padding and the 2D mask, and a safe gather of objects.
 
-`install(processor)` swaps five stages of its `process_pipeline` for those of `twinkle_stages`; `uninstall` puts them back.
+`install(processor)` swaps five stages of its `process_pipeline` for those of `stages.py`; `uninstall` puts them back.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from collate_npu.errors import CollateError, explain
 from collate_npu.integrations.twinkle.stages import Stages
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import gather_objects
 
+PACKAGE, TESTED = "twinkle-kit", "0.5.1"
+
 
 def install(
     processor: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal"
 ) -> None:
-    """Replace the stages of one `InputProcessor`. `model` (or its config) tells whether its layers read the 2D mask.
+    """Replace the stages of one `InputProcessor`. `model` tells whether its layers read the 2D mask: twinkle's own model,
+    Megatron's, or its config.
 
     With the model itself, `attention_mask_2d`, and on MoE models `padding_mask`, go where its forward passes them on
     (`pass_through_forward`; `mcore_bridge.install()` lets its layers take them), and a batch whose padding its
-    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and kernels are
-    not looked at. Raises `CollateError` where none of them is given, or a stage is missing. Does nothing the second time.
+    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and of the kernels
+    only a config's `masked_softmax_fusion` is known. Raises `CollateError` where none of them is given, or a stage is
+    missing. Does nothing the second time.
     """
     if _installed(processor) is not None:
         return
-    stages = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d, pattern)
+    stages = Stages(processor, tuple(processor.process_pipeline), _module(model), needs_mask_2d, pattern)
     ours = stages.by_name()
     missing = set(ours) - {stage.__name__ for stage in processor.process_pipeline}
     if missing:
@@ -35,9 +41,11 @@ def install(
 
 
 def uninstall(processor: Any) -> None:
-    """Put twinkle's own stages back."""
+    """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
     if (stages := _installed(processor)) is not None:
-        processor.process_pipeline = list(stages.before)
+        before = {stage.__name__: stage for stage in stages.before}
+        pipeline = processor.process_pipeline
+        processor.process_pipeline = [before[s.__name__] if getattr(s, "__self__", None) is stages else s for s in pipeline]
 
 
 def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
@@ -52,6 +60,13 @@ def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None
     if dist.is_available() and dist.is_initialized():
         values = gather_objects(value, _gloo_of(process_group or dist.group.WORLD, device_mesh))
     return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
+
+
+def _module(model: Any) -> Any:
+    """The first pipeline chunk of twinkle's MegatronModel, or of its list (model/megatron/megatron.py:159); else `model`."""
+    if not isinstance(model, nn.Module) and hasattr(model, "model"):
+        model = model.model
+    return model[0] if isinstance(model, (list, tuple, nn.ModuleList)) else model
 
 
 def _installed(processor: Any) -> Stages | None:

@@ -21,18 +21,17 @@ from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, explain
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
-from collate_npu.keys import KEEP_KEY, KEYS, TOKENS, Key
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
-from collate_npu.parallel import (
-    ContextParallel,
-    pad_documents,
-    split_batch,
-)
+from collate_npu.parallel import ContextParallel, pad_documents, split_batch
 from collate_npu.segments import Segments
 
 Row = dict[str, Any]
 Stage = Callable[..., list[Row]]
 
+_TRUTH = ("attention_mask", KEEP_KEY, SEGMENT_KEY)
+"""What `_segments` has read, and the batch carries as `segment_ids` alone."""
 _DOCUMENTS: Mapping[str, Key] = {**KEYS, "position_ids": replace(KEYS["position_ids"], fill=-1)}  # twinkle's own fill
 
 
@@ -94,8 +93,8 @@ class Stages:
         return rows
 
     def to_transformers_dict(self, batches: list[Row], **kwargs: Any) -> list[Row]:
-        """twinkle's list of keys, and the 2D mask."""
-        kept = [{KEEP_KEY: batch[KEEP_KEY]} if KEEP_KEY in batch else {} for batch in batches]
+        """twinkle's list of keys, and the ids of the sequences."""
+        kept = [{SEGMENT_KEY: batch[SEGMENT_KEY]} if SEGMENT_KEY in batch else {} for batch in batches]
         return [{**out, **keep} for out, keep in zip(self.processor.to_transformers_dict(batches, **kwargs), kept)]
 
     def drop_causal_4d_mask(self, batches: list[Row], attention_mask_type: str | None = None, **_: Any) -> list[Row]:
@@ -113,23 +112,21 @@ class Stages:
         return batches
 
     def _routed(self, batch: Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> Row:
-        if KEEP_KEY not in batch:
+        if SEGMENT_KEY not in batch:  # a flat row: twinkle counted its offsets, padding included, after `_documents`
             flat = {**batch, "attention_mask": None}
             offsets = batch["packed_seq_params"].cu_seqlens_q
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
-        segments = Segments.from_keep(batch[KEEP_KEY])
-        out = adapter.render(batch, segments)
+        out, segments = adapter.with_segments(batch)
         model = unwrap(self.model)
+        if not npu:  # MindSpeed's kernels are the adapter's consumer there
+            _refuse_unread(model, segments)
         if not hasattr(model, "forward"):
             return out
-        if not npu:
-            recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
-            refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
         extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
         if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
             shared = bool(getattr(config_of(model), "sequence_parallel", False)) and cp.tensor_parallel > 1
-            tp_rank = self.processor.device_mesh.tp_rank if shared else None
-            extras["padding_mask"] = router_padding(~batch[KEEP_KEY], cp, tp_rank)
+            tp = (self.processor.device_mesh.tp_rank, cp.tensor_parallel) if shared else (0, 1)
+            extras["padding_mask"] = router_padding(batch[SEGMENT_KEY] == 0, cp, tp)
         return pass_through_forward(type(model), out, extras)
 
     def _token_keys(self, row: Row) -> list[str]:
@@ -137,32 +134,61 @@ class Stages:
         return [key for key in row if key in names and isinstance(row[key], Tensor)]
 
     def _padded(self, row: Row, longest: int) -> Row:
-        out = {**row, KEEP_KEY: _keep(row)}
-        out.pop("attention_mask", None)
+        out = {key: value for key, value in row.items() if key not in _TRUTH}
+        out[SEGMENT_KEY] = _segments(row).ids.to(row["input_ids"].device)
         missing = round_up(longest, self.cp.multiple) - _length(row)
         sides = (missing, 0) if self.processor.padding_side == "left" else (0, missing)
-        for key in [*self._token_keys(out), KEEP_KEY]:
+        for key in [*self._token_keys(out), SEGMENT_KEY]:
             after = out[key].ndim - 1 - _dim(key, out[key])
             out[key] = pad(out[key], (0, 0) * after + sides, value=self.processor.padding_map.get(key, 0))
         return out
 
     def _documents(self, row: Row) -> Row:
         """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
-        keep, positions = _keep(row), row.get("position_ids")
-        starts = torch.zeros_like(keep) if positions is None else positions[:1] == 0
-        segments = Segments.from_ids((starts.cumsum(-1) + 1) * keep)
-        where = segments.indices.to(keep.device)
-        keys = [key for key in self._token_keys(row) if key != "attention_mask"]
+        segments, positions = _parted(row), row.get("position_ids")
+        where = segments.indices.to(row["input_ids"].device)
+        keys = [key for key in self._token_keys(row) if key not in _TRUTH]
         tokens = {key: row[key].index_select(_dim(key, row[key]), where) for key in keys}
         if positions is not None and len(positions) == 1:  # a document begins where they are 0, for twinkle as for us
             tokens["position_ids"] = segments.position_ids[:, segments.indices].to(positions)
         padded, _ = pad_documents(tokens, self.cp, segments=Segments.from_lengths(segments.lengths), keys=_DOCUMENTS)
-        return {key: padded.get(key, value) for key, value in row.items() if key != "attention_mask"}
+        return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
-def _keep(row: Row) -> Tensor:
-    held = row.get("attention_mask")
-    return torch.ones_like(row["input_ids"], dtype=torch.bool) if held is None else held.to(torch.bool)
+def _refuse_unread(model: Any, segments: Segments) -> None:
+    """By the layers of a module; a config tells of its softmax alone, and nothing else of the kernels."""
+    if hasattr(model, "modules"):
+        recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
+        refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
+    elif getattr(model, "masked_softmax_fusion", False):
+        refuse_unread_padding(segments, "transformer_engine", recurrent=False)
+
+
+def _segments(row: Row) -> Segments:
+    """One sample `[1, L]` before collation, through the door. Where it says nothing of padding it has none."""
+    told = {key: value for key, value in row.items() if isinstance(value, Tensor) and _at_door(key)}
+    if (positions := told.get("position_ids")) is not None and len(positions) > 1:
+        told["position_ids"] = positions[:, None]  # axes, not rows
+    if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
+        told[KEEP_KEY] = torch.ones(1, _length(row), dtype=torch.bool)
+    return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
+
+
+def _at_door(key: str) -> bool:
+    return key in KEYS and (KEYS[key].role is not None or KEYS[key].kind == "positions")
+
+
+def _parted(row: Row) -> Segments:
+    """The same, with documents by positions over all tokens, holes included: as twinkle counts its offsets.
+
+    A document begins where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis
+    does not count 0, 1, 2, ... in each: twinkle would lose the tokens before its first 0.
+    """
+    segments, positions = _segments(row), row.get("position_ids")
+    if segments.packed or positions is None:
+        return segments
+    by_axis = Segments.from_position_ids(positions).ids if len(positions) == 1 else (positions[:1] == 0).cumsum(-1).cpu() + 1
+    return Segments.from_ids(by_axis * segments.keep)
 
 
 def _length(row: Row) -> int:

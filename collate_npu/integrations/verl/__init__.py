@@ -1,6 +1,6 @@
 """verl 0.9.1, Megatron engine: jagged rows to padded ones, the mask the model takes, and the way back.
 
-`pad_jagged` and `to_jagged` are each other's inverse; `verl_engine` has the same under verl's own names. They differ from
+`pad_jagged` and `to_jagged` are each other's inverse; `engine` has the same under verl's own names. They differ from
 verl's models/mcore/util.py in that the 2D mask stays 2D on every device, and that no `[B, 1, S, S]` is built for an NPU
 where None is exact: always, for jagged rows and causal attention. Costs one pass over the tokens.
 
@@ -24,6 +24,8 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
 from collate_npu.segments import Segments
+
+PACKAGE, TESTED = "verl", "0.9.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,21 @@ while the way back keeps its 2D mask; `uninstall` undoes it. Legend: B rows, S w
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from collate_npu.collate.padding import round_up
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.integrations.verl import on_npu, pad_jagged, segments_from_jagged, to_jagged
+from collate_npu.integrations import patching
+from collate_npu.integrations.verl import PACKAGE, on_npu, pad_jagged, segments_from_jagged, to_jagged
 from collate_npu.masks.derive import derive_segments
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.segments import Segments
-
-_originals: dict[str, Any] = {}
 
 
 def preprocess_bshd_engine(
@@ -84,7 +85,7 @@ def preprocess_bshd(
     if cp.size > 1:
         rule = "verl's path for padded rows without packing is not split."
         raise UnsupportedFormError(explain("context parallelism", f"{cp.size} ranks", rule, "Pass jagged input ids."))
-    before = Segments.from_keep(attention_mask)
+    before = segments_from_batch({"input_ids": input_ids, "attention_mask": attention_mask}, polarity="keep")
     width = round_up(max(before.row_lengths), cp.tensor_parallel if sequence_parallel else 1)
     after = Segments.from_lengths(before.row_lengths, width)
     ids = repad(unpad(input_ids, before), after) if pre_process else input_ids
@@ -94,16 +95,16 @@ def preprocess_bshd(
 def postprocess_bshd(
     result: Tensor, attention_mask: Tensor, original_attention_mask: Tensor, origin_seqlen: int, post_process: bool = True
 ) -> Tensor:
-    """The output back where its tokens stood. Undoes `preprocess_bshd`."""
+    """The output back where its tokens stood. Undoes `preprocess_bshd`, by the masks it took and gave."""
     if not post_process:
         return result
     return repad(unpad(result, Segments.from_keep(attention_mask)), Segments.from_keep(original_attention_mask))
 
 
-def _forward_engine(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward_engine(original: Callable[..., Any], model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
     """verl's forward; on an NPU its padded text batches reach the model with None instead of the 2D mask."""
     model = _WithoutMask(model) if on_npu() and kwargs.get("data_format") == "bshd" else model
-    return _originals["gptmodel_forward_model_engine"](model, input_ids, *args, **kwargs)
+    return original(model, input_ids, *args, **kwargs)
 
 
 class _WithoutMask:
@@ -125,32 +126,31 @@ class _WithoutMask:
         return self._model(**{**batch, "attention_mask": None})
 
 
-_REPLACEMENTS: dict[str, Any] = {
-    "preprocess_bshd_engine": preprocess_bshd_engine,
-    "postprocess_bshd_engine": postprocess_bshd_engine,
-    "build_vlm_attn_mask_bshd": build_vlm_attn_mask_bshd,
-    "build_vlm_attn_mask_thd": build_vlm_attn_mask_thd,
-    "preprocess_bshd": preprocess_bshd,
-    "postprocess_bshd": postprocess_bshd,
-    "gptmodel_forward_model_engine": _forward_engine,
-}
+_REPLACEMENTS: tuple[Callable[..., Any], ...] = (
+    preprocess_bshd_engine,
+    postprocess_bshd_engine,
+    build_vlm_attn_mask_bshd,
+    build_vlm_attn_mask_thd,
+    preprocess_bshd,
+    postprocess_bshd,
+)
 
 
 def install() -> None:
     """Swap verl's functions for these in every module of verl that has them. Does nothing the second time."""
     from verl.models.mcore import model_forward, registry  # noqa: F401
 
-    for name, replacement in _REPLACEMENTS.items():
-        _swap(name, _originals.setdefault(name, getattr(model_forward, name)), replacement)
+    for ours in _REPLACEMENTS:
+        patching.patch(PACKAGE, model_forward, ours.__name__, _instead(ours), everywhere="verl")
+    patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", _forward_engine, everywhere="verl")
 
 
 def uninstall() -> None:
     """Put verl's own functions back."""
-    for name in list(_originals):
-        _swap(name, _REPLACEMENTS[name], _originals.pop(name))
+    patching.release(PACKAGE)
 
 
-def _swap(name: str, old: Any, new: Any) -> None:
-    for module in [module for key, module in sys.modules.items() if key.startswith("verl.")]:
-        if getattr(module, name, None) is old:
-            setattr(module, name, new)
+@cache
+def _instead(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function for `patching`, which offers the original first."""
+    return lambda original, *args, **kwargs: ours(*args, **kwargs)

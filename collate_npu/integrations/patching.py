@@ -1,0 +1,110 @@
+"""Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
+
+A patch belongs to its holders: it is in place while at least one of them holds it. Holding it twice is holding it once,
+so a plugin file may run again. What somebody else patched over ours stays as it is, and ours then calls the original.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+_ABSENT = object()
+"""The owner has no such name of its own: it inherits it."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Patch:
+    """One function in place of another."""
+
+    owner: Any
+    name: str
+    ours: Callable[..., Any]
+    original: Callable[..., Any]
+    before: Any
+    """What the owner itself holds under the name, a `staticmethod` as such."""
+    everywhere: str
+    wrapped: Any = None
+    holders: set[str] = field(default_factory=set)
+
+
+_TABLE: list[_Patch] = []
+
+
+def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, everywhere: str = "") -> None:
+    """Let `owner.name(...)` run `ours(original, ...)`, until `release(holder)`.
+
+    `everywhere` names a package: each module of it that imported the function, under whatever name, gets ours too.
+    Raises `AttributeError` where the owner has no such function.
+    """
+    for known in _TABLE:
+        if (known.owner, known.name, known.ours) == (owner, name, ours):
+            known.holders.add(holder)
+            return
+    original, before = getattr(owner, name), vars(owner).get(name, _ABSENT)
+    made = _Patch(owner=owner, name=name, ours=ours, original=original, before=before, everywhere=everywhere)
+    made.holders.add(holder)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs) if made.holders else original(*args, **kwargs)
+
+    wrapped.__collate_npu_patch__ = made  # type: ignore[attr-defined]
+    made.wrapped = staticmethod(wrapped) if isinstance(before, staticmethod) else wrapped
+    setattr(owner, name, made.wrapped)
+    _rebind(everywhere, original, wrapped)
+    _TABLE.append(made)
+
+
+def release(holder: str) -> None:
+    """Take this holder off each patch. One that nobody holds is undone, the last one first."""
+    for made in reversed(_TABLE[:]):
+        made.holders.discard(holder)
+        if not made.holders:
+            _TABLE.remove(made)
+            _strip(made.owner, made.name)
+            _rebind(made.everywhere, _function(made.wrapped), _lowest(made).original)
+
+
+def in_place(ours: Callable[..., Any]) -> bool:
+    """Is this replacement in place anywhere?"""
+    return any(made.ours == ours for made in _TABLE)
+
+
+def _strip(owner: Any, name: str) -> None:
+    """Take wrappers of ours that nobody holds off the top; a stranger's, and what is below it, stays."""
+    made = _patch_of(vars(owner).get(name))
+    if made is None or made.holders:
+        return
+    before = _lowest(made).before
+    delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+
+
+def _lowest(made: _Patch) -> _Patch:
+    """The lowest of the wrappers below this one that nobody holds."""
+    while (below := _patch_of(made.before)) is not None and not below.holders:
+        made = below
+    return made
+
+
+def _patch_of(held: Any) -> _Patch | None:
+    """The patch whose wrapper this is. A stranger's `functools.wraps` copies our mark, and is no wrapper of ours."""
+    made = getattr(_function(held), "__collate_npu_patch__", None)
+    return made if made is not None and made.wrapped is held else None
+
+
+def _rebind(package: str, old: Any, new: Any) -> None:
+    """Modules of the package that hold `old`. Only `vars` is read: a lazy module imports on any other look."""
+    if not package:
+        return
+    for key, module in list(sys.modules.items()):
+        if module is not None and (key == package or key.startswith(f"{package}.")):
+            for name in [name for name, value in vars(module).items() if value is old]:
+                setattr(module, name, new)
+
+
+def _function(held: Any) -> Any:
+    return held.__func__ if isinstance(held, staticmethod) else held
