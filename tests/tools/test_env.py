@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 import collate_npu
 from collate_npu.tools import env
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -142,3 +145,12 @@ def test_sparse_mode_two_is_named(installed, monkeypatch):
     monkeypatch.setattr(env, "_npu", lambda packages, torch_fails: "torch_npu loads")
     monkeypatch.setenv("NPU_FA2_SPARSE_MODE", "2")
     assert "top left" in hazards()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "collate_npu" / "integrations").rglob("*.py")), ids=lambda file: file.stem)
+def test_every_trainer_is_listed_and_installed_in_the_version_it_names(file):
+    named = re.search(r'^PACKAGE, TESTED = "(.*)", "(.*)"$', file.read_text(encoding="utf-8"), flags=re.M)
+    if named is None:
+        pytest.skip("no trainer of its own")
+    assert named[1] in env.PACKAGES
+    assert f'"{named[1]}=={named[2]}"' in (ROOT / "noxfile.py").read_text(encoding="utf-8")
