@@ -38,7 +38,7 @@ def within(pattern, q, k, prefix):
         return q - pattern.size < k <= q
     if pattern.name == "chunked":
         return k <= q and q // pattern.size == k // pattern.size
-    return k <= q
+    return k <= q if pattern.name == "causal" else bool(pattern.attends(q, k, 0))
 
 
 def keep_by_hand(segments, pattern):

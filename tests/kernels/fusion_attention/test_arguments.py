@@ -16,6 +16,8 @@ from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_k
 from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
 
 SCALE = HEAD_DIM**-0.5
+COMPRESSED = {"causal", "bidirectional", "sliding", "chunked", "prefix"}
+"""What the operator's TND layout can say; other patterns are dense masks in the padded layouts."""
 
 
 class Dilated(Pattern):
@@ -54,8 +56,10 @@ def test_every_form_computes_the_dense_attention_at_every_real_token(data: st.Da
         kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
     except UnsupportedFormError:
         assert layout == "TND"
-        assert pattern.name == "sliding"
-        assert not torch.equal(batch.keep, Segments.from_ids(filled(batch)).keep), "refused, but there are no holes"
+        assert pattern.name not in COMPRESSED - {"sliding"}
+        assert pattern.name not in COMPRESSED or not torch.equal(batch.keep, Segments.from_ids(filled(batch)).keep), (
+            "refused, but there are no holes"
+        )
         return
     tensors = qkv(*batch.shape, batch.shape[1], seed=data.draw(st.integers(0, 99)))
     wanted = torch_attention(*tensors, dense(batch, pattern=pattern))
@@ -172,7 +176,7 @@ def test_a_kept_tail_is_one_more_sequence() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 4), st.data())
 def test_a_kept_tail_changes_nothing_for_the_real_tokens(lengths: list[int], tail: int, data: st.DataObject) -> None:
     batch = Segments.from_lengths([lengths], sum(lengths) + tail)
-    pattern = data.draw(patterns(len(lengths)))
+    pattern = data.draw(patterns(len(lengths)).filter(lambda pattern: pattern.name in COMPRESSED))
     tensors = qkv(*batch.shape, batch.shape[1])
     kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout="TND", keep_tail=True)
     out = reference_fusion_attention(*(x[0] for x in tensors), HEADS, scale=SCALE, **kwargs)[0]
