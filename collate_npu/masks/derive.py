@@ -226,9 +226,13 @@ def _proved(values: MaskValues, known: Known, read: Callable[[Polarity], Reading
         raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     if not found:
         return _refuse_unexplained(values, known, failed)
-    (result,) = found.values()
+    ((name, result),) = found.items()
     if isinstance(result, AmbiguousMaskError):
         raise result
+    for other, unexplained in failed.items():
+        if unexplained.instead is not None:  # the declared pattern may be what is wrong, not the other reading
+            rule = f"Both readings are possible: as '{name}' {_told(result)}, as '{other}' it is {unexplained.instead}."
+            raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     return result
 
 

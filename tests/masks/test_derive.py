@@ -381,3 +381,11 @@ def test_the_given_mask_is_left_alone():
     before = built.clone()
     derive_segments(built)
     assert torch.equal(built, before)
+
+
+def test_a_declared_pattern_does_not_choose_the_polarity():
+    """Turned around, a hole in an encoder's sequence is a causal sequence of one token."""
+    keep = dense(Segments.from_ids([[1, 1, 0, 1]]), pattern="bidirectional")
+    with pytest.raises(PolarityError, match=r"as 'masked' it is .*, as 'keep' it is bidirectional"):
+        derive_segments(keep, pattern="causal")
+    assert derive_segments(keep, pattern="bidirectional", polarity="keep").lengths == ((3,),)
