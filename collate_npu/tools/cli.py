@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from functools import wraps
@@ -60,6 +61,8 @@ def _needs(*packages: str) -> Callable[[Command], Command]:
                     import_module(package)
                 except Exception as error:  # torch raises RuntimeError where it cannot load torch_npu
                     _stop(f"{package} does not load: {type(error).__name__}: {error} `collate-npu env` says more.")
+            # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
+            warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
             try:
                 command(*args, **kwargs)
             except typer.Exit:

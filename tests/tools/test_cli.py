@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -223,3 +225,11 @@ def test_env_lists_packages():
     assert result.exit_code == 0
     assert "- torch: " in result.output
     assert "- devices: " in result.output
+
+
+def test_a_command_does_not_warn_of_its_own_batches():
+    command = [sys.executable, "-W", "always", "-m", "collate_npu", "show", "--lengths", "3,5", "--side", "left"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "this batch has a 4D" not in done.stderr
+    assert "■" in done.stdout
