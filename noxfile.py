@@ -123,7 +123,7 @@ def peers_swift(session: nox.Session) -> None:
 def peers_misc(session: nox.Session) -> None:
     """verl, twinkle and torchtitan (FlexAttention on a CPU needs g++)."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
-    session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0", "lightning==2.6.0")
+    session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
-    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("verl", "twinkle", "torchtitan", "lightning")), env=ENV)
+    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("verl", "twinkle", "torchtitan")), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)
