@@ -91,8 +91,11 @@ def test_with_kernels_that_read_offsets_each_sequence_is_as_alone(monkeypatch, n
 @pytest.mark.parametrize("name", ["bailing_hybrid", "kimi_linear", "jamba", "minimax"])
 def test_families_that_are_refused_are_wrong_with_kernels_too(monkeypatch, name):
     model = with_kernels(monkeypatch, build(name))
+    collator = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)
+    with pytest.raises(UnsupportedFormError, match=f"{name} do not ask where a sequence begins"):
+        collator(SAMPLES)
     monkeypatch.setattr(transformers, "_STATES_READ_OFFSETS", {name})
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
+    batch = collator(SAMPLES)
     assert error(model, batch) > 0.1
 
 
