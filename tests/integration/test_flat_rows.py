@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DataCollatorWithFlattening
 
-from collate_npu import PaddingCollator, UnsupportedFormError, wrap_collator
+from collate_npu import BatchAdapter, PaddingCollator, UnsupportedFormError, wrap_collator
 from collate_npu.consumers import transformers
 from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import hybrid_model_types, tiny_model
@@ -108,7 +108,8 @@ def build(name, **settings):
 
 def positions_alone(model):
     """transformers' own collator tells positions, unless asked for more."""
-    return wrap_collator(DataCollatorWithFlattening(), model=model)
+    adapter, flatten = BatchAdapter(model, padding_free=True), DataCollatorWithFlattening()
+    return lambda samples: adapter(flatten(samples))
 
 
 def with_kernels(monkeypatch, model):
