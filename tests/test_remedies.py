@@ -22,6 +22,7 @@ from collate_npu import (
     dense,
     derive_segments,
     last_token,
+    needs_mask_2d,
     none_is_exact,
     repad,
     split_batch,
@@ -45,6 +46,9 @@ HOLE = Segments([[1, 1, 0, 0, 1, 1]])
 TAIL = Segments([[1, 1, 2, 2, 0, 0]])
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 DENSE = SimpleNamespace(layer_types=["full_attention"])
+JAMBA = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="jamba")
+QWEN = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="qwen3_next")
+ENCODER_HOLE = dense(Segments([[1, 1, 0, 1]]), pattern="bidirectional")
 SLIDING = Pattern.sliding(2)
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
 
@@ -451,6 +455,30 @@ REMEDIES = {
         "",
         lambda: gather_sequence(torch.ones(2, 8), ContextParallel(1, 0)).shape,
         lambda got: got == (2, 8),
+    ),
+    "a flat row on layers that ask for no offsets": (
+        lambda: flat(JAMBA, "transformers"),
+        "Give each sequence its own row (padding_free=False)",
+        lambda: BatchAdapter(JAMBA, consumer="transformers")(batch_of(RIGHT, attention_mask_2d=RIGHT.keep)),
+        lambda got: got["attention_mask"].tolist() == RIGHT.keep.int().tolist(),
+    ),
+    "a flat row for nobody knows which model": (
+        lambda: flat(None, "transformers", needs_mask_2d=True),
+        "An unknown model: pass model=",
+        lambda: flat(QWEN, "transformers"),
+        lambda got: got["attention_mask"]["full_attention"][0, 0].equal(dense(FLAT)[0, 0]) and "seq_idx" in got,
+    ),
+    "two readings under a declared pattern": (
+        lambda: derive_segments(ENCODER_HOLE, pattern="causal"),
+        "Pass polarity='keep'",
+        lambda: derive_segments(ENCODER_HOLE, pattern="bidirectional", polarity="keep").lengths,
+        lambda got: got == ((3,),),
+    ),
+    "a module without a config": (
+        lambda: needs_mask_2d(torch.nn.Linear(1, 1)),
+        "Pass the config itself",
+        lambda: needs_mask_2d(HYBRID),
+        lambda got: got,
     ),
     "a window over a hole under TND": (
         lambda: fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="TND"),
