@@ -237,8 +237,10 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 
 
 def _is_encoder(config: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
-
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+    except ImportError:  # a class of something that only looks like transformers
+        return False
     decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
     return getattr(config, "model_type", "") in MASKED and not decodes
 
