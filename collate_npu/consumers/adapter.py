@@ -122,7 +122,7 @@ class BatchAdapter:
         if positions is not None:
             out[KEY] = positions.to(device)
         if self.consumer.reads_offsets(case):
-            out = _offsets(segments, device) | out
+            out |= {key: value for key, value in _offsets(segments, device).items() if out.get(key) is None}
         self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out

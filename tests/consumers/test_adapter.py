@@ -229,3 +229,14 @@ def test_why_is_said():
     assert "right only" in megatron(HYBRID).route(RIGHT).why
     assert "on the left" in megatron(HYBRID).route(LEFT).why
     assert megatron(HYBRID).route(LEFT, padding_free=True).form == "none"
+
+
+@pytest.mark.parametrize("told", [{}, {"seq_idx": None}, {"cu_seq_lens_q": None, "cu_seq_lens_k": None}])
+def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
+    """A key that is None did not arrive: a convolution that reads it would run from one sequence into the next."""
+    model = SimpleNamespace(**vars(HYBRID), model_type="qwen3_next")
+    batch = batch_of(FLAT, position_ids=FLAT.position_ids, **told)
+    out = BatchAdapter(model, consumer="transformers", padding_free=True)(batch)
+    assert out["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 3, 8]
+    assert out["max_length_q"] == 5
