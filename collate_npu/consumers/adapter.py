@@ -22,7 +22,7 @@ from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, split_batch
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, ranks_agree, split_batch
 from collate_npu.segments import Segments
 
 
@@ -108,8 +108,11 @@ class BatchAdapter:
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
-        segments = segments_from_batch(batch, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
-        return self.render(batch, segments), segments
+        with ranks_agree(self.context_parallel):
+            segments = segments_from_batch(
+                batch, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free
+            )
+            return self.render(batch, segments), segments
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
         """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked."""

@@ -1,5 +1,6 @@
 """Sequence parallelism: split a batch along the sequence by one visible table, gather outputs back exactly."""
 
+from collate_npu.parallel.agreement import ranks_agree
 from collate_npu.parallel.documents import cu_seqlens_of, pad_documents
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
 from collate_npu.parallel.groups import gloo_group
@@ -16,6 +17,7 @@ __all__ = [
     "join_shards",
     "pad_documents",
     "query_rows",
+    "ranks_agree",
     "split_batch",
     "split_tensor",
     "token_rows",

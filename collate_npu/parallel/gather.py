@@ -1,7 +1,7 @@
 """Gather: the whole row on every rank, in order and with gradients, from shards that a group or a list holds.
 
-One all-gather of the shard and one copy into order; the order is known before anyone waits for anyone, so a shard that
-cannot be right raises without communication.
+One all-gather of the shard and one copy into order; the order is known before anyone waits for anyone, and ranks compare
+their shards before the first gather of each shape (`agreement`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.parallel.agreement import batch_facts, ranks_agree
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
 from collate_npu.parallel.groups import check_group, is_gloo, mesh_group
 from collate_npu.parallel.layout import ContextParallel, indices, token_runs
@@ -54,11 +55,13 @@ def gather_sequence(
     if output.is_nested:
         return _gather_jagged(output, cp, segments, loss)
     dim = dim % output.ndim
-    _check_output(output, cp, segments, dim)
-    pieces = _pieces(output.shape[dim] * cp.size, cp, cu_seqlens)
-    if cp.size == 1:
-        return output
-    check_group(cp.group, cp.size, cp.rank)
+    with ranks_agree(cp) as facts:
+        facts |= {"output": shape_of(output), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
+        _check_output(output, cp, segments, dim)
+        pieces = _pieces(output.shape[dim] * cp.size, cp, cu_seqlens)
+        if cp.size == 1:
+            return output
+        check_group(cp.group, cp.size, cp.rank)
     return _in_order(_all_gather(output, cp, loss).unbind(0), pieces, dim)
 
 

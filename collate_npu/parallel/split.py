@@ -13,6 +13,7 @@ from torch import Tensor
 
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
+from collate_npu.parallel.agreement import batch_facts, ranks_agree
 from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
 from collate_npu.parallel.layout import ContextParallel, Run, query_runs, token_runs
 from collate_npu.parallel.take import take_runs
@@ -35,8 +36,21 @@ def split_batch(
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
     because the label of a chunk's last token is on another rank. `segments`, of the whole batch, are checked against
     it. Offsets of documents come from `cu_seqlens`, or from the batch as `cu_seqlens_of` reads it. Raises one error
-    that lists every key that does not fit.
+    that lists every key that does not fit. With `cp.group` every rank of it must call this: they compare what they hold
+    first (`agreement`).
     """
+    with ranks_agree(cp) as facts:
+        facts |= batch_facts(batch, segments)
+        return _split(batch, cp, segments, cu_seqlens, keys)
+
+
+def _split(
+    batch: Mapping[str, Any],
+    cp: ContextParallel,
+    segments: Segments | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    keys: Mapping[str, Key],
+) -> dict[str, Any]:
     if cu_seqlens is None:
         cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
     if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use

@@ -1,0 +1,169 @@
+"""Agreement: ranks that share a row compare what they hold, before any of them hands data to the others.
+
+A rank with another layout, width or truth makes wrong data on every rank, or a collective that never ends, without an
+error. So each rank says what it holds, once for each new shape, and all of them raise where two differ. A rank that raises
+says that too, and takes those who wait for it along. Costs one small message a rank through the store that
+`init_process_group` met by (no device, no collective of any backend), and nothing for a shape that was seen before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.host import host_array
+from collate_npu.keys import KEYS, with_role
+from collate_npu.parallel.groups import mesh_group
+from collate_npu.parallel.layout import ContextParallel
+from collate_npu.segments import Segments
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others to say what they hold: as long as NCCL's collectives wait by default."""
+
+Facts = dict[str, str | Callable[[], str]]
+"""What one rank holds, by name. A function is a digest: it is called for a new shape alone, and does not make one."""
+
+
+@contextmanager
+def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None) -> Iterator[Facts]:
+    """Run the block on every rank of `cp.group`, then compare the facts it has put into what this yields.
+
+    Raises `CollateError` on every rank where two ranks differ, where one raised inside the block, and where one does not
+    come in `timeout` (`TIMEOUT`). Inside another such block of the same ranks it adds to that one. Does nothing
+    without a group, and in a dataloader worker, which is no rank.
+    """
+    if cp is None or cp.group is None or cp.size == 1 or get_worker_info() is not None:
+        yield {}
+        return
+    meeting = _meeting(cp.group)
+    if meeting.open is not None:
+        yield meeting.open
+        return
+    facts: Facts = {"layout": _layout(cp)}
+    meeting.open = facts
+    try:
+        yield facts
+    except Exception as error:
+        meeting.say({"raised": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        meeting.open = None
+    meeting.compare(facts, timeout or TIMEOUT)
+
+
+def batch_facts(batch: Mapping[str, Any], segments: Segments | None) -> Facts:
+    """What a whole batch is: the shape of each key, and digests of its truth and of its tokens."""
+    facts: Facts = {key: shape_of(value) for key, value in batch.items() if isinstance(value, Tensor)}
+    facts.update({key: "None" for key, value in batch.items() if value is None})
+    if segments is not None:
+        facts |= {"segments": str(list(segments.shape)), "truth": partial(_digest, segments.array)}
+    for key in with_role(batch, "tokens"):
+        if KEYS[key].whole and isinstance(batch[key], Tensor):  # vectors may differ in their last bits
+            facts[f"the values of {key}"] = partial(_digest_of, key, batch[key])
+    return facts
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """What the same ranks have said to each other so far."""
+
+    ranks: tuple[int, ...]
+    count: int = 0
+    seen: set[str] = field(default_factory=set)
+    open: Facts | None = None
+
+    def say(self, facts: Mapping[str, str]) -> int:
+        """Leave this rank's facts for the others; they are the `count`-th it has left."""
+        import torch.distributed as dist
+
+        self.count += 1
+        _store().set(self._key(self.count, dist.get_rank()), json.dumps(facts))
+        return self.count
+
+    def compare(self, facts: Facts, timeout: timedelta) -> None:
+        shape = json.dumps({name: value for name, value in facts.items() if isinstance(value, str)})
+        if shape in self.seen:
+            return
+        count = self.say({name: value if isinstance(value, str) else value() for name, value in facts.items()})
+        self._check(self._heard(count, timeout))
+        self.seen.add(shape)
+
+    def _heard(self, count: int, timeout: timedelta) -> dict[int, dict[str, str]]:
+        store, heard = _store(), {}
+        silent: list[int] = []
+        for rank in self.ranks:
+            key = self._key(count, rank)
+            try:
+                store.wait([key], timedelta(milliseconds=1) if silent else timeout)
+            except RuntimeError:  # torch's DistStoreError among them
+                silent.append(rank)
+                continue
+            heard[rank] = json.loads(store.get(key))
+        if silent:
+            rule = f"Before new shapes are exchanged every rank says what it holds, and these did not in {timeout}."
+            remedy = "Look at what they printed: they raised, or still hold a shape that all ranks had before."
+            raise CollateError(explain("context parallel", f"no word of ranks {silent}", rule, remedy))
+        return heard
+
+    def _check(self, heard: dict[int, dict[str, str]]) -> None:
+        names = dict.fromkeys(name for facts in heard.values() for name in facts)
+        raised = {rank: facts["raised"] for rank, facts in heard.items() if "raised" in facts}
+        if raised:
+            listed = "; ".join(f"rank {rank} raised {text}" for rank, text in raised.items())
+            rule = "Ranks that share a row go on together or not at all."
+            raise CollateError(explain("context parallel", listed, rule, "Mend what that rank says."))
+        apart = [f"{name} {_by_value(name, heard)}" for name in names if len({f.get(name) for f in heard.values()}) > 1]
+        if apart:
+            rule = "Ranks that share a row hold one batch: the same keys, shapes, tokens, truth and layout."
+            remedy = "Give these ranks the same samples (a sampler by data-parallel rank) and settings, and pad alike."
+            raise CollateError(explain("context parallel", "; ".join(apart), rule, remedy))
+
+    def _key(self, count: int, rank: int) -> str:
+        return f"collate_npu/agreement/{'-'.join(map(str, self.ranks))}/{count}/{rank}"
+
+
+def _by_value(name: str, heard: Mapping[int, Mapping[str, str]]) -> str:
+    """`int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in heard.items():
+        ranks.setdefault(facts.get(name, "absent"), []).append(rank)
+    return ", ".join(f"{value} on ranks {held}" for value, held in ranks.items())
+
+
+_MEETINGS: dict[tuple[int, ...], _Meeting] = {}
+
+
+def _meeting(group: Any) -> _Meeting:
+    import torch.distributed as dist
+
+    ranks = tuple(dist.get_process_group_ranks(mesh_group(group)))
+    return _MEETINGS.setdefault(ranks, _Meeting(ranks))
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it, 2.6 to 2.13
+
+    return _get_default_store()
+
+
+def _layout(cp: ContextParallel) -> str:
+    return f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}, block {cp.block}, ulysses {cp.ulysses}, 2D {cp.mask_2d}"
+
+
+def _digest_of(key: str, value: Tensor) -> str:
+    return _digest(host_array(key, value))
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]

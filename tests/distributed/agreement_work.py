@@ -1,0 +1,75 @@
+"""What ranks do in test_distributed_agreement.py: one of them holds something else than the others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
+from collate_npu.parallel import ContextParallel, agreement, gather_sequence, ranks_agree, split_batch
+
+ROWS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
+
+
+def step(odd: str, by: str) -> str:
+    """One step of every rank; the last rank is odd in one way. What it says, and "" where all went well."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    layout = "contiguous" if last and odd == "layout" else "zigzag"
+    cp = ContextParallel.from_group(dist.group.WORLD, layout=layout)
+    rows, side = ROWS, "right"
+    if last and odd == "tokens":
+        rows = [{"input_ids": [1, 2, 3, 4, 9]}, {"input_ids": [6, 7]}]
+    if last and odd == "truth":
+        rows = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7, 0]}]
+    width = cp.multiple * (4 if last and odd == "width" else 3)
+    collator = PaddingCollator(pad_token_id=0, padding_side=side, pad_to_multiple_of=width, attention_mask="2d")
+    batch = collator(rows)
+    if last and odd == "dtype":
+        batch["attention_mask_2d"] = batch["attention_mask_2d"].int()
+    if last and odd == "key":
+        batch["loss_mask"] = torch.ones_like(batch["input_ids"])
+    if last and odd == "raises":
+        batch["attention_mask_2d"] = batch["attention_mask_2d"][:, 1:]
+    try:
+        entry(by, batch, cp)
+    except CollateError as error:
+        return str(error)
+    return ""
+
+
+def entry(by: str, batch: dict[str, Any], cp: ContextParallel) -> None:
+    if by == "adapter":
+        BatchAdapter(needs_mask_2d=True, consumer="megatron", context_parallel=cp)(batch)
+    elif by == "split":
+        split_batch(batch, cp, segments=Segments.from_keep(batch["attention_mask_2d"]))
+    else:
+        segments = Segments.from_keep(batch["attention_mask_2d"])
+        gather_sequence(torch.zeros(len(segments.ids), segments.shape[1] // cp.size), cp, segments)
+
+
+def silent(seconds: float) -> str:
+    """The first rank comes alone. What it says, in words of the timeout."""
+    if dist.get_rank():
+        return ""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    try:
+        with ranks_agree(cp, timeout=timedelta(seconds=seconds)) as facts:
+            facts["width"] = "8"
+    except CollateError as error:
+        return str(error)
+    return "went on alone"
+
+
+def messages(times: int) -> int:
+    """How many messages so many steps of one shape cost, after the first."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    ranks = tuple(range(dist.get_world_size()))
+    entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(ROWS), cp)
+    before = agreement._MEETINGS[ranks].count
+    for row in range(times):
+        rows = [{"input_ids": [row, 2, 3, 4, 5]}, {"input_ids": [6, row]}]
+        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(rows), cp)
+    return agreement._MEETINGS[ranks].count - before
