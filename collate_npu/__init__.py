@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collate_npu.errors import CollateError as CollateError
     from collate_npu.errors import PolarityError as PolarityError
     from collate_npu.errors import UnsupportedFormError as UnsupportedFormError
+    from collate_npu.integrations.delivery import check_delivery as check_delivery
+    from collate_npu.integrations.delivery import guard_first_batch as guard_first_batch
     from collate_npu.masks.derive import derive_segments as derive_segments
     from collate_npu.masks.forms import Varlen as Varlen
     from collate_npu.masks.forms import Verdict as Verdict
@@ -45,6 +47,7 @@ _HOMES = {
     "consumers.adapter": "BatchAdapter",
     "consumers.models": "needs_mask_2d",
     "errors": "AmbiguousMaskError CollateError PolarityError UnsupportedFormError",
+    "integrations.delivery": "check_delivery guard_first_batch",
     "masks.derive": "derive_segments",
     "masks.forms": "Varlen Verdict block_mask dense mask_mod none_is_exact varlen",
     "masks.patterns": "Pattern",

@@ -94,7 +94,7 @@ _ATTENTION_KEYS = frozenset({"full_attention"})
 _RECURRENT_KEYS = frozenset({"linear_attention", "conv"})
 
 # A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
-_RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
+RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
 # Fields that only a transformers config with such layers has; they decide where the layers are not listed.
 _RECURRENT_FIELD = re.compile(
     r"mamba_|n_mamba|ssm_|linear_(conv|key|value|num|head|attn)_|time_step_|lru_width|conv_L_cache|short_conv"
@@ -116,7 +116,7 @@ def needs_mask_2d(model: Any) -> bool:
         arrived, rule = f"{type(config).__name__} without a config", "A model's config says which layers it has."
         raise CollateError(explain("model", arrived, rule, "Pass the config itself, or the model's type as a string."))
     if kinds := layer_kinds(config):
-        return any(map(_RECURRENT_KIND.search, kinds))
+        return any(map(RECURRENT_KIND.search, kinds))
     if hasattr(config, "linear_attention_freq"):
         return _megatron_is_recurrent(config)
     return family_needs_mask_2d(config)
@@ -127,7 +127,7 @@ def family_needs_mask_2d(config: Any) -> bool:
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
-    return any(map(_RECURRENT_KIND.search, kinds)) or any(map(_RECURRENT_FIELD.match, fields))
+    return any(map(RECURRENT_KIND.search, kinds)) or any(map(_RECURRENT_FIELD.match, fields))
 
 
 def text_config(config: Any) -> Any:
@@ -165,7 +165,7 @@ def _megatron_is_recurrent(config: Any) -> bool:
     variant = getattr(config, "experimental_attention_variant", None) or ""
     return bool(
         (any(freq) if isinstance(freq, (list, tuple)) else freq)
-        or _RECURRENT_KIND.search(variant)
+        or RECURRENT_KIND.search(variant)
         or getattr(config, "is_hybrid_model", False)
     )
 

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from collate_npu.integrations.delivery.alone import TIMES
 from collate_npu.tools.audit import Finding
 from collate_npu.tools.handover import OTHERS, OURS
-from collate_npu.tools.yardstick import TIMES, Yardstick
+from collate_npu.tools.yardstick import Yardstick
 
 K = TypeVar("K")
 

@@ -19,18 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from collate_npu.integrations.delivery.alone import FLOOR, TIMES, product_error
 from collate_npu.tools.handover import Batch
 from collate_npu.tools.measure import IGNORED, Errors, Numbers, errors, run, worst
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TIMES = 6
-"""What passes is up to so many times the noise."""
 MARGIN = 2
 """What is wrong must be so many times what passes, or the audit proves nothing."""
-FLOOR = 4
-"""The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +88,3 @@ def _widened(model: PreTrainedModel, features: Sequence[Batch], extra: int, grad
         ids[row, : lengths[row]] = labels[row, : lengths[row]] = torch.tensor(feature["input_ids"])
     batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
     return run(model, batch, lambda logits: [row[:n] for row, n in zip(logits, lengths)], gradients)
-
-
-def product_error(model: PreTrainedModel) -> float:
-    """The relative error of one matrix product, in the model's dtype and on its device, against float64."""
-    drawn = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    x, y = drawn.to(model.device)
-    exact = drawn[0].double() @ drawn[1].double()
-    return float(((x @ y).cpu().double() - exact).norm() / exact.norm())

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
-from collate_npu.integrations.transformers import received_masks
+from collate_npu.integrations.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import sample_ids, shipped_text
 

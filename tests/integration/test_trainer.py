@@ -19,7 +19,8 @@ from collate_npu import (  # noqa: E402
     dense,
     wrap_collator,
 )
-from collate_npu.integrations.transformers import check_delivery, declare_columns, received_masks  # noqa: E402
+from collate_npu.integrations.delivery import check_delivery, received_masks  # noqa: E402
+from collate_npu.integrations.transformers import declare_columns  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
 from collate_npu.tools.audit import sample_ids, shipped_text  # noqa: E402
 

@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from collate_npu import PaddingCollator, wrap_collator
-from collate_npu.integrations.transformers import received_masks
+from collate_npu.integrations.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import shipped_text
 

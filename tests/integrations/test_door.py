@@ -10,12 +10,13 @@ from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.integrations.context_parallel import context_parallel, ready_batch
+from collate_npu.integrations.delivery import check_delivery
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.integrations.torchtitan import documents
-from collate_npu.integrations.transformers import check_delivery
 
 LOCAL = nn.Sequential(type("DotProductAttention", (nn.Module,), {})())
 LOCAL.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=False)
+MEGATRON = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module", "config": LOCAL.config})()
 
 
 def step(batch):
@@ -28,7 +29,7 @@ READERS = {
     "ready_batch for deepspeed": lambda batch: ready_batch(batch, size=1, backend="deepspeed"),
     "context_parallel": step,
     "gpt_batch": lambda batch: gpt_batch(batch, LOCAL, context_parallel=ContextParallel(1, 0)),
-    "check_delivery": lambda batch: check_delivery(nn.Module(), batch),
+    "check_delivery": lambda batch: check_delivery(MEGATRON, batch),
 }
 keep = Segments.from_lengths([4, 2]).keep
 

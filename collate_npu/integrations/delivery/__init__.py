@@ -1,0 +1,136 @@
+"""Delivery: proof, at the first batch, that every layer got its mask, and that a row gives the numbers it gives alone.
+
+What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
+ignore it, and nothing says so. Here the model itself is asked. One line before training, for transformers and Megatron
+modules (ms-swift's too)::
+
+    guard_first_batch(model)            # the first forward is checked, then the guard is gone
+    check_delivery(model, batch)        # or by hand, with the arguments of model(**batch)
+
+Costs one forward pass without gradients, with `alone=True` five.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from collate_npu.consumers.consumer import Case, Model
+from collate_npu.consumers.models import consumer_of, unwrap
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations.delivery.alone import Alone, check_alone, run
+from collate_npu.integrations.delivery.reading import Judge
+from collate_npu.integrations.delivery.received import Received, by_readers, received_calls, received_masks
+from collate_npu.keys import of_kind
+from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.patterns import Pattern
+from collate_npu.parallel import ContextParallel
+from collate_npu.segments import Segments
+
+__all__ = ["Alone", "Delivery", "Received", "check_delivery", "guard_first_batch", "received_masks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What was proved."""
+
+    layers: Mapping[str, str]
+    """What each reading layer received, by module name: `"attention_mask int64 [2, 9]"`."""
+    alone: Alone | None
+    """How far two sequences are from themselves alone; None where that was not asked."""
+
+    def __str__(self) -> str:
+        told = "\n".join(f"{name}: {what}" for name, what in self.layers.items())
+        return told if self.alone is None else f"{told}\n{self.alone}"
+
+
+def check_delivery(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    alone: bool = False,
+    segments: Segments | None = None,
+    pattern: str | Pattern | None = None,
+    context_parallel: ContextParallel | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Delivery:
+    """Run `model(**batch)` once and raise `CollateError` unless each layer attends, and carries on, what the batch says.
+
+    `batch` is what the model is called with. `segments`, of the whole rows, default to what the batch itself says; give
+    them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens are
+    padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
+    themselves and must give the same logits. `forward(**batch) -> logits [B, S, V]` stands for `model(**batch)` where
+    that is not how the model is called; it must run the modules of `model`.
+    """
+    inner = unwrap(model)
+    stack = consumer_of(model)
+    if stack not in ("transformers", "megatron"):
+        rule = "Layers are known of transformers and Megatron-core modules."
+        raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself, unwrapped."))
+    forward = forward or _forward(inner, stack)
+    case = _case(inner, batch, segments, pattern)
+    with received_calls(inner) as received:
+        logits = run(inner, forward, batch)
+    readers = by_readers(received)
+    _raise_wrong(Judge(model=inner, case=case, cp=context_parallel), readers)
+    layers = {name: str(what) for name, what in readers.items()}
+    return Delivery(layers=layers, alone=check_alone(inner, batch, case, logits, forward) if alone else None)
+
+
+def guard_first_batch(model: Any, **settings: Any) -> Callable[[], None]:
+    """Check the next forward of `model`, whoever calls it, before it runs; the guard is then gone.
+
+    `settings` are those of `check_delivery`. Returns a function that takes the guard off earlier. Every rank guards, or
+    none: the check runs the model, collectives and all.
+    """
+    inner = unwrap(model)
+    names = list(inspect.signature(inner.forward).parameters)
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        check_delivery(inner, {**dict(zip(names, args)), **kwargs}, **settings)
+
+    handle = inner.register_forward_pre_hook(check, with_kwargs=True)
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
+def _case(model: nn.Module, batch: Mapping[str, Any], segments: Segments | None, pattern: str | Pattern | None) -> Case:
+    about = Model.of(model)
+    declared = pattern or ("bidirectional" if about.pattern == "bidirectional" else None)
+    flat = token_shape(batch)[0] == 1 and any(batch.get(key) is not None for key in of_kind(batch, "offsets"))
+    truth = segments or segments_from_batch(batch, pattern=declared, padding_free=flat)
+    return Case(segments=truth, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+
+
+def _forward(model: nn.Module, stack: str) -> Callable[..., Any]:
+    if stack == "transformers":
+        return lambda **batch: model(**batch).logits
+    if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
+        rule = "A stage of a pipeline runs by its schedule alone."
+        remedy = "Pass forward=, or check the model with pipeline size 1."
+        raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
+    return model
+
+
+def _raise_wrong(judge: Judge, received: Mapping[str, Received]) -> None:
+    """One error that lists every layer, those with the same fault together."""
+    faults: dict[str, list[str]] = {}
+    for name, what in received.items():
+        if why := judge.why_wrong(name, what):
+            faults.setdefault(why, []).append(name)
+    if not received and (judge.case.inside or judge.case.segments.packed):
+        faults["no layer takes attention_mask"] = [type(judge.model).__name__]
+    if faults:
+        listed = "; ".join(f"{_few(names)}: {why}" for why, names in faults.items())
+        rule = f"Each layer is told which tokens are real ({judge.case.segments!r}), in the form it reads."
+        remedy = f"Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron. Reader: {judge.reader}."
+        raise CollateError(explain("delivery", listed, rule, remedy))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

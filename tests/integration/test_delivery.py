@@ -1,0 +1,206 @@
+"""Delivery on transformers' own models: right hand-overs pass, each wrong one is told by the names of the layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+from collate_npu import (  # noqa: E402
+    BatchAdapter,
+    CollateError,
+    PaddingCollator,
+    Pattern,
+    Segments,
+    check_delivery,
+    dense,
+    guard_first_batch,
+    wrap_collator,
+)
+from collate_npu.integrations.transformers import DeliveryCallback  # noqa: E402
+from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.models
+
+TOKENIZER = byte_tokenizer(padding_side="left", pad_is_eos=False)
+TEXTS = ("a short one", "and this one is a good deal longer", "the third")
+ROWS = [{"input_ids": ids, "labels": ids} for ids in (TOKENIZER(text)["input_ids"] for text in TEXTS)]
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "bamba", "jamba")
+MODELS = [name for name in FAMILIES if name in hybrid_model_types() and name not in left_out()]
+DENSE = ("qwen3", "mistral", "gemma3_text")
+
+
+def model_of(name, attn="sdpa"):
+    return tiny_model(name, vocab_size=len(TOKENIZER), attn_implementation=attn)
+
+
+def encoder():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=len(TOKENIZER), max_position_embeddings=64, pad_token_id=5, **sizes)
+    return transformers.BertForMaskedLM(config).eval()
+
+
+def wire(side="left", rows=ROWS):
+    return PaddingCollator(TOKENIZER, padding_side=side, attention_mask="2d")(rows)
+
+
+def truth_of(batch):
+    return Segments.from_keep(batch["attention_mask_2d"])
+
+
+def bare(batch, masks):
+    return {"input_ids": batch["input_ids"], **masks}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*MODELS, *DENSE])
+def test_right_batches_pass_and_their_rows_are_those_alone(name, attn, side):
+    model = model_of(name, attn)
+    adapter = BatchAdapter(model)
+    found = check_delivery(model, adapter(wire(side)), alone=True)
+    assert found.layers
+    assert all(error <= found.alone.limit < 1e-3 for error in found.alone.errors.values())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_encoder_sees_both_sides_and_no_padding(side):
+    model, batch = encoder(), wire(side)
+    check_delivery(model, BatchAdapter(model)(batch), alone=True)
+    with pytest.raises(CollateError, match="attends padding"):
+        check_delivery(model, bare(batch, {"attention_mask": None}), segments=truth_of(batch))
+    if VERSION >= (5, 0):  # before, a dense mask raises there
+        with pytest.raises(CollateError, match="does not attend all of its sequence"):
+            check_delivery(model, bare(batch, {"attention_mask": dense(truth_of(batch))}), segments=truth_of(batch))
+
+
+# What is handed over -> what the error says of a hybrid model on sdpa, padded left.
+WRONG = {
+    "a bare 4D": (lambda truth: {"attention_mask": dense(truth)}, "no 2D mask"),
+    "a bare additive 4D": (
+        lambda truth: {"attention_mask": dense(truth, polarity="bias")},
+        "no 2D mask",
+    ),
+    "a 4D of the other polarity": (lambda truth: {"attention_mask": dense(truth, polarity="masked")}, "attends padding"),
+    "a 4D with the 2D as a keyword": (
+        lambda truth: {"attention_mask": dense(truth), "attention_mask_2d": truth.keep},
+        "no 2D mask",
+    ),
+    "the 2D under a name that nothing reads": (lambda truth: {"attention_mask_2d": truth.keep}, "no 2D mask"),
+    "the 2D turned around": (
+        lambda truth: {"attention_mask": (~truth.keep).long(), "segment_ids": truth.ids},
+        "another padding|disagree",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_each_wrong_hand_over_names_its_layers(wrong):
+    model, batch = model_of("qwen3_next"), wire()
+    masks, said = WRONG[wrong]
+    with pytest.raises(CollateError, match=said) as error:
+        check_delivery(model, bare(batch, masks(truth_of(batch))))
+    assert "layers.0.linear_attn" in str(error.value) or "disagree" in str(error.value) or "another" in str(error.value)
+
+
+def test_a_mapping_is_right_only_where_both_parts_are():
+    if VERSION < (5, 13):
+        pytest.skip("a mapping of masks needs transformers 5.13")
+    model, batch = model_of("qwen3_next"), wire()
+    truth = truth_of(batch)
+    right = {"full_attention": dense(truth), "linear_attention": truth.keep}
+    check_delivery(model, bare(batch, {"attention_mask": right}), alone=True)
+    with pytest.raises(CollateError, match=r"layers\.\d\.self_attn: no mask: row 0 attends padding"):
+        check_delivery(model, bare(batch, {"attention_mask": right | {"full_attention": None}}))
+    with pytest.raises(CollateError, match=r"layers\.\d\.linear_attn"):
+        check_delivery(model, bare(batch, {"attention_mask": right | {"linear_attention": None}}))
+
+
+def test_bool_masks_on_eager_attention_are_numbers():
+    model, batch = model_of("qwen3", "eager"), wire()
+    with pytest.raises(CollateError, match="a dense mask of bool, which eager adds"):
+        check_delivery(model, bare(batch, {"attention_mask": dense(truth_of(batch))}))
+
+
+def test_a_packed_row_that_attends_across_is_told():
+    model = model_of("qwen3")
+    flat = Segments.from_lengths([[5, 7]])
+    ids = torch.arange(3, 15)[None]
+    batch = {"input_ids": ids, "segment_ids": flat.ids, "position_ids": flat.position_ids}
+    check_delivery(model, batch | {"attention_mask": dense(flat)}, alone=True)
+    with pytest.raises(CollateError, match="row 0 attends another sequence"):
+        check_delivery(model, batch | {"attention_mask": None})
+
+
+def test_a_window_too_wide_or_too_narrow_is_told():
+    model, batch = model_of("mistral"), wire("right")
+    truth = truth_of(batch)
+    check_delivery(model, bare(batch, {"attention_mask": dense(truth, pattern=Pattern.sliding(8))}), segments=truth)
+    with pytest.raises(CollateError, match="does not attend all of its sequence"):
+        check_delivery(model, bare(batch, {"attention_mask": dense(truth, pattern=Pattern.sliding(3))}), segments=truth)
+    with pytest.raises(CollateError, match="attends more than causal"):
+        check_delivery(model, bare(batch, {"attention_mask": dense(truth, pattern="bidirectional")}), segments=truth)
+
+
+def test_a_layer_that_ignores_its_mask_shows_alone_only(monkeypatch):
+    model = model_of("qwen3_next")
+    batch = BatchAdapter(model)(wire())
+    module = __import__(type(model).__module__, fromlist=["x"])
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden, mask: hidden)
+    check_delivery(model, batch)
+    with pytest.raises(CollateError, match="relative error of the logits"):
+        check_delivery(model, batch, alone=True)
+
+
+def test_nan_is_wrong():
+    model = model_of("qwen3")
+    batch = BatchAdapter(model)(wire())
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3].fill_(float("nan"))
+    with pytest.raises(CollateError, match="nan"):
+        check_delivery(model, batch, alone=True)
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("qwen3").train()
+    check_delivery(model, BatchAdapter(model)(wire()), alone=True)
+    assert all(module.training and not module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_guard_looks_once_and_at_positional_arguments_too():
+    model, batch = model_of("qwen3"), wire()
+    guard_first_batch(model)
+    with pytest.raises(CollateError, match="attends padding"):
+        model(batch["input_ids"], dense(truth_of(batch), polarity="masked"))
+    model(batch["input_ids"], dense(truth_of(batch), polarity="masked"))  # it is gone
+    guard_first_batch(model)()
+    model(batch["input_ids"], dense(truth_of(batch), polarity="masked"))
+
+
+def train(tmp_path, model, collator, **settings):
+    arguments = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=3)
+    return Trainer(model, arguments, train_dataset=ROWS, **{"data_collator": collator, **settings})
+
+
+def test_a_trainer_stops_at_the_first_batch_that_is_wrong(tmp_path):
+    model = model_of("qwen3_next")
+    right = PaddingCollator(TOKENIZER, model=model)
+    train(tmp_path, model, right, callbacks=[DeliveryCallback(right, alone=True)]).train()
+    neutral = PaddingCollator(TOKENIZER, attention_mask="4d")
+    bare_4d = lambda features: {k: v for k, v in neutral(features).items() if k != "attention_mask_2d"}  # noqa: E731
+    with pytest.raises(CollateError, match=r"layers\.0\.linear_attn"):
+        train(tmp_path, model, bare_4d, callbacks=[DeliveryCallback()]).train()
+
+
+def test_a_collator_that_was_replaced_is_told(tmp_path):
+    model = model_of("qwen3_next")
+    ours = wrap_collator(transformers.DataCollatorForSeq2Seq(TOKENIZER), model=model)
+    trainer = train(tmp_path, model, ours, callbacks=[DeliveryCallback(ours)])
+    trainer.data_collator = transformers.DataCollatorForSeq2Seq(TOKENIZER)
+    with pytest.raises(CollateError, match="DataCollatorForSeq2Seq"):
+        trainer.train()
