@@ -64,6 +64,7 @@ def test_right_batches_pass_and_their_rows_are_those_alone(name, attn, side):
     adapter = BatchAdapter(model)
     found = check_delivery(model, adapter(wire(side)), alone=True)
     assert found.layers
+    assert set(found.alone.errors) == ({0, 2} if side == "left" else {0, 1})  # those with most padding, else the longest
     assert all(error <= found.alone.limit < 1e-3 for error in found.alone.errors.values())
 
 
@@ -124,6 +125,45 @@ def test_bool_masks_on_eager_attention_are_numbers():
     model, batch = model_of("qwen3", "eager"), wire()
     with pytest.raises(CollateError, match="a dense mask of bool, which eager adds"):
         check_delivery(model, bare(batch, {"attention_mask": dense(truth_of(batch))}))
+
+
+def test_whole_numbers_are_no_dense_mask():
+    model, batch = model_of("qwen3"), wire("right")
+    with pytest.raises((CollateError, RuntimeError), match=r"a dense mask of int64, which sdpa adds|dtype"):
+        check_delivery(model, bare(batch, {"attention_mask": dense(truth_of(batch)).long()}), segments=truth_of(batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_2d_mask_of_other_tokens_is_told(name):
+    model, batch = model_of(name), wire()
+    truth = truth_of(batch)
+    with pytest.raises(CollateError, match="a 2D mask of other tokens"):
+        check_delivery(model, bare(batch, {"attention_mask": truth.keep.roll(1, dims=1).long()}), segments=truth)
+
+
+def test_none_in_a_mapping_is_no_triangle_on_eager_attention():
+    if VERSION < (5, 13):
+        pytest.skip("a mapping of masks needs transformers 5.13")
+    model, batch = model_of("qwen3_next", "eager"), wire("right")
+    masks = {"full_attention": None, "linear_attention": truth_of(batch).keep}
+    with pytest.raises(CollateError, match=r"self_attn: no mask: row 0 attends"):
+        check_delivery(model, bare(batch, {"attention_mask": masks}), segments=truth_of(batch))
+
+
+def test_the_layers_of_a_vision_tower_are_not_asked():
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(image_size=8, patch_size=4, **small)
+    text = transformers.Qwen3Config(vocab_size=300, num_key_value_heads=2, head_dim=16, **small)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
+    config.vision_feature_select_strategy = "full"
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    batch = wire(rows=[{"input_ids": [1, 299, 299, 299, 299, 7]}, {"input_ids": [4, 5, 6]}])
+    images = {"pixel_values": torch.randn(1, 3, 8, 8)}
+    inputs = BatchAdapter(model)(batch)
+    found = check_delivery(model, inputs | images)
+    assert any("vision" in name for name in found.layers)
+    with pytest.raises(CollateError, match="images of one row"):
+        check_delivery(model, inputs | images, alone=True)
 
 
 def test_a_packed_row_that_attends_across_is_told():

@@ -98,7 +98,7 @@ def _most_at_risk(segments: Segments) -> dict[int, Tensor]:
     S = segments.shape[1]
     ends = segments.cu_seqlens.tolist()
     places = [segments.indices[start:stop] for start, stop in pairwise(ends)]
-    first = sorted(range(len(places)), key=lambda n: (-int(places[n][0]) % S if len(places[n]) else 0, -len(places[n])))
+    first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
     return {n: places[n] for n in sorted(first[:2])}
 
 
