@@ -22,7 +22,8 @@ from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import repad, unpad
-from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
+from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, ranks_agree, split_tensor
+from collate_npu.parallel.agreement import batch_facts
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "verl", "0.9.1"
@@ -58,11 +59,14 @@ def pad_jagged(
     """A jagged `[B, j, ...]` as this rank's padded rows. Inverse of `to_jagged`.
 
     `cp` defaults to Megatron's groups and `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, the width
-    before alignment. `roll` moves every token one place to the left (labels), before the split.
+    before alignment. `roll` moves every token one place to the left (labels), before the split. Under context parallelism
+    all ranks call it, and compare their rows first.
     """
     cp = cp or ContextParallel.from_megatron()
-    segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
-    whole = repad(values.values(), segments, fill)
+    with ranks_agree(cp) as facts:
+        segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
+        whole = repad(values.values(), segments, fill)
+        facts |= batch_facts({} if whole.is_floating_point() else {"input_ids": whole}, segments)
     keep = split_tensor(segments.keep.to(whole.device), cp)
     consumer = "verl_npu" if (on_npu() if npu is None else npu) else "verl"
     form = route(consumer, segments, pattern=pattern).form
