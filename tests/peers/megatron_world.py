@@ -129,6 +129,17 @@ def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     return model(**{**inputs, "labels": None})
 
 
+def aux_losses() -> dict[str, float]:
+    """The losses that Megatron logged of its routers, layer by layer, since the last call."""
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+
+    tracked = get_moe_layer_wise_logging_tracker()
+    told = {f"{name} {n}": float(x) for name, held in tracked.items() for n, x in enumerate(held["values"])}
+    clear_aux_losses_tracker()
+    tracked.clear()
+    return told
+
+
 def far(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest difference of any gradient, relative to its size; inf where one is not finite."""
     gaps = [float((ours[key] - theirs[key]).abs().max() / (1 + theirs[key].abs().max())) for key in theirs]

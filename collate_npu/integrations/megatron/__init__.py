@@ -17,7 +17,8 @@ from torch import Tensor
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.integrations.megatron.experts import router_padding_mask
+from collate_npu.integrations import patching
+from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
 from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
@@ -28,9 +29,21 @@ from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, pad_documents, query_rows, split_batch
 from collate_npu.segments import Segments
 
-__all__ = ["PACKAGE", "TESTED", "gpt_batch", "packed_seq_params"]
+__all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
+
+
+def install() -> None:
+    """Let routers with an expert bias take a padding mask: up to 0.19.2 they stop at its shape (Megatron-LM issue 6111)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    patching.patch(PACKAGE, TopKRouter, "_apply_expert_bias", real_tokens_alone)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    patching.release(PACKAGE)
 
 
 def gpt_batch(
@@ -110,7 +123,7 @@ def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str,
     if "labels" in row:
         shifted = shift_labels(row["labels"], segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    if (padding := router_padding_mask(segments, config_of(model))) is not None:
+    if (padding := router_padding_mask(segments, model)) is not None:
         inputs["padding_mask"] = padding.to(device)
     return inputs
 

@@ -8,22 +8,27 @@ bias (router.py:471-626). It still routes padding through the experts, and three
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.integrations import patching
 from collate_npu.segments import Segments
 
 
-def router_padding_mask(segments: Segments, config: Any) -> Tensor | None:
+def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
     """bool `[B, S]`, True = padding, for a model with experts; None for one without.
 
     Given without padding too: routers that hear of padding count tokens over their group, others multiply their own, and
     ranks must do the same (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change which experts
-    real tokens get; warns, once, where the auxiliary loss of a row is not that of its sequences.
+    real tokens get, or where the router cannot take the mask; warns, once, where the auxiliary loss of a row is not that
+    of its sequences.
     """
+    config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
     padded = segments.padding_side != "none"
@@ -33,7 +38,10 @@ def router_padding_mask(segments: Segments, config: Any) -> Tensor | None:
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
     if "seq_aux_loss" in balancing(config) and (segments.packed or len(set(segments.lengths)) > 1):
         _warn_of_rows()
-    return None if "quantile_balancing" in balancing(config) else ~segments.keep
+    if (stops := _stops_at_mask(model)) and padded:
+        rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__package__}.install() once."))
+    return None if stops or "quantile_balancing" in balancing(config) else ~segments.keep
 
 
 def balancing(config: Any) -> tuple[str, ...]:
@@ -55,6 +63,23 @@ def _shares_places(config: Any) -> str | None:
     if getattr(config, "moe_expert_capacity_factor", None) is not None:
         return f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}"
     return next((kind for kind in balancing(config) if kind in ("sinkhorn", "quantile_balancing")), None)
+
+
+def _stops_at_mask(model: Any) -> bool:
+    """Is there a router whose expert bias is counted by Megatron's own function? mcore-bridge brings a mended one."""
+    if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
+        return False
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = (type(module) for module in unwrap(model).modules() if isinstance(module, TopKRouter))
+    return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
+
+
+def real_tokens_alone(
+    original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> Any:
+    """In place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
 
 
 @cache

@@ -49,11 +49,11 @@ def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> N
 def refuse_no_target(
     labels: Tensor, segments: Segments, config: Any, cp: ContextParallel | None, offsets: Tensor | None
 ) -> None:
-    """Raise where a rank has no target at some depth, since 0.16.1 divides by their number (gpt_model.py:640-647).
+    """Raise where a rank has no target at some depth and the release divides by their number (0.16.1 gpt_model.py:640-647).
 
-    Every rank looks at all of them, so that all raise together.
+    Every rank looks at all of them, so that all raise together. From 0.17 on Megatron divides by 1 at least.
     """
-    if not depths(config) or getattr(config, "calculate_per_token_loss", False):
+    if not depths(config) or getattr(config, "calculate_per_token_loss", False) or not _divides_by_zero():
         return
     ranks = [cp.with_rank(rank) for rank in range(cp.size)] if cp else []
     for depth in range(1, depths(config) + 1):
@@ -64,3 +64,9 @@ def refuse_no_target(
             rule = "Multi-token prediction divides its loss by the number of targets, and 0 / 0 is NaN."
             remedy = "Set calculate_per_token_loss=True, or batch longer answers with short ones."
             raise UnsupportedFormError(explain("labels", got, rule, remedy))
+
+
+def _divides_by_zero() -> bool:
+    from megatron.core.package_info import MAJOR, MINOR
+
+    return (MAJOR, MINOR) < (0, 17)
