@@ -59,10 +59,10 @@ def _rotary_part(frequencies: Tensor, dim: int, group: Any) -> Tensor:
 
 def build(*, attention: Any = None, experts: bool = False, positions: str = "learned_absolute", **changed: Any) -> Any:
     """A model of two layers (and `mtp_num_layers` more), the same weights at every call; `attention` replaces the local."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig, transformer_block
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if experts:
         changed = {
@@ -89,14 +89,23 @@ def build(*, attention: Any = None, experts: bool = False, positions: str = "lea
             gradient_accumulation_fusion=False,
             apply_rope_fusion=False,
             init_method_std=0.3,
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
             **changed,
         )
         layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
         if attention is not None:
             layer.submodules.self_attention.submodules.core_attention = attention
-        spec = transformer_block.TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=WrappedTorchNorm)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        spec = transformer_block.TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=Norm)
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
         return GPTModel(config, spec, VOCABULARY, 64, position_embedding_type=positions, mtp_block_spec=mtp)
+
+
+class Norm(torch.nn.LayerNorm):
+    """In the place of Transformer Engine's: Megatron's torch one refuses sequence parallelism (torch_norm.py:32)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
 
 
 # --- samples and what comes of them
@@ -105,6 +114,16 @@ def build(*, attention: Any = None, experts: bool = False, positions: str = "lea
 def samples(*lengths: int) -> list[dict[str, Any]]:
     ids = [[(5 * i + 3 * b) % 60 + 1 for i in range(length)] for b, length in enumerate(lengths)]
     return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def packed_rows(rows: list[dict[str, Any]], lengths: Any) -> dict[str, Tensor]:
+    """The samples in rows as `lengths` says, padded on the right, with the three keys of the wire."""
+    truth = Segments.from_lengths(lengths)
+    whole = torch.full(truth.shape, PAD).masked_scatter(
+        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
+    )
+    labels = whole.masked_fill(~truth.keep, -100)
+    return {"input_ids": whole, "labels": labels, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
 
 
 def loss_and_gradients(model: Any, runs: list[tuple[dict[str, Any], Segments]]) -> tuple[Tensor, list[Tensor], Any]:

@@ -13,7 +13,7 @@ if importlib.util.find_spec("megatron") is None:
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, on_cpu, samples
+from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, on_cpu, packed_rows, samples
 
 from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError, dense
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
@@ -39,16 +39,6 @@ def local(cpu):
 @pytest.fixture(scope="module", params=["learned_absolute", "rope"])
 def thd(cpu, request):
     return build(attention=TEDotProductAttention, positions=request.param)
-
-
-def packed_rows(rows, lengths):
-    """The samples in rows as `lengths` says, padded on the right, with the three keys of the wire."""
-    truth = Segments.from_lengths(lengths)
-    whole = torch.full(truth.shape, PAD).masked_scatter(
-        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
-    )
-    labels = whole.masked_fill(~truth.keep, -100)
-    return {"input_ids": whole, "labels": labels, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
 
 
 def same_as_alone(model, rows, runs):

@@ -1,0 +1,77 @@
+"""megatron-core 0.16.1 on two Gloo processes: one real `GPTModel` under context parallelism, or under tensor and sequence
+parallelism, against one process. Attention is the test's own in the place of a GPU kernel's (megatron_world.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import megatron_work as work  # noqa: E402
+from gloo_pool import Pool  # noqa: E402
+from megatron_world import far, on_cpu  # noqa: E402
+
+IMPORTS = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu():
+    patch = pytest.MonkeyPatch()
+    on_cpu(patch)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Pool(2)
+    pool("megatron_work.start", 1, seconds=IMPORTS)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("case", work.CASES)
+def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(ranks, case):
+    alone = work.run(case)
+    for found in ranks("megatron_work.run", case, seconds=IMPORTS):
+        gaps = work.compare(found, alone)
+        assert max(gaps.values()) <= 1e-5, gaps
+        B, S = alone["shapes"]["input_ids"]
+        assert found["shapes"]["input_ids"][0] == B
+        assert S / 2 <= found["shapes"]["input_ids"][1] <= (S + 3 * 4) / 2  # flat: alignment behind each sequence
+
+
+@pytest.mark.parametrize(("case", "how"), [(case, how) for case, ways in work.SPOILT.items() for how in ways])
+def test_it_has_power(ranks, case, how):
+    """Wrong, or stopped by somebody: never the same."""
+    alone = work.run(case)
+    try:
+        found = ranks("megatron_work.run", case, how, seconds=IMPORTS)
+    except AssertionError:
+        return
+    for rank in found:
+        assert max(work.compare(rank, alone).values()) > 1e-3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_key_is_what_megatrons_own_split_gives_the_rank(ranks, side):
+    ranks("megatron_work.same_as_megatron", side, seconds=IMPORTS)
+
+
+def test_routers_under_sequence_parallelism_count_no_padding(ranks):
+    """GPTModel shares the mask out itself, so it takes that of all tokens."""
+    ranks("megatron_work.start", 2, seconds=IMPORTS)
+    alone = work.sequence_parallel(8)
+    for multiple in (8, 16):
+        for found in ranks("megatron_work.sequence_parallel", multiple, seconds=IMPORTS):
+            assert found["shape"] == [3, multiple]
+            assert abs(found["loss"] - alone["loss"]) <= 1e-5 * alone["loss"]
+            assert (found["aux"] - alone["aux"]).abs().max() <= 1e-5
+            assert far(found["routers"], alone["routers"]) <= 1e-5
