@@ -114,7 +114,9 @@ def peers_swift(session: nox.Session) -> None:
     session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
     session.install("--no-deps", "verl==0.9.1")
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
-    names = ("swift", "megatron", "absent", "parallel_peers")
+    session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
+    megatron = ("megatron", *(f"megatron_{part}" for part in ("packed", "experts", "mtp", "ranks", "areal")))
+    names = ("swift", *megatron, "absent", "parallel_peers")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collate_npu import CollateError, Segments, last_token, per_sequence, repad, to_nested, unpad
-from collate_npu.outputs import shift_labels
+from collate_npu.outputs import ignore_first_labels, shift_labels
 
 
 def output_of(segments, *trailing):
@@ -125,3 +125,10 @@ def test_labels_move_by_a_whole_number_of_steps():
     for steps in (0, 1.5, True):
         with pytest.raises(CollateError, match="It is a whole number, at least 1"):
             shift_labels(torch.zeros(1, 3), steps=steps)
+
+
+@pytest.mark.parametrize("verb", [shift_labels, ignore_first_labels])
+@pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 5, 1)])
+def test_labels_of_another_shape(verb, shape):
+    with pytest.raises(CollateError, match=r"labels: got int64 .*the batch is \[2, 5\].*Pad them with the tokens"):
+        verb(torch.zeros(shape, dtype=torch.long), Segments.from_lengths([3, 5]))

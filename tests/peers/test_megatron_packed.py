@@ -102,8 +102,16 @@ def test_a_second_loss_mask_is_not_dropped_in_silence(local):
     assert gpt_batch(told, local)[0]["loss_mask"][0].tolist() == [0, 1, 0, 1, 1, 1, 0]
 
 
+def test_lists_and_arrays_are_read_too(local):
+    batch = packed_rows(samples(3, 4), [[3, 4]])
+    plain = {key: value.tolist() for key, value in batch.items()}
+    expected, found = gpt_batch(batch, local)[0], gpt_batch({**plain, "labels": batch["labels"].numpy()}, local)[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_the_names_of_megatrons_own_dataset(local):
-    with pytest.raises(CollateError, match=r"input_ids: got NoneType.*Rename tokens to input_ids"):
+    with pytest.raises(CollateError, match=r"input_ids: got keys tokens\. .*Rename tokens to input_ids"):
         gpt_batch({"tokens": torch.ones(1, 3, dtype=torch.long)}, local)
 
 

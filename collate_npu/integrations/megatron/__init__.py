@@ -17,6 +17,7 @@ from torch import Tensor
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
@@ -69,7 +70,7 @@ def gpt_batch(
     _check_keys(batch)
     segments = segments_from_batch(batch, polarity=polarity, padding_free=padding_free)
     config, cp = config_of(model), context_parallel or _megatron_parallel(model)
-    row: dict[str, Any] = {key: batch[key] for key in _READ if isinstance(batch.get(key), Tensor)}
+    row: dict[str, Any] = {key: _tensor(key, batch[key]) for key in _READ if batch.get(key) is not None}
     offsets = None
     if padding_free:
         _refuse_local(model)
@@ -85,7 +86,7 @@ def gpt_batch(
         inputs = split_batch(inputs, cp, segments=segments, cu_seqlens=offsets)
     if "padding_mask" in inputs:
         inputs["padding_mask"] = _of_stage(inputs["padding_mask"], model)
-    device = batch["input_ids"].device
+    device = row["input_ids"].device
     if padding_free:
         counts = depths(config) > 0
         inputs["packed_seq_params"] = packed_seq_params(segments, padding_counts=counts, device=device)
@@ -101,17 +102,21 @@ _READ = ("input_ids", "position_ids", "labels")
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
-    if not isinstance(batch.get("input_ids"), Tensor):
+    if batch.get("input_ids") is None:
         rule = "GPTModel takes token ids [B, S] under that name."
         remedy = (
             "Rename tokens to input_ids; the labels of Megatron's datasets are shifted already, so pass them to the model."
         )
-        raise CollateError(explain("input_ids", type(batch.get("input_ids")).__name__, rule, remedy))
+        raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, remedy))
     beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None]
     if beside and batch.get("labels") is not None:
         rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
         remedy = f"Write it into labels (labels.masked_fill(loss_mask == 0, -100)), and leave {', '.join(beside)} out."
         raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
+
+
+def _tensor(key: str, value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else host_tensor(key, value)
 
 
 def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
