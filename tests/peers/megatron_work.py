@@ -24,12 +24,12 @@ from megatron_world import (
 )
 from torch import Tensor
 
-from collate_npu import PaddingCollator, Segments, gather_sequence, per_sequence
+from collate_npu import CollateError, PaddingCollator, Segments, gather_sequence, per_sequence
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, split_batch
 
-ROWS = samples(7, 3, 6)
+ROWS, ODD = samples(7, 3, 6), samples(7, 3, 5)
 DENSE = {"attention": DotProductAttention, "positions": "rope"}
 KERNEL = {"attention": TEDotProductAttention, "positions": "rope"}
 MTP = {"mtp_num_layers": 2, "calculate_per_token_loss": True}
@@ -68,8 +68,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
 }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def start(tp: int = 1) -> None:
+    """Megatron's groups, made anew where the last call asked for others."""
     from megatron.core import parallel_state
 
     warnings.simplefilter("ignore")
@@ -157,13 +158,13 @@ def same_as_megatron(side: str) -> None:
 # --- tensor parallelism with sequence parallelism
 
 
-def sequence_parallel(multiple: int) -> dict[str, Any]:
-    """Logits and router losses of padded rows of two widths; gradients of the routers, which see half the tokens each."""
+def sequence_parallel(multiple: int, padding_free: bool = False) -> dict[str, Any]:
+    """Loss, losses of routers and their gradients: each rank's routers see half the tokens."""
     tp = dist.get_world_size()
     settings = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, "add_bias_linear": False}
     model = build(**KERNEL, experts=True, **settings)
-    batch = PaddingCollator(pad_token_id=PAD, pad_to_multiple_of=multiple)(ROWS)
-    inputs, _ = gpt_batch(batch, model)
+    batch = PaddingCollator(pad_token_id=PAD, pad_to_multiple_of=multiple, padding_free=padding_free)(ODD)
+    inputs, _ = gpt_batch(batch, model, padding_free=padding_free)
     aux_losses()
     loss = (model(**inputs) * inputs["loss_mask"]).sum()
     loss.backward()
@@ -173,6 +174,16 @@ def sequence_parallel(multiple: int) -> dict[str, Any]:
         for value in (aux, *routers.values()):
             dist.all_reduce(value)
     return {"loss": loss.detach(), "aux": aux, "routers": routers, "shape": list(inputs["padding_mask"].shape)}
+
+
+def refusal() -> str:
+    """Of rows whose width the ranks cannot share out."""
+    model = build(**KERNEL, tensor_model_parallel_size=2, sequence_parallel=True)
+    try:
+        gpt_batch(PaddingCollator(pad_token_id=PAD)(ODD), model)
+    except CollateError as error:
+        return str(error)
+    return ""
 
 
 def compare(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:

@@ -30,11 +30,24 @@ def cpu():
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def pool():
     pool = Pool(2)
-    pool("megatron_work.start", 1, seconds=IMPORTS)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def ranks(pool):
+    """Two ranks of a context-parallel group."""
+    pool("megatron_work.start", 1, seconds=IMPORTS)
+    return pool
+
+
+@pytest.fixture
+def tensor_ranks(pool):
+    """Two ranks of a tensor-parallel group."""
+    pool("megatron_work.start", 2, seconds=IMPORTS)
+    return pool
 
 
 @pytest.mark.parametrize("case", work.CASES)
@@ -65,13 +78,20 @@ def test_each_key_is_what_megatrons_own_split_gives_the_rank(ranks, side):
     ranks("megatron_work.same_as_megatron", side, seconds=IMPORTS)
 
 
-def test_routers_under_sequence_parallelism_count_no_padding(ranks):
-    """GPTModel shares the mask out itself, so it takes that of all tokens."""
-    ranks("megatron_work.start", 2, seconds=IMPORTS)
-    alone = work.sequence_parallel(8)
-    for multiple in (8, 16):
-        for found in ranks("megatron_work.sequence_parallel", multiple, seconds=IMPORTS):
-            assert found["shape"] == [3, multiple]
-            assert abs(found["loss"] - alone["loss"]) <= 1e-5 * alone["loss"]
-            assert (found["aux"] - alone["aux"]).abs().max() <= 1e-5
-            assert far(found["routers"], alone["routers"]) <= 1e-5
+@pytest.mark.parametrize(
+    ("multiple", "padding_free", "shape"), [(8, False, [3, 8]), (16, False, [3, 16]), (1, True, [1, 16])]
+)
+def test_routers_under_sequence_parallelism_count_no_padding(tensor_ranks, multiple, padding_free, shape):
+    """GPTModel shares the mask out itself, so it takes that of all tokens; a flat row is padded to what it can share."""
+    alone = work.sequence_parallel(multiple, padding_free)
+    for found in tensor_ranks("megatron_work.sequence_parallel", multiple, padding_free, seconds=IMPORTS):
+        assert found["shape"] == shape
+        assert abs(found["loss"] - alone["loss"]) <= 1e-5 * alone["loss"]
+        assert (found["aux"] - alone["aux"]).abs().max() <= 1e-5
+        assert far(found["routers"], alone["routers"]) <= 1e-5
+
+
+def test_a_width_that_sequence_parallelism_cannot_share_out(tensor_ranks):
+    for said in tensor_ranks("megatron_work.refusal", seconds=IMPORTS):
+        assert "width: got 7 tokens" in said
+        assert "pad_to_multiple_of=2" in said
