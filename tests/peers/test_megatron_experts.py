@@ -152,6 +152,9 @@ def test_settings_by_which_padding_moves_real_tokens_to_other_experts(setting, m
     whole, _ = gpt_batch(padded()(FULL), model)
     with pytest.raises(UnsupportedFormError, match=f"With {setting} padding takes experts' places"):
         gpt_batch(padded(multiple=16)(FULL), model)
+    free = build(experts=True, attention=TEDotProductAttention, **PLACES[setting])
+    none = PaddingCollator(pad_token_id=PAD, padding_free=True)(ROWS)
+    assert not gpt_batch(none, free, padding_free=True)[0]["padding_mask"].any()
     told = build(experts=True)
     inputs, truth = gpt_batch(padded(multiple=16)(FULL), told)
     inputs.pop("padding_mask"), whole.pop("padding_mask", None)

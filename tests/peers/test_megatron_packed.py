@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import fields, make_dataclass
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, on_cpu, packed_rows, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError, dense
+from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError, dense, unpad
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.parallel import ContextParallel, pad_documents
 
@@ -160,6 +161,21 @@ def test_local_attention_takes_no_offsets_and_the_remedy_works(local):
     same_as_alone(local, rows, [gpt_batch(flat(rows), local)])
 
 
+def test_gated_delta_net_takes_flat_rows_from_0_18_on(thd, monkeypatch):
+    """Its forward says so too, once the row is there (core/ssm/gated_delta_net.py:295 of 0.16.1)."""
+    from megatron.core import package_info
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    theirs = GatedDeltaNet.__module__
+    for module, release, refused in ((theirs, 16, True), (theirs, 18, False), ("mcore_bridge.model", 16, False)):
+        layer = type(GatedDeltaNet.__name__, (torch.nn.Module,), {"__module__": module})()
+        model = torch.nn.ModuleList([thd, layer])
+        model.config = thd.config
+        monkeypatch.setattr(package_info, "MINOR", release)
+        with pytest.raises(UnsupportedFormError, match=r"from 0\.18 on") if refused else nullcontext():
+            gpt_batch(flat(samples(5, 3)), model, padding_free=True)
+
+
 # --- the fields
 
 
@@ -224,3 +240,16 @@ def test_without_padding_the_offsets_are_one_tensor(counts):
 def test_padding_that_no_offsets_describe(ids, what):
     with pytest.raises(CollateError, match=what):
         packed_seq_params(Segments(ids))
+
+
+def test_the_remedy_for_holes_works(thd):
+    rows, truth = samples(5, 3), Segments([[0, 1, 1, 0, 1, 1, 1, 2, 2, 2]])
+    ids = torch.full(truth.shape, PAD).masked_scatter(
+        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
+    )
+    with pytest.raises(CollateError, match=r"unpad\(\) the row first"):
+        gpt_batch({"input_ids": ids, "segment_ids": truth.ids}, thd, padding_free=True)
+    row = unpad(ids, truth)[None]
+    same_as_alone(
+        thd, rows, [gpt_batch({"input_ids": row, "labels": row, "cu_seqlens": truth.cu_seqlens}, thd, padding_free=True)]
+    )

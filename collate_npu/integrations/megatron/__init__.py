@@ -73,7 +73,7 @@ def gpt_batch(
     row: dict[str, Any] = {key: _tensor(key, batch[key]) for key in _READ if batch.get(key) is not None}
     offsets = None
     if padding_free:
-        _refuse_local(model)
+        _refuse_flat(model)
         cp = cp and cp.for_documents()
         row, segments = _shared_out(row, segments, cp)
         offsets = torch.tensor(physical_offsets(segments))
@@ -170,9 +170,18 @@ def _reads_dense(model: Any, segments: Segments) -> bool:
     return kernel == "megatron"
 
 
-def _refuse_local(model: Any) -> None:
-    """Local attention asserts that there is no PackedSeqParams (core/transformer/dot_product_attention.py:153-156)."""
-    if "DotProductAttention" in {type(module).__name__ for module in model.modules()}:
+def _refuse_flat(model: Any) -> None:
+    """Raise for layers that take no PackedSeqParams: local attention (core/transformer/dot_product_attention.py:153-156),
+    and Megatron's own GatedDeltaNet up to 0.17 (core/ssm/gated_delta_net.py:295); mcore-bridge's takes them."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    kinds = {(type(module).__module__.partition(".")[0], type(module).__name__) for module in model.modules()}
+    rule = remedy = ""
+    if "DotProductAttention" in {name for _, name in kinds}:
         rule = "Megatron's local attention takes no packed_seq_params."
         remedy = "Leave padding_free out: the same row gets a dense mask. Or run TransformerEngine's kernels."
+    elif ("megatron", "GatedDeltaNet") in kinds and (MAJOR, MINOR) < (0, 18):
+        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from 0.18 on, and this is {MAJOR}.{MINOR}."
+        remedy = "Pad right with one sequence a row, or upgrade megatron-core."
+    if rule:
         raise UnsupportedFormError(explain("padding_free", "True", rule, remedy))

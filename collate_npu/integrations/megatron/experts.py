@@ -88,5 +88,5 @@ def _warn_of_rows() -> None:
         "seq_aux_loss of megatron-core divides by the mean length of the rows and takes a packed row for one sequence "
         "(core/transformer/moe/router.py:317-369): with these lengths the auxiliary loss is not that of the samples alone. "
         "Logits and the language-model loss are. Remedy: moe_router_load_balancing_type='aux_loss' or 'global_aux_loss'.",
-        stacklevel=4,
+        stacklevel=5,
     )
