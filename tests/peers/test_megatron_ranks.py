@@ -63,14 +63,9 @@ def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(ranks, case):
 
 @pytest.mark.parametrize(("case", "how"), [(case, how) for case, ways in work.SPOILT.items() for how in ways])
 def test_it_has_power(ranks, case, how):
-    """Wrong, or stopped by somebody: never the same."""
     alone = work.run(case)
-    try:
-        found = ranks("megatron_work.run", case, how, seconds=IMPORTS)
-    except AssertionError:
-        return
-    for rank in found:
-        assert max(work.compare(rank, alone).values()) > 1e-3
+    for found in ranks("megatron_work.run", case, how, seconds=IMPORTS):
+        assert max(work.compare(found, alone).values()) > 1e-2
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
