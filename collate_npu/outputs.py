@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.host import whole_number
 from collate_npu.segments import Segments
 
 
@@ -59,12 +60,21 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
     return nested
 
 
-def shift_labels(labels: Tensor, segments: Segments | None = None, *, ignore_index: int = -100) -> Tensor:
-    """Labels moved one token to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
+def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
+    """Labels moved to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
 
     With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
-    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss).
+    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the targets of
+    multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
     """
+    if segments is not None:
+        _check_labels(labels, segments)
+    for _ in range(whole_number("steps", steps, least=1)):
+        labels = _shifted_once(labels, segments, ignore_index)
+    return labels
+
+
+def _shifted_once(labels: Tensor, segments: Segments | None, ignore_index: int) -> Tensor:
     shifted = pad(labels[:, 1:], (0, 1), value=ignore_index)
     if segments is None:
         return shifted
@@ -78,10 +88,17 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
     A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet: the shift drops column 0, whose
     labels stay.
     """
+    _check_labels(labels, segments)
     ids_BS = segments.ids.to(labels.device)
     ignored_BS = ids_BS == 0
     ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]
     return labels.masked_fill(ignored_BS, ignore_index)
+
+
+def _check_labels(labels: Tensor, segments: Segments) -> None:
+    if tuple(labels.shape) != segments.shape:
+        rule = f"Labels are one a token, and the batch is {list(segments.shape)} (rows, width)."
+        raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:

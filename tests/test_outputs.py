@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collate_npu import CollateError, Segments, last_token, per_sequence, repad, to_nested, unpad
+from collate_npu.outputs import ignore_first_labels, shift_labels
 
 
 def output_of(segments, *trailing):
@@ -94,3 +95,40 @@ def test_rows_of_padding_have_no_last_token():
     with pytest.raises(CollateError) as raised:
         last_token(torch.zeros(3, 2), Segments.from_lengths([0, 2, 0]))
     assert "row 0: got padding alone\n  row 2: got padding alone" in str(raised.value)
+
+
+# --- labels
+
+
+@given(strategies.segments(), st.integers(1, 4))
+def test_shifted_labels_never_leave_their_sequence(segments, steps):
+    """By the definition, place by place: the token `steps` further on, if everything up to it is the same sequence."""
+    labels, ids = output_of(segments).long(), segments.ids.tolist()
+    shifted = shift_labels(labels, segments, steps=steps)
+    for b, row in enumerate(ids):
+        for i, own in enumerate(row):
+            between = row[i : i + steps + 1]
+            inside = own != 0 and len(between) == steps + 1 and set(between) == {own}
+            assert shifted[b, i] == (labels[b, i + steps] if inside else -100)
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 3))
+def test_shifted_labels_of_packed_rows_are_those_of_each_sequence_alone(lengths, steps):
+    segments = Segments.from_lengths(lengths)
+    labels = output_of(segments).long()
+    packed = per_sequence(shift_labels(labels, segments, steps=steps), segments)
+    for ours, alone in zip(packed, per_sequence(labels, segments), strict=True):
+        assert torch.equal(ours, shift_labels(alone[None], steps=steps)[0])
+
+
+def test_labels_move_by_a_whole_number_of_steps():
+    for steps in (0, 1.5, True):
+        with pytest.raises(CollateError, match="It is a whole number, at least 1"):
+            shift_labels(torch.zeros(1, 3), steps=steps)
+
+
+@pytest.mark.parametrize("verb", [shift_labels, ignore_first_labels])
+@pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 5, 1)])
+def test_labels_of_another_shape(verb, shape):
+    with pytest.raises(CollateError, match=r"labels: got int64 .*the batch is \[2, 5\].*Pad them with the tokens"):
+        verb(torch.zeros(shape, dtype=torch.long), Segments.from_lengths([3, 5]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ if importlib.util.find_spec("megatron") is None:
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_world import PAD, build, far, loss_and_gradients, on_cpu, samples
 from torch.utils.data import DataLoader
 
 from collate_npu import (
@@ -30,87 +30,25 @@ from collate_npu import (
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.parallel import ContextParallel, query_rows
 
-VOCABULARY, PAD = 64, 63
 LENGTHS = (7, 3, 5)
 
 
-@pytest.fixture(scope="module")
-def model():
-    yield from build()
-
-
-@pytest.fixture(scope="module")
-def moe():
-    yield from build(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss")
-
-
-def build(**changed):
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer import TransformerConfig, attention, transformer_block
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
+@pytest.fixture(scope="module", autouse=True)
+def cpu():
     patch = pytest.MonkeyPatch()
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    tracker = SimpleNamespace(is_initialized=lambda: False, fork=lambda *args: nullcontext())
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    patch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
-    patch.setattr(random, "initialize_rng_tracker", lambda *args, **kwargs: None)
-    # Where another test file has put stand-ins for Transformer Engine in place, nothing here may call one.
-    patch.setattr(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
-    patch.setattr(attention, "SplitAlongDim", None)
-    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # 0.16.1 reads the name and sets it with TE alone
-    # Alone in its group a rank gets its own tensor back, as it is; this torch refuses to change that in place (mlp.py:247).
-    reduce = staticmethod(lambda ctx, tensor, group: tensor.clone())
-    patch.setattr(mappings._ReduceFromModelParallelRegion, "forward", reduce)
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        init_method_std=0.3,
-        **changed,
-    )
-    layer = get_gpt_layer_local_spec(num_experts=changed.get("num_moe_experts"))
-    spec = transformer_block.TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=WrappedTorchNorm)
-    built = GPTModel(config, spec, VOCABULARY, 64, position_embedding_type="learned_absolute")
-    yield built
+    on_cpu(patch)
+    yield
     patch.undo()
 
 
-def samples(*lengths):
-    ids = [[(5 * i + 3 * b) % 60 + 1 for i in range(length)] for b, length in enumerate(lengths)]
-    return [{"input_ids": row, "labels": row} for row in ids]
+@pytest.fixture(scope="module")
+def model(cpu):
+    return build()
 
 
-def loss_and_gradients(model, runs):
-    """Summed loss, logits of each sample and gradients, over batches `(inputs, truth)`."""
-    model.zero_grad()
-    total, logits = 0.0, []
-    for inputs, truth in runs:
-        logits += per_sequence(model(**{**inputs, "labels": None}), truth)
-        total = total + (model(**inputs) * inputs["loss_mask"]).sum()
-    total.backward()
-    return total.detach(), logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def far(ours, theirs):
-    return max(float((ours[key] - theirs[key]).abs().max() / (1 + theirs[key].abs().max())) for key in theirs)
+@pytest.fixture(scope="module")
+def moe(cpu):
+    return build(experts=True)
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), side=st.sampled_from(["left", "right"]))

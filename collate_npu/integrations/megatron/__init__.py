@@ -2,7 +2,8 @@
 
 `GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones, wants
 labels that are shifted already and takes the router's `padding_mask` (True = padding); it has no place for a 2D mask, and
-its GatedDeltaNet reads none. Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S width.
+its GatedDeltaNet reads none. A flat row goes with `PackedSeqParams` instead. Costs O(B * S), and the dense mask where a
+kernel reads it. Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -10,24 +11,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
-from collate_npu.consumers.models import config_of, needs_mask_2d
+from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.host import host_tensor
+from collate_npu.integrations import patching
+from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
+from collate_npu.integrations.megatron.mcore_bridge import router_padding
+from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
+from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, query_rows, split_batch
+from collate_npu.parallel import ContextParallel, pad_documents, query_rows, split_batch
 from collate_npu.segments import Segments
 
+__all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
+
 PACKAGE, TESTED = "megatron-core", "0.16.1"
+
+
+def install() -> None:
+    """Let routers with an expert bias take a padding mask: up to 0.19.2 they stop at its shape (Megatron-LM issue 6111)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    patching.patch(PACKAGE, TopKRouter, "_apply_expert_bias", real_tokens_alone)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    patching.release(PACKAGE)
 
 
 def gpt_batch(
     batch: Mapping[str, Any],
     model: Any,
     *,
+    padding_free: bool = False,
     context_parallel: ContextParallel | None = None,
     polarity: Polarity | None = None,
     max_mask_bytes: int = MAX_MASK_BYTES,
@@ -38,21 +62,35 @@ def gpt_batch(
     `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
     `parallel_state` has one. Pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels
     have no right form for the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
+
+    `padding_free=True` takes one flat row `[1, T]` and adds `packed_seq_params`. Under context or sequence parallelism each
+    sequence is padded to what the ranks can share out, so that row and Segments are wider than the batch; gather by
+    `cu_seqlens=inputs["packed_seq_params"].cu_seqlens_q_padded`.
     """
-    segments = segments_from_batch(batch, polarity=polarity)
-    cp, config = context_parallel or _megatron_parallel(model), config_of(model)
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "attention_mask": None}
-    device = batch["input_ids"].device
-    positions = batch.get("position_ids")
-    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
-    if isinstance(labels := batch.get("labels"), Tensor):
-        shifted = shift_labels(labels, segments)
-        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    if getattr(config, "num_moe_experts", None):
-        inputs["padding_mask"] = ~segments.keep.to(device)
+    _check_keys(batch)
+    segments = segments_from_batch(batch, polarity=polarity, padding_free=padding_free)
+    config, cp = config_of(model), context_parallel or _megatron_parallel(model)
+    row: dict[str, Any] = {key: _tensor(key, batch[key]) for key in _READ if batch.get(key) is not None}
+    offsets = None
+    if padding_free:
+        _refuse_flat(model)
+        cp = cp and cp.for_documents()
+        row, segments = _shared_out(row, segments, cp)
+        offsets = torch.tensor(physical_offsets(segments))
+    dense_read = not padding_free and _reads_dense(model, segments)
+    refuse_crossing(segments, config, padding_free=padding_free)
+    inputs = _inputs(row, segments, model)
+    if "labels" in row and unwrap(model).training:
+        refuse_no_target(row["labels"], segments, config, cp, offsets)
     if cp is not None:
-        inputs = split_batch(inputs, cp, segments=segments)
-    if _reads_dense(model, segments):
+        inputs = split_batch(inputs, cp, segments=segments, cu_seqlens=offsets)
+    if "padding_mask" in inputs:
+        inputs["padding_mask"] = _of_stage(inputs["padding_mask"], model)
+    device = row["input_ids"].device
+    if padding_free:
+        counts = depths(config) > 0
+        inputs["packed_seq_params"] = packed_seq_params(segments, padding_counts=counts, device=device)
+    if dense_read:
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         inputs["attention_mask"] = dense(
             segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes
@@ -60,13 +98,69 @@ def gpt_batch(
     return inputs, segments
 
 
+_READ = ("input_ids", "position_ids", "labels")
+
+
+def _check_keys(batch: Mapping[str, Any]) -> None:
+    if batch.get("input_ids") is None:
+        rule = "GPTModel takes token ids [B, S] under that name."
+        remedy = (
+            "Rename tokens to input_ids; the labels of Megatron's datasets are shifted already, so pass them to the model."
+        )
+        raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, remedy))
+    beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None]
+    if beside and batch.get("labels") is not None:
+        rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
+        remedy = f"Write it into labels (labels.masked_fill(loss_mask == 0, -100)), and leave {', '.join(beside)} out."
+        raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
+
+
+def _tensor(key: str, value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else host_tensor(key, value)
+
+
+def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
+    """The whole rows, before any rank takes its part."""
+    device = row["input_ids"].device
+    inputs: dict[str, Any] = {"input_ids": row["input_ids"], "attention_mask": None}
+    positions = row.get("position_ids")
+    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
+    if "labels" in row:
+        shifted = shift_labels(row["labels"], segments)
+        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
+    if (padding := router_padding_mask(segments, model)) is not None:
+        inputs["padding_mask"] = padding.to(device)
+    return inputs
+
+
+def _shared_out(row: dict[str, Any], segments: Segments, cp: ContextParallel | None) -> tuple[dict[str, Any], Segments]:
+    """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
+    if cp is None:
+        return row, segments
+    offsets = torch.tensor(physical_offsets(segments))
+    padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
+    return {key: padded[key] for key in row}, segments
+
+
+def _of_stage(padding: Tensor, model: Any) -> Tensor:
+    """GPTModel shares the mask out under sequence parallelism on its first stage alone (gpt_model.py:307-320)."""
+    stage = unwrap(model)
+    if getattr(stage, "pre_process", True) or not getattr(config_of(model), "sequence_parallel", False):
+        return padding
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    return router_padding(padding, None, tp)
+
+
 def _megatron_parallel(model: Any) -> ContextParallel | None:
     from megatron.core import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized() or parallel_state.get_context_parallel_world_size() == 1:
+    if not parallel_state.model_parallel_is_initialized():
         return None
     shared = bool(getattr(config_of(model), "sequence_parallel", False))
-    return ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
+    cp = ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
+    return None if (cp.size, cp.tensor_parallel) == (1, 1) else cp
 
 
 def _reads_dense(model: Any, segments: Segments) -> bool:
@@ -74,3 +168,20 @@ def _reads_dense(model: Any, segments: Segments) -> bool:
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
     return kernel == "megatron"
+
+
+def _refuse_flat(model: Any) -> None:
+    """Raise for layers that take no PackedSeqParams: local attention (core/transformer/dot_product_attention.py:153-156),
+    and Megatron's own GatedDeltaNet up to 0.17 (core/ssm/gated_delta_net.py:295); mcore-bridge's takes them."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    kinds = {(type(module).__module__.partition(".")[0], type(module).__name__) for module in model.modules()}
+    rule = remedy = ""
+    if "DotProductAttention" in {name for _, name in kinds}:
+        rule = "Megatron's local attention takes no packed_seq_params."
+        remedy = "Leave padding_free out: the same row gets a dense mask. Or run TransformerEngine's kernels."
+    elif ("megatron", "GatedDeltaNet") in kinds and (MAJOR, MINOR) < (0, 18):
+        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from 0.18 on, and this is {MAJOR}.{MINOR}."
+        remedy = "Pad right with one sequence a row, or upgrade megatron-core."
+    if rule:
+        raise UnsupportedFormError(explain("padding_free", "True", rule, remedy))

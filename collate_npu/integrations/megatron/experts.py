@@ -1,0 +1,92 @@
+"""What Megatron-core's mixture of experts does with padding: what its routers are told, and where telling does not help.
+
+`padding_mask` is bool `[B, S]`, True = padding (core/models/gpt/gpt_model.py:495-497; the docstrings of core/transformer/moe
+say the opposite of their code). Told so, a router leaves padding out of its auxiliary losses, its z-loss and its expert
+bias (router.py:471-626). It still routes padding through the experts, and three settings let that reach real tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from collate_npu.consumers.models import config_of, unwrap
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.integrations import patching
+from collate_npu.segments import Segments
+
+
+def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
+    """bool `[B, S]`, True = padding, for a model with experts; None for one without.
+
+    Given without padding too: routers that hear of padding count tokens over their group, others multiply their own, and
+    ranks must do the same (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change which experts
+    real tokens get, or where the router cannot take the mask; warns, once, where the auxiliary loss of a row is not that
+    of its sequences.
+    """
+    config = config_of(model)
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    padded = segments.padding_side != "none"
+    if padded and (setting := _shares_places(config)):
+        rule = f"With {setting} padding takes experts' places from real tokens, or moves the balance they are chosen by."
+        remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
+    if "seq_aux_loss" in balancing(config) and (segments.packed or len(set(segments.lengths)) > 1):
+        _warn_of_rows()
+    if (stops := _stops_at_mask(model)) and padded:
+        rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__package__}.install() once."))
+    return None if stops or "quantile_balancing" in balancing(config) else ~segments.keep
+
+
+def balancing(config: Any) -> tuple[str, ...]:
+    """The kinds of load balancing that are on: one, or several with coefficients of their own."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or "none"
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def counts_tokens(config: Any) -> bool:
+    """Does a router of this model add anything to the loss, or to its bias, that counts tokens?"""
+    coefficients = getattr(config, "moe_aux_loss_coeff", 0) or 0
+    listed = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+    named = ("moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    return any(listed) or any(getattr(config, name, None) for name in named)
+
+
+def _shares_places(config: Any) -> str | None:
+    """The setting by which a token's experts depend on the other tokens of the batch (router.py:566-595; 0.19: 764-800)."""
+    if getattr(config, "moe_expert_capacity_factor", None) is not None:
+        return f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}"
+    return next((kind for kind in balancing(config) if kind in ("sinkhorn", "quantile_balancing")), None)
+
+
+def _stops_at_mask(model: Any) -> bool:
+    """Is there a router whose expert bias is counted by Megatron's own function? mcore-bridge brings a mended one."""
+    if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
+        return False
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = (type(module) for module in unwrap(model).modules() if isinstance(module, TopKRouter))
+    return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
+
+
+def real_tokens_alone(
+    original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> Any:
+    """In place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
+
+
+@cache
+def _warn_of_rows() -> None:
+    warnings.warn(
+        "seq_aux_loss of megatron-core divides by the mean length of the rows and takes a packed row for one sequence "
+        "(core/transformer/moe/router.py:317-369): with these lengths the auxiliary loss is not that of the samples alone. "
+        "Logits and the language-model loss are. Remedy: moe_router_load_balancing_type='aux_loss' or 'global_aux_loss'.",
+        stacklevel=5,
+    )

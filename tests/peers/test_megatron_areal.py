@@ -1,0 +1,190 @@
+"""AReaL 1.0.4: the batches its Megatron engine makes, flat and padded, by its own functions, through `gpt_batch`.
+
+The packages above those functions ask for launchers and inference servers, so only the files that pack, pad and call the
+model are imported (utils/data.py, engine/megatron_utils/packed_context_parallel.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+
+if any(importlib.util.find_spec(name) is None for name in ("megatron", "areal", "colorlog", "uvloop", "torchdata", "numba")):
+    pytest.skip("areal, or what the imported files of it need, is not installed", allow_module_level=True)
+
+import torch
+from megatron_world import (
+    PAD,
+    DotProductAttention,
+    TEDotProductAttention,
+    apart,
+    aux_losses,
+    build,
+    loss_and_gradients,
+    on_cpu,
+    samples,
+)
+
+from collate_npu import CollateError, PaddingCollator, Segments, per_sequence
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
+from collate_npu.parallel import ContextParallel
+
+ALIGN, PAGE = 4, 256
+"""tp * cp * 2, and what the whole is padded to (utils/data.py:815)."""
+REST = PAGE - 20
+ROWS = samples(7, 3, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu():
+    patch = pytest.MonkeyPatch()
+    on_cpu(patch)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def areal(cpu):
+    """The two modules, imported past the `__init__` of their packages."""
+    root = importlib.util.find_spec("areal").submodule_search_locations[0]
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "areal"}
+    for name in ("areal", "areal.api", "areal.engine", "areal.engine.megatron_utils", "areal.infra", "areal.utils"):
+        package = types.ModuleType(name)
+        package.__path__ = ["/".join([root, *name.split(".")[1:]])]
+        sys.modules[name] = package
+    data = importlib.import_module("areal.utils.data")
+    packed = importlib.import_module("areal.engine.megatron_utils.packed_context_parallel")
+    yield types.SimpleNamespace(data=data, packed=packed)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "areal"]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def rollout(side="right"):
+    """What AReaL's workflows hand over: padded rows, 1 = real token."""
+    batch = PaddingCollator(pad_token_id=PAD, padding_side=side, consumer="transformers")(ROWS)
+    keep = batch["attention_mask"]
+    return {"input_ids": batch["input_ids"], "attention_mask": keep.long(), "loss_mask": keep.long()}
+
+
+def micro_batch(areal, batch):
+    """As `_prepare_mb_list` packs and aligns it (megatron_engine.py:2023-2110); beside it the real offsets."""
+    flat = areal.data.pack_tensor_dict(areal.data.amend_position_ids(batch))
+    padded, _, real, _ = areal.data.pad_packed_tensor_dict(flat, PAGE, seq_align_to=ALIGN)
+    return padded, real
+
+
+class Recorder(torch.nn.Module):
+    """A model that notes what it is called with."""
+
+    def forward(self, **inputs):
+        self.seen = inputs
+        return torch.zeros(*inputs["input_ids"].shape, 1)
+
+
+def padded_inputs(areal):
+    """What a model that takes no packed rows is called with, Qwen3.5's (packed_context_parallel.py:300-410)."""
+    batch, real = micro_batch(areal, rollout())
+    recorder = Recorder()
+    areal.packed.packed_context_parallel_forward(recorder, batch, use_padded_seq=True)
+    return recorder.seen, real
+
+
+def alone(model):
+    one = PaddingCollator(pad_token_id=PAD)
+    return loss_and_gradients(model, [gpt_batch(one([row]), model) for row in ROWS])[1]
+
+
+def real_tokens(logits, lengths=(7, 3, 6)):
+    return [row[:length] for row, length in zip(logits, lengths)]
+
+
+# --- padded rows
+
+
+def test_what_areal_hands_to_a_padded_model(areal):
+    """2D, True = real and alignment, padding on the right; a row of its own for the page; no positions, no padding_mask."""
+    inputs, real = padded_inputs(areal)
+    assert inputs["attention_mask"].dtype == torch.bool
+    assert inputs["attention_mask"].sum(1).tolist() == [8, 4, 8, REST]
+    assert inputs["position_ids"] is None
+    assert "padding_mask" not in inputs
+    assert real.tolist() == [0, 7, 10, 16]
+
+
+def test_padded_rows_are_right_on_local_kernels_where_upstream_they_stop(areal):
+    model, (inputs, _) = build(positions="rope"), padded_inputs(areal)
+    with pytest.raises(RuntimeError, match=r"must match|broadcastable"):
+        model(**inputs)
+    mine, truth = gpt_batch(inputs, model)
+    assert truth == Segments.from_lengths([8, 4, 8, REST])
+    assert apart(real_tokens(model(**mine)), alone(model)) <= 1e-5
+
+
+def test_with_the_real_lengths_routers_count_no_alignment_and_no_page(areal):
+    """AReaL keeps them as `old_cu_seqlens`; a row of padding alone has to be said by `segment_ids`."""
+    inputs, real = padded_inputs(areal)
+    truth = Segments.from_lengths([*real.diff().tolist(), 0], width=inputs["input_ids"].shape[1])
+    told, figures = {**inputs, "segment_ids": truth.ids, "attention_mask": None}, {}
+    one = PaddingCollator(pad_token_id=PAD)(ROWS)
+    labelled = torch.nn.functional.pad(one["labels"], (0, REST - 7, 0, 1), value=-100)
+    for name, batch in {"theirs": inputs, "real": told, "alone": one}.items():
+        model = build(experts=True, positions="rope")
+        mine, found = gpt_batch({"labels": labelled, **batch}, model)
+        aux_losses()
+        loss_and_gradients(model, [(mine, found)])
+        figures[name] = sum(aux_losses().values())
+    assert figures["real"] == pytest.approx(figures["alone"], rel=1e-5)
+    assert figures["theirs"] != pytest.approx(figures["alone"], rel=1e-2)
+    with pytest.raises(CollateError, match=r"(?s)no real token.*carry segment_ids"):
+        gpt_batch({**inputs, "attention_mask": truth.keep}, model)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_rollout_itself_is_right_on_both_sides(areal, side):
+    """Upstream, packing takes the first tokens of a row, whichever are real (utils/data.py:252-256)."""
+    model = build(positions="rope")
+    mine, truth = gpt_batch(rollout(side), model)
+    assert apart(per_sequence(model(**mine), truth), alone(model)) <= 1e-5
+    packed = areal.data.pack_tensor_dict(rollout(side))["input_ids"].tolist()
+    assert (packed == [i for row in ROWS for i in row["input_ids"]]) == (side == "right")
+
+
+# --- flat rows
+
+
+def test_the_offsets_are_those_that_areal_makes(areal):
+    batch, _ = micro_batch(areal, rollout())
+    ids, theirs = areal.packed.preprocess_packed_seqs_context_parallel(batch["input_ids"], batch["cu_seqlens"])
+    model = build(attention=TEDotProductAttention, positions="rope")
+    mine, _ = gpt_batch({"input_ids": ids, "cu_seqlens": batch["cu_seqlens"]}, model, padding_free=True)
+    for name, value in vars(theirs).items():
+        ours = getattr(mine["packed_seq_params"], name)
+        assert torch.equal(ours, value) if isinstance(value, torch.Tensor) else ours == value, name
+    truth = Segments([[*[1] * 7, 0, *[2] * 3, 0, *[3] * 6, 0, 0]])
+    physical = packed_seq_params(truth, padding_counts=True)
+    assert torch.equal(physical.cu_seqlens_q, theirs.cu_seqlens_q[:4])
+
+
+def test_flat_rows_equal_samples_alone_with_real_offsets_beside_the_physical_ones(areal):
+    batch, real = micro_batch(areal, rollout())
+    model = build(attention=TEDotProductAttention, positions="rope", experts=True)
+    row = {"input_ids": batch["input_ids"][None], "cu_seqlens_padded": batch["cu_seqlens"]}
+    row["cu_seqlens"] = torch.cat([real, real[-1:]])  # the page is a sequence without a real token
+    mine, truth = gpt_batch(row, model, padding_free=True)
+    assert truth.lengths == ((7, 3, 6),)
+    assert mine["packed_seq_params"].cu_seqlens_q.tolist() == [0, 7, 10, 16]
+    assert mine["padding_mask"].sum() == PAGE - 16
+    assert apart(per_sequence(model(**mine), truth), alone(model)) <= 1e-5
+    cut, _ = gpt_batch(row, model, padding_free=True, context_parallel=ContextParallel(2, 0))
+    assert cut["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 8, 12, 20]
+
+
+def test_tokens_without_a_row(areal):
+    batch, _ = micro_batch(areal, rollout())
+    with pytest.raises(CollateError, match=r"Add the row: x\[None\]"):
+        gpt_batch(batch, build(attention=DotProductAttention), padding_free=True)

@@ -1,0 +1,201 @@
+"""megatron-core 0.16.1: mixture of experts on a real `GPTModel`: what its routers count, with padding and without."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import torch
+from megatron_world import (
+    PAD,
+    TEDotProductAttention,
+    apart,
+    aux_losses,
+    build,
+    far,
+    logits_of,
+    loss_and_gradients,
+    on_cpu,
+    samples,
+)
+
+from collate_npu import PaddingCollator, Segments, UnsupportedFormError, per_sequence
+from collate_npu.integrations import megatron
+from collate_npu.integrations.megatron import experts, gpt_batch
+
+ROWS = samples(7, 3, 5)
+FULL = samples(6, 6, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu():
+    patch = pytest.MonkeyPatch()
+    on_cpu(patch)
+    yield
+    patch.undo()
+
+
+def padded(side="right", multiple=1):
+    return PaddingCollator(pad_token_id=PAD, padding_side=side, pad_to_multiple_of=multiple)
+
+
+def seen(model, inputs, truth):
+    """Losses of the routers, and what the model makes of the batch."""
+    aux_losses()
+    found = loss_and_gradients(model, [(inputs, truth)])
+    return aux_losses(), found
+
+
+LOSSES = {
+    "aux_loss": {},
+    "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "z_loss": {"moe_z_loss_coeff": 1.0, "moe_aux_loss_coeff": 0.0},
+    "per_token": {"calculate_per_token_loss": True},
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.filterwarnings("ignore:seq_aux_loss")
+def test_losses_of_routers_logits_and_gradients_are_the_same_with_more_padding(kind, side):
+    narrow, wide, told = build(experts=True, **LOSSES[kind]), build(experts=True, **LOSSES[kind]), {}
+    before = seen(narrow, *gpt_batch(padded(side)(ROWS), narrow))
+    inputs, truth = gpt_batch(padded(side, 16)(ROWS), wide)
+    assert torch.equal(inputs["padding_mask"], ~truth.keep)
+    after = seen(wide, inputs, truth)
+    assert before[0]
+    assert after[0] == pytest.approx(before[0], rel=1e-5)
+    assert apart(after[1][1], before[1][1]) <= 1e-5
+    assert far(after[1][2], before[1][2]) <= 1e-5
+    for name, padding in {"none": None, "turned around": truth.keep}.items():
+        told[name] = seen(build(experts=True, **LOSSES[kind]), {**inputs, "padding_mask": padding}, truth)
+        assert told[name][0] != pytest.approx(before[0], rel=1e-2), name  # the polarity of the code, not of its docstrings
+
+
+def test_a_batch_without_padding_equals_it_with_padding():
+    """The other end: no padding at all."""
+    flat = build(experts=True, attention=TEDotProductAttention)
+    none = PaddingCollator(pad_token_id=PAD, padding_free=True)(ROWS)
+    alone = seen(flat, *gpt_batch(none, flat, padding_free=True))
+    wide = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=32)(ROWS)
+    inputs, truth = gpt_batch(wide, flat, padding_free=True)
+    assert inputs["padding_mask"].sum() == 32 - 15
+    tail = seen(flat, inputs, truth)
+    local = build(experts=True)
+    rows = seen(local, *gpt_batch(padded("left")(ROWS), local))
+    for other in (tail, rows):
+        assert other[0] == pytest.approx(alone[0], rel=1e-5)
+        assert apart(other[1][1], alone[1][1]) <= 1e-5
+        assert far(other[1][2], alone[1][2]) <= 1e-5
+
+
+@pytest.fixture
+def biased():
+    return build(
+        experts=True, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_aux_loss_coeff=0.0
+    )
+
+
+def test_the_bias_of_experts_counts_real_tokens(biased):
+    routers = [module for name, module in biased.named_modules() if name.endswith("router")]
+    counts = {}
+    with pytest.raises(UnsupportedFormError, match=r"issue 6111.*collate_npu\.integrations\.megatron\.install\(\)"):
+        gpt_batch(padded("left")(ROWS), biased)
+    megatron.install()
+    with torch.compiler.set_stance("force_eager"):
+        for multiple in (1, 16):
+            inputs, _ = gpt_batch(padded("left", multiple)(ROWS), biased)
+            biased(**inputs)
+            counts[multiple] = torch.stack([router.local_tokens_per_expert.clone() for router in routers])
+            [router.local_tokens_per_expert.zero_() for router in routers]
+        megatron.uninstall()
+        inputs, truth = gpt_batch(padded()(FULL), biased)
+        assert "padding_mask" not in inputs  # the router would stop at it
+        biased(**inputs)
+        with pytest.raises(RuntimeError, match="must match"):  # upstream
+            biased(**inputs, padding_mask=~truth.keep)
+    assert torch.equal(counts[1], counts[16])
+    assert counts[1].sum(1).tolist() == [15 * 2, 15 * 2]
+
+
+def test_a_router_of_somebody_elses_that_takes_the_mask(biased, monkeypatch):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class Mended(TopKRouter):
+        def _apply_expert_bias(self, routing_map, padding_mask=None): ...
+
+    for module in biased.modules():
+        if isinstance(module, TopKRouter):
+            monkeypatch.setattr(module, "__class__", Mended)
+    inputs, truth = gpt_batch(padded()(ROWS), biased)
+    assert torch.equal(inputs["padding_mask"], ~truth.keep)
+
+
+PLACES = {
+    "moe_expert_capacity_factor=0.5": {"moe_expert_capacity_factor": 0.5, "moe_token_dispatcher_type": "alltoall"},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+}
+
+
+@pytest.mark.parametrize("setting", PLACES)
+def test_settings_by_which_padding_moves_real_tokens_to_other_experts(setting, monkeypatch):
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    model = build(experts=True, **PLACES[setting])
+    whole, _ = gpt_batch(padded()(FULL), model)
+    with pytest.raises(UnsupportedFormError, match=f"With {setting} padding takes experts' places"):
+        gpt_batch(padded(multiple=16)(FULL), model)
+    free = build(experts=True, attention=TEDotProductAttention, **PLACES[setting])
+    none = PaddingCollator(pad_token_id=PAD, padding_free=True)(ROWS)
+    assert not gpt_batch(none, free, padding_free=True)[0]["padding_mask"].any()
+    told = build(experts=True)
+    inputs, truth = gpt_batch(padded(multiple=16)(FULL), told)
+    inputs.pop("padding_mask"), whole.pop("padding_mask", None)
+    upstream = per_sequence(logits_of(model, inputs), truth)
+    assert apart(upstream, list(logits_of(model, whole))) > 1e-2  # what is refused: wrong logits, in silence
+
+
+def test_quantile_balancing_of_0_19_takes_no_padding_mask_at_all():
+    """Its router asserts that there is none (router.py:768-772 of 0.19.2)."""
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing")
+    assert experts.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
+    with pytest.raises(UnsupportedFormError, match="With quantile_balancing padding"):
+        experts.router_padding_mask(Segments.from_lengths([3, 4]), model)
+
+
+def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
+    """Upstream: two samples of 7 and 3 against each alone, and both in one row."""
+    experts._warn_of_rows.cache_clear()
+    model = build(experts=True, **LOSSES["seq_aux_loss"])
+    alone = []
+    for row in ROWS[:2]:
+        alone.append(sum(seen(model, *gpt_batch(padded()([row]), model))[0].values()))
+    with pytest.warns(UserWarning, match="seq_aux_loss of megatron-core.*'aux_loss' or 'global_aux_loss'"):
+        rows = seen(model, *gpt_batch(padded()(ROWS[:2]), model))[0]
+    assert sum(rows.values()) != pytest.approx(sum(alone) / 2, rel=1e-2)
+    same = samples(5, 5)
+    each = [sum(seen(model, *gpt_batch(padded()([row]), model))[0].values()) for row in same]
+    both = seen(model, *gpt_batch(padded(multiple=16)(same), model))[0]
+    assert sum(both.values()) == pytest.approx(sum(each) / 2, rel=1e-5)
+
+
+def test_a_later_stage_of_a_pipeline_gets_its_own_part_under_sequence_parallelism(monkeypatch):
+    """There GPTModel does not share the mask out (gpt_model.py:326-329), while tokens arrive shared out."""
+    from megatron.core import parallel_state
+
+    model = build(experts=True)
+    monkeypatch.setattr(model, "pre_process", False)
+    monkeypatch.setattr(model.config, "sequence_parallel", True)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    for rank, part in enumerate((slice(0, 4), slice(4, 8))):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        inputs, truth = gpt_batch(padded(multiple=8)(ROWS), model)
+        assert torch.equal(inputs["padding_mask"], ~truth.keep[:, part])
