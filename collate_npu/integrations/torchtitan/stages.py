@@ -1,0 +1,68 @@
+"""Masks inside a model part: made of the rows that arrive there, so that no schedule can cut them apart from their tokens.
+
+torch's pipeline schedules cut a batch into micro-batches by dimension 0 of every tensor (torch 2.13
+distributed/pipelining/microbatch.py:380-400). A BlockMask is cut by its rows; VarlenMetadata is a tuple of tensors, whose
+offsets would be cut as if they were rows. `segment_ids` is a tensor `[B, S]`, and is cut like the tokens.
+
+Legend: B rows of one call, S width, Q/K query and key rows of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.integrations.torchtitan.masks import Layers, get_attention_masks, layers_of, positions
+from collate_npu.keys import SEGMENT_KEY
+from collate_npu.segments import Segments
+
+
+def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
+    """Let a model part (a Decoder, or a pipeline stage of one) make `attention_masks` of the `segment_ids` it is given.
+
+    `model(tokens, segment_ids=segments.ids)`, or the same keyword to a schedule's `step`, or the key in the trainer's
+    batch. `positions` are made too, where none are given. `layers` default to `layers_of(model)`; `settings` go to
+    `get_attention_masks`. Masks that are given instead are compared with the tokens of the call. Returns the hook's
+    handle. The forward raises `CollateError` for segments or masks that are not of its tokens.
+    """
+    layers = layers_of(model) if layers is None else layers
+
+    def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = args[0] if args else kwargs["tokens"]
+        kwargs = dict(kwargs)
+        ids = kwargs.pop(SEGMENT_KEY, None)
+        if ids is None:
+            _check_masks(kwargs.get("attention_masks"), tokens)
+            return args, kwargs
+        if tuple(ids.shape) != tuple(tokens.shape[:2]):
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens)
+        segments = Segments.from_ids(ids)
+        kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
+        if len(args) < 2 and kwargs.get("positions") is None:
+            kwargs["positions"] = positions(segments).to(tokens.device)
+        return args, kwargs
+
+    return model.register_forward_pre_hook(prepare, with_kwargs=True, prepend=True)
+
+
+def _check_masks(masks: Any, tokens: Tensor) -> None:
+    """A mask of other rows than the tokens is read without an error: rows past its end, or the first of its rows."""
+    B, S = tokens.shape[:2]
+    for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
+        key = f"attention_masks {name}".strip()
+        if hasattr(mask, "kv_num_blocks"):
+            if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) != (B, S):
+                raise _not_of_tokens(key, [mask.kv_num_blocks.shape[0], mask.seq_lengths[0]], tokens)
+        elif mask is not None:
+            host = mask.cu_seq_q_host
+            if host is not None and (host[-1], len(host)) != (B * S, len(mask.cu_seq_q)):
+                raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets up to {host[-1]}", tokens)
+
+
+def _not_of_tokens(key: str, got: Any, tokens: Tensor) -> CollateError:
+    rule = f"The tokens of this call are {list(tokens.shape[:2])} (rows, width), and its masks are made for others."
+    remedy = "Pass segment_ids, which every schedule cuts like the tokens; under context parallelism use cp_shard for both."
+    return CollateError(explain(key, str(got), rule, remedy))
