@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-import titan_cpu
+import titan_cpu  # noqa: F401
+import titan_kernels
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import cross_entropy
+from titan_alone import TEXT_ALONE, alone
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -24,13 +25,14 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 
 from collate_npu import PaddingCollator
-from collate_npu.integrations.torchtitan import TitanCollator
+from collate_npu.integrations.torchtitan import TitanCollator, masks_in_forward
 
-WIDTH = 256
+WIDTH, VOCABULARY = 256, 2048
 LAYOUTS = {  # per row: (tokens, of a sequence or of padding)
     "right": [[(200, 1), (56, 0)], [(130, 1), (126, 0)]],
     "left": [[(159, 0), (97, 1)], [(56, 0), (200, 1)]],
     "packed": [[(60, 1), (9, 0), (50, 2), (90, 3), (47, 0)], [(30, 0), (100, 1), (126, 2)]],
+    "holes": [[(60, 1), (9, 0), (50, 1), (90, 2), (47, 0)], [(30, 0), (100, 1), (26, 0), (100, 1)]],
 }
 
 
@@ -61,24 +63,24 @@ class Rows(IterableDataset):
 
     def __iter__(self) -> Any:
         for n, row in enumerate(rows(self.steps)):
-            yield row, "theirs" in self.steps[n // 2]
+            yield row, self.steps[n // 2]
 
 
 class Loader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
-        steps: list[str] = field(default_factory=lambda: list(LAYOUTS))
-        """Layouts; `left:theirs` is collated without us, `left:ptrr` shared out by that load balancer."""
+        steps: list[str] = field(default_factory=lambda: ["right", "left", "packed"])
+        """Layouts; `left:theirs` is collated without us, `left:ptrr` shared out by that load balancer, `holes:ids` with
+        segment_ids."""
         extra: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **given: Any) -> None:
-        ours = TitanCollator(PaddingCollator(pad_token_id=0, attention_mask="2d"), extra=config.extra)
+        inner = PaddingCollator(pad_token_id=0, attention_mask="2d")
 
-        def collate(pairs: list[tuple[dict[str, Any], bool]]) -> tuple[dict[str, Any], Tensor]:
-            features = [features for features, _ in pairs]
-            if not pairs[0][1]:
-                return ours(features)
-            input_dict, labels = without_us(features)
+        def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
+            features, step = [features for features, _ in pairs], pairs[0][1]
+            ours = TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
+            input_dict, labels = without_us(features) if "theirs" in step else ours(features)
             return {**input_dict, **config.extra}, labels
 
         super().__init__(Rows(config.steps), dp_rank, dp_world_size, batch_size=local_batch_size, collate_fn=collate)
@@ -112,6 +114,8 @@ class Comparing(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.told: list[dict[str, Any]] = []
+        for part in self.model_parts:
+            masks_in_forward(part, compiled=False)
         with torch.no_grad():  # small random models hide wrong masks
             for part in self.model_parts:
                 for weight in part.parameters():
@@ -129,27 +133,37 @@ class Comparing(Trainer):
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
-        titan_cpu.RECEIVED.clear()
+        titan_kernels.RECEIVED.clear()
+        titan_kernels.OFFSETS.clear()
         self.inputs: list[Tensor] = []
         if "ptrr" in self._step_name():
             self.config.parallelism.context_parallel_load_balancer = "ptrr"
         weights = self._whole(lambda weight: weight)
         super().train_step(data_iterator)
-        received = list(titan_cpu.RECEIVED)
+        masks, offsets = list(titan_kernels.RECEIVED), [offsets.tolist() for offsets in titan_kernels.OFFSETS]
         gradients = self._whole(lambda weight: weight.grad)
-        wrong = sum(_wrong(mask, self.inputs, self._rows()) for mask in received)
-        losses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, self.loss.item())
-        loss, alone = _alone(self.model_config, weights, self._rows())
-        difference = sum(float((gradients[name] - alone[name]).square().sum()) for name in alone) ** 0.5
-        self.told.append({
+        mine = {
+            "masks": [list(mask.shape) for mask in masks],
+            "wrong places": sum(_wrong(mask, self.inputs, self._rows()) for mask in masks),
+            "offsets": offsets,
+            "loss": max(self.loss.item(), 0),  # -1 on the stages before the last
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        if dist.get_rank() == 0:
+            self._compare(weights, gradients, ranks)
+
+    def _compare(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+        loss, expected = alone(self.model_config, weights, self._rows())
+        difference = sum(float((gradients[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+        told = {
             "step": self._step_name(),
-            "masks": [list(mask.shape) for mask in received],
-            "wrong places": wrong,
-            "loss error": abs(sum(max(x, 0) for x in losses) - loss) / loss,
-            "gradient error": difference / sum(float(g.square().sum()) for g in alone.values()) ** 0.5,
-        })
-        with open(f"{os.environ['TITAN_OUT']}.{dist.get_rank()}", "w") as file:
+            "loss error": abs(sum(rank["loss"] for rank in ranks) - loss) / loss,
+            "gradient error": difference / sum(float(x.square().sum()) for x in expected.values()) ** 0.5,
+            "ranks": ranks,
+        }
+        self.told.append(told)
+        with open(os.environ["TITAN_OUT"], "w") as file:
             json.dump(self.told, file)
 
     def _step_name(self) -> str:
@@ -163,7 +177,8 @@ class Comparing(Trainer):
         mine = {}
         for part in self.model_parts:
             for name, weight in part.named_parameters():
-                tensor = of(weight)
+                if (tensor := of(weight)) is None:
+                    continue  # the vision tower saw no image
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 mine[name.replace("_checkpoint_wrapped_module.", "")] = whole.detach().clone()
         stages: list[Any] = [None] * dist.get_world_size()
@@ -193,28 +208,6 @@ def _wrong_of(received: Tensor, tokens: Tensor, batch: list[dict[str, Any]]) -> 
     return wrong
 
 
-def _alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of every sample by itself, on the same model built plainly."""
-    model = config.build()
-    model.init_states(buffer_device=torch.device("cpu"))
-    model.load_state_dict(weights, strict=False)
-    total, count = torch.zeros(()), 0
-    for row in batch:
-        ids, segments = (torch.tensor(row[key]) for key in ("input_ids", "attention_mask"))
-        for number in range(1, int(segments.max()) + 1):
-            sample = ids[segments == number]
-            logits = model(sample[None], **alone_arguments(len(sample)))
-            total = total + cross_entropy(logits[0, :-1], sample[1:], reduction="sum")
-            count += len(sample) - 1
-    (total / count).backward()
-    return float(total.detach() / count), {name: weight.grad for name, weight in model.named_parameters()}
-
-
-def alone_arguments(length: int) -> dict[str, Any]:
-    causal = create_block_mask(lambda b, h, q, k: q >= k, 1, None, length, length, device="cpu")
-    return {"positions": torch.arange(length)[None], "attention_masks": causal}
-
-
 def qwen3() -> Trainer.Config:
     config = qwen3_debugmodel()
     model = config.model_spec.model
@@ -223,9 +216,21 @@ def qwen3() -> Trainer.Config:
     return _small(config)
 
 
+def qwen3_5() -> Trainer.Config:
+    sys.modules.update(titan_kernels.fla_modules())
+    from torchtitan.models.qwen3_5 import model_registry  # its config_registry wants torchvision
+
+    config = qwen3_debugmodel()
+    config.model_spec = model_registry("debugmodel")
+    model = config.model_spec.model
+    model.layers = [model.layers[2], model.layers[3]]  # a recurrent one, one of full attention
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
+    return _small(config, **TEXT_ALONE)
+
+
 def _small(config: Trainer.Config, **extra: Any) -> Trainer.Config:
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Loader.Config(extra=extra)
-    sizes = {"local_batch_size": 2, "seq_len": WIDTH, "steps": len(LAYOUTS), "max_norm": 1e9}
+    sizes = {"local_batch_size": 2, "seq_len": WIDTH, "steps": 3, "max_norm": 1e9}
     on_cpu = {"disable_cuda_graphs": True, "mixed_precision_param": "float32"}
     config.training = replace(config.training, **sizes, **on_cpu)
     config.parallelism.spmd_backend = "partial_dtensor"
