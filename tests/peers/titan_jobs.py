@@ -16,8 +16,8 @@ import titan_cpu  # noqa: F401
 import titan_kernels
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from titan_alone import TEXT_ALONE, alone
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer

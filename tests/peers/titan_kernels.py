@@ -49,9 +49,10 @@ def _places(count: Tensor, indices: Tensor, mask: BlockMask) -> Tensor:
 
 
 def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: Any, **other: Any) -> Any:
-    """`flex_attention` on dense scores, with a backward. As there, a mask that is too long is read from its beginning."""
+    """`flex_attention` on dense scores, with a backward. As there, a mask of more rows is read from its first."""
     assert (other["score_mod"], other["return_aux"].lse) == (None, False)
-    keep = attended(block_mask)[:, :, : q.shape[2], : k.shape[2]]
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
+    keep = attended(block_mask)[: len(q)]
     RECEIVED.append(keep[:, 0])
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))

@@ -42,8 +42,8 @@ class TitanCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> TrainerBatch:
         """`trainer_batch` of the inner batch, with the same errors."""
-        told = {"segment_ids": self.segment_ids, "labels_shifted": self.labels_shifted}
-        input_dict, labels = trainer_batch(self.inner(features), **told)
+        batch = self.inner(features)
+        input_dict, labels = trainer_batch(batch, segment_ids=self.segment_ids, labels_shifted=self.labels_shifted)
         return {**input_dict, **self.extra}, labels
 
 

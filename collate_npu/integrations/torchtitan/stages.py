@@ -19,6 +19,9 @@ from collate_npu.integrations.torchtitan.masks import Layers, get_attention_mask
 from collate_npu.keys import SEGMENT_KEY
 from collate_npu.segments import Segments
 
+REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
+REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
+
 
 def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
     """Let a model part (a Decoder, or a pipeline stage of one) make `attention_masks` of the `segment_ids` it is given.
@@ -29,16 +32,18 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
     handle. The forward raises `CollateError` for segments or masks that are not of its tokens.
     """
     layers = layers_of(model) if layers is None else layers
+    inner = getattr(model.config.first_attention, "inner_attention", None)
+    settings = {"block_size": getattr(inner, "block_size", 128), **settings}
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens = args[0] if args else kwargs["tokens"]
         kwargs = dict(kwargs)
         ids = kwargs.pop(SEGMENT_KEY, None)
         if ids is None:
-            _check_masks(kwargs.get("attention_masks"), tokens)
+            _check_masks(kwargs.get("attention_masks", args[2] if len(args) > 2 else None), tokens)
             return args, kwargs
         if tuple(ids.shape) != tuple(tokens.shape[:2]):
-            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens)
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, REMEDY_POSITIONS)
         segments = Segments.from_ids(ids)
         kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
         if len(args) < 2 and kwargs.get("positions") is None:
@@ -49,7 +54,7 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
 
 
 def _check_masks(masks: Any, tokens: Tensor) -> None:
-    """A mask of other rows than the tokens is read without an error: rows past its end, or the first of its rows."""
+    """A BlockMask of more rows than the tokens is read from its first, without an error; offsets point anywhere."""
     B, S = tokens.shape[:2]
     for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
         key = f"attention_masks {name}".strip()
@@ -57,12 +62,11 @@ def _check_masks(masks: Any, tokens: Tensor) -> None:
             if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) != (B, S):
                 raise _not_of_tokens(key, [mask.kv_num_blocks.shape[0], mask.seq_lengths[0]], tokens)
         elif mask is not None:
-            host = mask.cu_seq_q_host
-            if host is not None and (host[-1], len(host)) != (B * S, len(mask.cu_seq_q)):
-                raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets up to {host[-1]}", tokens)
+            host = mask.cu_seq_q_host or tuple(mask.cu_seq_q.tolist())
+            if (host[0], host[-1], len(host)) != (0, B * S, len(mask.cu_seq_q)):
+                raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets, {host[0]} to {host[-1]}", tokens)
 
 
-def _not_of_tokens(key: str, got: Any, tokens: Tensor) -> CollateError:
-    rule = f"The tokens of this call are {list(tokens.shape[:2])} (rows, width), and its masks are made for others."
-    remedy = "Pass segment_ids, which every schedule cuts like the tokens; under context parallelism use cp_shard for both."
+def _not_of_tokens(key: str, got: Any, tokens: Tensor, remedy: str = REMEDY_IDS) -> CollateError:
+    rule = f"The tokens of this call are {list(tokens.shape[:2])} (rows, width), and this is made for others."
     return CollateError(explain(key, str(got), rule, remedy))
