@@ -220,6 +220,19 @@ def test_torchtitans_own_offsets_are_compared_too(family, model, hooked):
         model(tokens_of(segments)[:2], positions=torchtitan.positions(segments)[:2], attention_masks=masks, **TEXT_ALONE)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+def test_offsets_that_leave_tokens_out_are_refused(family, model, hooked):
+    """As torchtitan makes them of positions whose padding is not 0 (transformers' left padding has 1 there)."""
+    segments = Segments.from_lengths([20, 32], WIDTH, "left")
+    theirs = torchtitan.positions(segments).masked_fill(~segments.keep, 1)
+    own = attention.create_varlen_metadata_for_document(theirs, include_host_offsets=True)
+    assert own.cu_seq_q_host[0] == 12
+    hooked(model)
+    masks = {**masks_of(model, segments), "deltanet": own}
+    with pytest.raises(CollateError, match=r"deltanet: got 3 offsets, 12 to 64"):
+        model(tokens_of(segments), positions=theirs, attention_masks=masks, **TEXT_ALONE)
+
+
 def without_a_check(model, args, kwargs, segments):
     """The largest difference of a logit at real tokens from rightly cut ones; None where the call breaks."""
     first = Segments.from_ids(segments.ids[:2])
@@ -254,6 +267,33 @@ def test_masks_of_other_tokens_are_refused(family, model, hooked):
         model(tokens[:2], torchtitan.positions(segments)[:2], whole)
     assert model(tokens, positions=torchtitan.positions(segments), attention_masks=whole).isfinite().all()
     assert model(tokens, segment_ids=segments.ids).isfinite().all()
+
+
+def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
+    """Two of four rows are here, and half of the width: that of a DTensor over data and tensor parallel ranks."""
+    segments = SEGMENTS["qwen3_5"]
+    tokens = SimpleNamespace(shape=(4, WIDTH, 8), device="cpu", to_local=lambda: torch.zeros(2, WIDTH // 2, 8))
+    received: list[dict[str, Any]] = []
+
+    class Part(nn.Module):
+        config = SimpleNamespace(first_attention=SimpleNamespace(inner_attention=SimpleNamespace(block_size=64)))
+
+        def forward(self, tokens, **kwargs):
+            received.append(kwargs)
+
+    part = Part()
+    torchtitan.masks_in_forward(part, {"full": "causal", "deltanet": "varlen"}, compiled=False)
+    part(tokens, segment_ids=segments.ids[:2])
+    part(tokens, **received[0])
+    assert [set(kwargs) for kwargs in received] == [{"attention_masks", "positions"}] * 2
+    assert received[0]["attention_masks"]["full"].BLOCK_SIZE == (64, 64)
+    for wrong in (segments.ids[:3], segments.ids[:2, :9]):
+        with pytest.raises(CollateError, match="segment_ids"):
+            part(tokens, segment_ids=wrong)
+    three = Segments.from_ids(segments.ids[:3])
+    for kind in ("causal", "varlen"):
+        with pytest.raises(CollateError, match="attention_masks"):
+            part(tokens, attention_masks=torchtitan.get_attention_masks(three, kind, compiled=False))
 
 
 def test_upstream_reads_a_mask_of_more_rows_from_its_first():

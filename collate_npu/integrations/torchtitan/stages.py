@@ -42,7 +42,8 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
         if ids is None:
             _check_masks(kwargs.get("attention_masks", args[2] if len(args) > 2 else None), tokens)
             return args, kwargs
-        if tuple(ids.shape) != tuple(tokens.shape[:2]):
+        ids = _local(ids)
+        if tuple(ids.shape) not in _shapes(tokens):
             raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, REMEDY_POSITIONS)
         segments = Segments.from_ids(ids)
         kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
@@ -55,16 +56,27 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
 
 def _check_masks(masks: Any, tokens: Tensor) -> None:
     """A BlockMask of more rows than the tokens is read from its first, without an error; offsets point anywhere."""
-    B, S = tokens.shape[:2]
     for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
         key = f"attention_masks {name}".strip()
         if hasattr(mask, "kv_num_blocks"):
-            if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) != (B, S):
+            if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) not in _shapes(tokens):
                 raise _not_of_tokens(key, [mask.kv_num_blocks.shape[0], mask.seq_lengths[0]], tokens)
         elif mask is not None:
             host = mask.cu_seq_q_host or tuple(mask.cu_seq_q.tolist())
-            if (host[0], host[-1], len(host)) != (0, B * S, len(mask.cu_seq_q)):
+            whole = host[-1] in {B * S for B, S in _shapes(tokens)}
+            if host[0] != 0 or not whole or len(host) != len(mask.cu_seq_q):
                 raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets, {host[0]} to {host[-1]}", tokens)
+
+
+def _shapes(tokens: Tensor) -> set[tuple[int, int]]:
+    """`(B, S)` of the tokens. Masks of a DTensor are those of its local rows, or of all where its width is shared out."""
+    local = _local(tokens)
+    return {(B, S) for B in (tokens.shape[0], local.shape[0]) for S in (tokens.shape[1], local.shape[1])}
+
+
+def _local(x: Any) -> Tensor:
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
 
 
 def _not_of_tokens(key: str, got: Any, tokens: Tensor, remedy: str = REMEDY_IDS) -> CollateError:
