@@ -54,6 +54,9 @@ def test_what_the_model_would_be_called_with_is_refused():
     rows = [{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in ROWS]
     with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
         TitanCollator(INNER)(rows)
+    for_the_model = {"pad_token_id": 0, "consumer": "torchtitan", "model_type": "qwen3"}
+    with pytest.raises(UnsupportedFormError, match=r"(?s)got attention_masks.*without consumer="):
+        TitanCollator(PaddingCollator(**for_the_model))(ROWS)
 
 
 def test_a_batch_without_labels_is_refused():

@@ -61,8 +61,8 @@ def trainer_batch(
     Raises `CollateError` without labels, `UnsupportedFormError` for a sequence with holes, which positions cannot tell
     (`segment_ids` can), and for keys that the model's forward would be called with.
     """
-    segments = segments or segments_from_batch(batch)
     _refuse_keys(batch)
+    segments = segments or segments_from_batch(batch)
     if not segment_ids and (torn := torn_rows(segments)):
         rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
         remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
@@ -89,5 +89,7 @@ def _refuse_keys(batch: Mapping[str, Any]) -> None:
     other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
     if other:
         rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
-        remedy = "Leave it out of the samples, or hand the model's own arguments over as TitanCollator(extra=...)."
+        remedy = (
+            "Leave it out of the samples, build inner without consumer= and model=, or name it in TitanCollator(extra=)."
+        )
         raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))
