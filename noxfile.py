@@ -36,6 +36,7 @@ SWIFT_NEEDS = (
 MISC_NEEDS = (
     "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
+    "torchdata==0.11.0",
 )  # fmt: skip
 CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers"))
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "datasets==5.2.0")
@@ -128,5 +129,6 @@ def peers_misc(session: nox.Session) -> None:
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
     session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
-    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("verl", "twinkle", "torchtitan")), env=ENV)
+    names = ("verl", "twinkle", "torchtitan", "torchtitan_batches", "torchtitan_stages", "torchtitan_trainer")
+    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)

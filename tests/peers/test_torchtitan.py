@@ -9,19 +9,17 @@ Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes re
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import MagicMock
 
 import pytest
+import titan_kernels
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import conv1d, silu
 
 if importlib.util.find_spec("triton") is None:
     # Expert-parallel copies on CUDA, in triton: imported with every model, used by none that runs here.
@@ -31,6 +29,8 @@ attention = pytest.importorskip(
     reason="torchtitan 0.3.0 is not installed (nox -s peers_misc)",
     exc_type=ImportError,
 )
+
+from titan_alone import TEXT_ALONE  # noqa: E402
 
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, dense  # noqa: E402
 from collate_npu.integrations import torchtitan  # noqa: E402
@@ -263,67 +263,13 @@ def test_gpt_oss_masks_by_name():
 
 # --- Qwen3.5, with fla's kernels in torch
 
-TEXT_ALONE = {"special_tokens": {"image_id": -1, "video_id": -1}}
-
-
-def by_document(function, offsets, *sequences):
-    parts = [function(*(x[:, a:b] for x in sequences)) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-    return torch.cat(parts, 1)
-
-
-def delta_rule(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu):
-    """The recurrence, one token at a time, from nothing at the start of each document."""
-    assert use_qk_l2norm_in_kernel
-    assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-
-    def document(q, k, v, g, beta):
-        q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
-        state, outs = torch.zeros(*k.shape[2:], v.shape[-1]), []
-        for t in range(q.shape[1]):
-            state = state * g[0, t].exp()[:, None, None]
-            change = (v[0, t] - torch.einsum("nk,nkv->nv", k[0, t], state)) * beta[0, t][:, None]
-            state = state + k[0, t][:, :, None] * change[:, None, :]
-            outs.append(torch.einsum("nk,nkv->nv", q[0, t], state) * q.shape[-1] ** -0.5)
-        return torch.stack(outs)[None]
-
-    return by_document(document, cu_seqlens, q, k, v, g, beta), None
-
-
-def convolution(*, x, weight, bias, activation, backend, cu_seqlens, cu_seqlens_cpu):
-    def document(x):
-        padded = nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-        return silu(conv1d(padded, weight[:, None], groups=len(weight))).transpose(1, 2)
-
-    assert (bias, activation) == (None, "silu")
-    return by_document(document, cu_seqlens, x), None
-
 
 @pytest.fixture(scope="module")
 def qwen3_5():
     if importlib.util.find_spec("fla") is not None:
         pytest.skip("fla is installed: its kernels would be dispatched to a GPU")
-    function = {name: type(name, (torch.autograd.Function,), {}) for name in ("Conv", "Chunk", "Recurrent")}
-    contents = {
-        "fla": {},
-        "fla.modules": {},
-        "fla.modules.conv": {},
-        "fla.modules.conv.causal_conv1d": {"causal_conv1d": convolution},
-        "fla.modules.conv.triton": {},
-        "fla.modules.conv.triton.ops": {"CausalConv1dFunction": function["Conv"]},
-        "fla.ops": {},
-        "fla.ops.gated_delta_rule": {
-            "chunk_gated_delta_rule": delta_rule,
-            "fused_recurrent_gated_delta_rule": None,
-        },
-        "fla.ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": function["Chunk"]},
-        "fla.ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": function["Recurrent"]},
-    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, names in contents.items():
-            module = ModuleType(name)
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            module.__path__ = []
-            vars(module).update(names)
+        for name, module in titan_kernels.fla_modules().items():
             patch.setitem(sys.modules, name, module)
         from torchtitan.models.qwen3_5 import qwen3_5_configs
 
@@ -390,26 +336,34 @@ def test_upstream_has_no_mask_for_sdpa(qwen3):
 # --- context parallelism is torchtitan's own
 
 
+CUTS = {"headtail": Pattern.sliding(70), "ptrr": "causal"}
+"""torchtitan's load balancers, each with the pattern of a mask."""
+
+
 def on_two_ranks():
+    """Real queries of this rank's rows attend the same keys as uncut; keys arrive rank after rank, as tokens do."""
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.distributed.context_parallel import cp_shard
 
-    from collate_npu import ContextParallel
-    from collate_npu.parallel import query_rows
-
     mesh = init_device_mesh("cpu", (2,))
     segments = Segments.from_lengths([[200, 150], [500]], 512, "left")
-    mask = torchtitan.get_attention_masks(segments, compiled=False)
-    tokens = torch.arange(1024).view(2, 512)
-    (ids, positions), shard = cp_shard(mesh, (tokens, torchtitan.positions(segments)), mask, "headtail")
-    by_rank = [query_rows(512, ContextParallel(2, rank)) for rank in (0, 1)]
-    rows = by_rank[mesh.get_local_rank()]
-    assert torch.equal(ids, tokens[:, rows])
-    assert torch.equal(positions, torchtitan.positions(segments)[:, rows])
-    b, q, k = torch.meshgrid(torch.arange(2), torch.arange(256), torch.arange(512), indexing="ij")
-    gathered = torch.cat(by_rank)  # keys arrive rank after rank
-    assert torch.equal(shard.mask_mod(b, b * 0, q, k), told(mask.mask_mod, 2, 512)[:, rows][:, :, gathered])
-    return tuple(shard.shape)
+    segments = Segments.from_ids(segments.ids.where(torch.arange(512) % 97 > 3, 0))  # with holes
+    places = torch.arange(512).expand(2, 512).contiguous()
+    found = {}
+    for balancer, pattern in CUTS.items():
+        mask = torchtitan.get_attention_masks(segments, pattern, compiled=False)
+        given = (places, torchtitan.positions(segments))
+        (mine, positions), shard = cp_shard(mesh, given, mask, balancer)
+        assert torch.equal(positions, torchtitan.positions(segments).gather(1, mine))
+        ranks = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(ranks, mine.contiguous())
+        keys = torch.cat(ranks, 1)
+        keep = segments.keep.gather(1, mine)
+        whole = torch.stack([dense(segments, pattern=pattern)[b, 0][mine[b]][:, keys[b]] for b in (0, 1)])
+        assert torch.equal(titan_kernels.attended(shard)[:, 0][keep], whole[keep]), balancer
+        found[balancer] = (tuple(shard.shape), mine[:, ::128].tolist())
+    return found
 
 
 def test_torchtitan_shares_out_our_block_mask():
@@ -417,6 +371,9 @@ def test_torchtitan_shares_out_our_block_mask():
 
     pool = Pool(2)
     try:
-        assert pool("test_torchtitan.on_two_ranks", seconds=300) == [(2, 1, 256, 512)] * 2
+        ranks = pool("test_torchtitan.on_two_ranks", seconds=600)
+        assert all(shape == (2, 1, 256, 512) for found in ranks for shape, _ in found.values())
+        assert all(ranks[0][balancer] != ranks[1][balancer] for balancer in CUTS)
+        assert ranks[0]["ptrr"][1][0] != ranks[0]["ptrr"][1][1], "each row is shared out by its own work"
     finally:
         pool.close()

@@ -24,8 +24,6 @@ from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
-PACKAGE, TESTED = "torchtitan", "0.3.0"
-
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
 """What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
@@ -95,16 +93,21 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
     """
     from torchtitan.models.common.attention import VarlenMetadata
 
-    ids_BS, begins_BS = segments.ids.numpy(), _begins(segments.ids.numpy())
-    pieces_B = (begins_BS & (ids_BS > 0)).sum(1)
-    torn = [(b, "holes") for b, row in enumerate(segments.lengths) if pieces_B[b] != len(row)]
-    if torn:
+    begins_BS = _begins(segments.ids.numpy())
+    if torn := torn_rows(segments):
         rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
         raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
     host = (*np.flatnonzero(begins_BS).tolist(), begins_BS.size)
     offsets = torch.tensor(host, dtype=torch.int32, device=device)
     longest = int(np.diff(host).max(initial=0))
     return VarlenMetadata(offsets, offsets, longest, longest, host)
+
+
+def torn_rows(segments: Segments) -> list[tuple[int, str]]:
+    """Rows in which padding stands inside a sequence."""
+    ids_BS = segments.ids.numpy()
+    pieces_B = (_begins(ids_BS) & (ids_BS > 0)).sum(1)
+    return [(b, "holes") for b, row in enumerate(segments.lengths) if pieces_B[b] != len(row)]
 
 
 def _one(

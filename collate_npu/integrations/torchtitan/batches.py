@@ -1,0 +1,95 @@
+"""What a dataloader gives torchtitan's trainer: `({"input": ..., "positions": ...}, labels)`.
+
+The trainer hands every key beside `input` to the model, builds the masks from `positions` (a document begins at each 0),
+cuts all of it under context parallelism, and takes one batch of the dataloader as one micro-batch of a pipeline. So
+positions are enough, for every layer kind (torchtitan 0.3.0 trainer.py:690-765, 800-860). Costs O(B * S).
+
+Legend: B rows, S width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.integrations.torchtitan.masks import positions, torn_rows
+from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.outputs import shift_labels
+from collate_npu.segments import Segments
+
+TrainerBatch = tuple[dict[str, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class TitanCollator:
+    """`inner`'s batch as torchtitan's trainer takes it: `collate_fn=` of a `ParallelAwareDataloader`.
+
+    `inner` is a `PaddingCollator` or `wrap_collator(...)` without a consumer; with `attention_mask="2d"` it builds no
+    dense mask on the way. `extra` is handed to the model beside the tokens (qwen3_5 wants its `special_tokens`).
+    `segment_ids=True` is for model parts under `masks_in_forward`. Picklable if `inner` is.
+    """
+
+    inner: Callable[..., Mapping[str, Any]]
+    _: KW_ONLY
+    segment_ids: bool = False
+    labels_shifted: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> TrainerBatch:
+        """`trainer_batch` of the inner batch, with the same errors."""
+        batch = self.inner(features)
+        input_dict, labels = trainer_batch(batch, segment_ids=self.segment_ids, labels_shifted=self.labels_shifted)
+        return {**input_dict, **self.extra}, labels
+
+
+def trainer_batch(
+    batch: Mapping[str, Any],
+    segments: Segments | None = None,
+    *,
+    segment_ids: bool = False,
+    labels_shifted: bool = False,
+) -> TrainerBatch:
+    """`({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
+
+    Labels are moved to the token before them, as the trainer's loss reads them; padding and the last token of a
+    sequence get -100. With `segment_ids` the dict holds int32 `segment_ids` too, for `masks_in_forward`.
+    Raises `CollateError` without labels, `UnsupportedFormError` for a sequence with holes, which positions cannot tell
+    (`segment_ids` can), and for keys that the model's forward would be called with.
+    """
+    _refuse_keys(batch)
+    segments = segments or segments_from_batch(batch)
+    if not segment_ids and (torn := torn_rows(segments)):
+        rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
+        remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
+        raise UnsupportedFormError(explain_rows("segments", torn, rule, remedy))
+    tokens = batch[next(iter(with_role(batch, "tokens")))]
+    input_dict = {"input": tokens, "positions": positions(segments)}
+    if segment_ids:
+        input_dict[SEGMENT_KEY] = segments.ids
+    return input_dict, _labels(batch, segments, labels_shifted)
+
+
+def _labels(batch: Mapping[str, Any], segments: Segments, labels_shifted: bool) -> Tensor:
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, Tensor):
+        remedy = "Let each sample carry labels, a copy of its input_ids for plain language modelling."
+        raise CollateError(explain("labels", type(labels).__name__, "The trainer counts and reads labels [B, S].", remedy))
+    if labels_shifted or "shift_labels" in batch:
+        return labels.masked_fill(~segments.keep, -100)
+    return shift_labels(labels, segments)
+
+
+def _refuse_keys(batch: Mapping[str, Any]) -> None:
+    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
+    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
+    if other:
+        rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
+        remedy = (
+            "Leave it out of the samples, build inner without consumer= and model=, or name it in TitanCollator(extra=)."
+        )
+        raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))
