@@ -477,6 +477,13 @@ def test_upstream_pools_by_the_first_row_of_a_4d_mask():
 # --- objects
 
 
+def _not_the_world(group):
+    import torch.distributed as dist
+
+    assert group is not dist.group.WORLD
+    return group
+
+
 def on_two_ranks():
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -486,13 +493,13 @@ def on_two_ranks():
     gathered = twinkle.gather_object(told)
     assert gathered == torch_util.gather_object(told, grid())
     with pytest.MonkeyPatch.context() as patch:  # the default group is HCCL, as far as we can see
-        for module in ("groups", "gather"):
-            patch.setattr(f"collate_npu.parallel.{module}.is_gloo", lambda group: group is not dist.group.WORLD)
-        with pytest.raises(CollateError, match="gloo_group"):
-            twinkle.gather_object(rank)
+        patch.setattr("collate_npu.parallel.groups.is_gloo", lambda group: group is not dist.group.WORLD)
+        patch.setattr(twinkle, "is_gloo", lambda group: group is not dist.group.WORLD)
+        carry = dist.all_gather_object
+        patch.setattr(dist, "all_gather_object", lambda *told, group: carry(*told, group=_not_the_world(group)))
+        assert twinkle.gather_object(told) == gathered, "a Gloo group of the same ranks"
         parallel_state.initialize_model_parallel(context_parallel_size=2)
         assert twinkle.gather_object(told, grid(cp=2)) == gathered, "Megatron's Gloo group of both ranks"
-        assert twinkle.gather_object(told, grid(cp=1)) == (told or []), "without cp each rank is its own group"
     return gathered
 
 
