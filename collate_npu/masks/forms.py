@@ -112,6 +112,16 @@ def dense_row(segments: Segments, b: int, pattern: Pattern) -> Array:
     return out_QK
 
 
+def open_empty_rows(masked: Tensor) -> Tensor:
+    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself.
+
+    For kernels that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0).
+    """
+    empty_BS = masked[:, 0].all(-1)
+    masked[:, 0].diagonal(dim1=-2, dim2=-1).masked_fill_(empty_BS, False)
+    return masked
+
+
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
     if polarity == "bias":
         dtype = dtype or torch.float32
