@@ -103,6 +103,10 @@ def test_verl_reads_bool():
     assert out["attention_mask"].dtype == out["attention_mask_2d"].dtype == torch.bool
 
 
+REFUSE_FLAT_ROWS = ("mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2")
+"""Of several sequences, on recurrent layers."""
+
+
 def test_torchtitan_reads_its_own_key():
     out = BatchAdapter(DENSE, consumer="torchtitan")(batch_of(RIGHT, attention_mask=RIGHT.keep))
     assert "attention_mask" not in out
@@ -120,7 +124,7 @@ def test_causal_kernels_refuse_left_padding(consumer, remedy):
         BatchAdapter(HYBRID, consumer=consumer)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
 
 
-@pytest.mark.parametrize("consumer", [name for name in consumers() if name != "mindspeed_dense"])  # which refuses them
+@pytest.mark.parametrize("consumer", [name for name in consumers() if name not in REFUSE_FLAT_ROWS])
 def test_padding_free_rows_lose_their_masks(consumer):
     keys = {"attention_mask_2d": torch.ones(1, 8), "position_ids": FLAT.position_ids}
     model = SimpleNamespace(**vars(HYBRID), model_type="qwen3_next", _attn_implementation="flash_attention_2")

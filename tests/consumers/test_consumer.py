@@ -69,8 +69,8 @@ def test_routes_are_total(consumer):
                 aux_loss=aux_loss,
             )
         except UnsupportedFormError:
-            dense_alone = consumer == "mindspeed_dense"
-            assert not padding_free or dense_alone or (consumer == "transformers" and segments.packed)
+            packed = consumer in ("transformers", "mindspeed_llm", "mindspeed_llm_fsdp2") and segments.packed
+            assert not padding_free or packed or consumer == "mindspeed_dense"
         else:
             assert chosen.why
             assert not (padding_free and chosen.keeps_mask_2d)
@@ -91,6 +91,8 @@ def form(consumer, segments, **settings):
         ("megatron", "none", "masked", "masked", "masked"),
         ("mindspeed", "none", "refused", "refused", "refused"),
         ("mindspeed_dense", "masked", "masked", "masked", "masked"),
+        ("mindspeed_llm", "none", "refused", "refused", "refused"),
+        ("mindspeed_llm_fsdp2", "keep_2d", "refused", "refused", "refused"),
         ("transformer_engine", "none", "refused", "refused", "refused"),
         ("transformers", "keep_2d", "keep_2d", "keep", "keep"),
         ("verl", "keep_2d", "keep_2d", "refused", "refused"),
@@ -111,6 +113,8 @@ def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
         ("megatron", False, True),
         ("mindspeed", False, True),
         ("mindspeed_dense", False, True),
+        ("mindspeed_llm", False, False),
+        ("mindspeed_llm_fsdp2", False, False),
         ("transformer_engine", False, True),
         ("transformers", False, False),
         ("verl", True, True),
