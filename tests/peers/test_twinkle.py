@@ -383,8 +383,20 @@ def test_npu_drops_the_mask_only_where_that_is_exact(npu):
     assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
     with pytest.raises(UnsupportedFormError, match="Pad right"):
         processor(padding_side="left")(features([5, 3]), **causal)
-    general = processor(padding_side="left")(features([5, 3]), attention_mask_type="general")[0]
-    assert general["attention_mask"].shape == (2, 1, 5, 5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_general_attention_of_mindspeed_gets_a_dense_mask_always(npu, monkeypatch, side):
+    """None would meet the 2048 triangle in sparse_mode 1, which the card refuses; by release (consumers/mindspeed.py)."""
+    general = {"attention_mask_type": "general"}
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
+    out = processor(padding_side=side)(features([5, 3]), **general)[0]
+    assert out["attention_mask"].shape == (2, 1, 5, 5)
+    assert not out["attention_mask"].all(-1).any(), "no query without a key"
+    with pytest.raises(UnsupportedFormError, match="Set attention_mask_type=causal"):
+        processor(grid(1, 2), padding_side=side)(features([5, 3]), **general)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "separate")
+    assert processor()(features([5, 3]), **general)[0]["attention_mask"] is None
 
 
 def test_install_twice_and_uninstall():
