@@ -49,7 +49,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     """May the mask be left out, for a consumer that then attends causally and ignores outputs at padding?
 
     Yes only where no real token could see padding or another sequence: causal, padding on the right alone, one sequence
-    a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed dot_product_attention.py:613-617,
+    a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed generate_mask/adaptor.py:26-31,
     transformers masking_utils.py:307 and ms-swift trainers/utils.py:396-407 each drop the mask on other conditions).
     """
     pattern = Pattern.of(pattern)

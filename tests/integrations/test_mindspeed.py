@@ -9,11 +9,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 import collate_npu
+from collate_npu import ContextParallel, Segments, UnsupportedFormError, dense
+from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.integrations.mindspeed import start_problem
+from collate_npu.masks.forms import open_empty_rows
 
 FILES = {
     "mindspeed/__init__.py": "",
@@ -116,3 +122,26 @@ def test_what_was_taken_before_the_adaptor_is_named(start, early, found):
     said = start(early, "mindspeed.megatron_adaptor")
     assert said.startswith(f"MindSpeed's adaptor ran too late: {found}.")
     assert FIRST in said
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "general"])
+def test_a_megatron_model_with_mindspeeds_attention_gets_what_that_reads(mask_type):
+    home = {"__name__": "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"}
+    forward = FunctionType((lambda self: None).__code__, home)
+    model = nn.Sequential(type("TEDotProductAttention", (nn.Module,), {"forward": forward})())
+    model.config = SimpleNamespace(
+        num_moe_experts=None, linear_attention_freq=None, attention_mask_type=mask_type, use_flash_attn=True
+    )
+
+    def batch(truth):
+        given = {"input_ids": truth.ids, "attention_mask_2d": truth.keep}
+        return gpt_batch(given, model, context_parallel=ContextParallel(1, 0))[0]["attention_mask"]
+
+    right, left = Segments.from_lengths([2, 4]), Segments.from_lengths([2, 4], side="left")
+    if mask_type == "general":
+        assert torch.equal(batch(right), dense(right, polarity="masked"))
+        assert torch.equal(batch(left), open_empty_rows(dense(left, polarity="masked")))
+        return
+    assert batch(right) is None
+    with pytest.raises(UnsupportedFormError, match="compressed causal triangle"):
+        batch(left)

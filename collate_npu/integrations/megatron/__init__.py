@@ -15,7 +15,7 @@ from torch import Tensor
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, query_rows, split_batch
@@ -52,11 +52,11 @@ def gpt_batch(
         inputs["padding_mask"] = ~segments.keep.to(device)
     if cp is not None:
         inputs = split_batch(inputs, cp, segments=segments)
-    if _reads_dense(model, segments):
+    kernel = _kernel(model, segments)
+    if kernel in ("megatron", "mindspeed_dense"):
         rows = None if cp is None else query_rows(segments.shape[1], cp)
-        inputs["attention_mask"] = dense(
-            segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes
-        )
+        blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+        inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
     return inputs, segments
 
 
@@ -69,8 +69,9 @@ def _megatron_parallel(model: Any) -> ContextParallel | None:
     return ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
 
 
-def _reads_dense(model: Any, segments: Segments) -> bool:
-    """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+def _kernel(model: Any, segments: Segments) -> str:
+    """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always:
+    without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
-    return kernel == "megatron"
+    return kernel
