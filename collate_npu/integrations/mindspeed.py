@@ -1,15 +1,18 @@
 """MindSpeed's start: its adaptor has to patch before anybody takes Megatron's functions and classes.
 
 `import mindspeed.megatron_adaptor` puts stand-ins for TransformerEngine and about a hundred functions in place, each in its
-own module and, under the same name, wherever a loaded module has it (patch_utils.py:110-136 of 0.16.0; alike in 2.3.0 to
+own module and, under the same name, wherever a loaded module has it (patch_utils.py:108-131 of 0.16.0; alike in 2.3.0 to
 0.18.0). What was taken before under another name, subclassed, or decided (`HAVE_TE`) stays as it was, without an error.
-`start_problem` says what is wrong; it imports nothing, and costs one look at every name of every loaded module (0.1 s).
+`start_problem` says what is wrong; it imports nothing, and costs one look at every name of every loaded module (0.2 s).
+`start` is for code of ours that imports Megatron before the trainer does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +51,17 @@ def start_problem() -> str:
         return ""
     more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
     return f"MindSpeed's adaptor ran too late: {'; '.join(late[:_LISTED])}{more}. {FIRST}."
+
+
+def start() -> None:
+    """Let the adaptor patch now, where MindSpeed is installed and Megatron is not imported yet.
+
+    Nothing where the adaptor does not load, as in a driver process without CANN; verl passes over it there in the same way
+    (verl 0.9.1 workers/engine/__init__.py:54-60).
+    """
+    if mindspeed.installed() and "megatron.core" not in sys.modules:
+        with suppress(ImportError):
+            import_module(ADAPTOR)
 
 
 def _applied() -> dict[int, str]:

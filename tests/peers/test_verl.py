@@ -340,6 +340,22 @@ def test_a_fresh_worker_installs_what_the_environment_names(named):
     assert done.stdout.split()[-1:] == [str(named)], done.stderr[-2000:]
 
 
+def test_mindspeeds_adaptor_runs_before_our_plugin_brings_megatron_in(tmp_path):
+    """verl itself imports it only where its workers begin (workers/engine/__init__.py:54-65), which is later."""
+    (tmp_path / "mindspeed").mkdir()
+    (tmp_path / "mindspeed" / "__init__.py").write_text("")
+    seen = "import sys\nprint('adaptor', 'megatron.core' in sys.modules)\n"
+    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(seen)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "collate_npu.integrations.verl.plugin"}
+    code = "import verl, sys\nprint('after', 'megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith(("adaptor", "after"))] == [
+        "adaptor False",
+        "after True",
+    ], done.stderr[-2000:]
+
+
 def test_a_later_patch_of_another_library_stays(npu):
     original, theirs = util.preprocess_bshd_engine, model_forward.preprocess_bshd_engine
     verl_engine.install()

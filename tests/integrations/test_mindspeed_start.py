@@ -1,6 +1,6 @@
 """MindSpeed's start order, with stand-ins for MindSpeed, Megatron and a bridge in processes of their own.
 
-The stand-in patches as MindSpeed does (patch_utils.py:110-136): in the module, and under the same name wherever it is.
+The stand-in patches as MindSpeed does (patch_utils.py:108-131): in the module, and under the same name wherever it is.
 """
 
 from __future__ import annotations
@@ -101,6 +101,14 @@ def test_nothing_is_wrong_before_megatron_or_without_mindspeed(start):
     assert start() == ""
     assert start("bridge", without_mindspeed=True) == ""
     assert start_problem() == ""
+
+
+def test_start_lets_the_adaptor_patch_first(start, tmp_path):
+    (tmp_path / "user.py").write_text("from collate_npu.integrations.mindspeed import start\nstart()\n")
+    assert start("user", "bridge", "aliasing", "deriving") == ""
+    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text("raise ImportError('libhccl.so')")
+    assert start("user") == "", "a driver without CANN goes on"
+    assert "its adaptor has not run" in start("user", "bridge")
 
 
 def test_an_adaptor_that_never_ran(start):
