@@ -483,13 +483,17 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
 
 @given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans())
 def test_law_5_padding_free_batches_never_carry_a_mask(segments, consumer, needs_2d):
-    """On kernels that read offsets; transformers' sdpa and eager read none, so that they need the dense mask."""
+    """On kernels that read offsets; transformers' sdpa and eager read none, so that they need the dense mask. MindSpeed's
+    dense masks and MindSpeed-LLM's recurrent layers go with no flat row: refused."""
     layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
     model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
     adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
-    out = adapter(
-        {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "cu_seq_lens_q": segments.cu_seqlens}
-    )
+    batch = {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "cu_seq_lens_q": segments.cu_seqlens}
+    if consumer == "mindspeed_dense" or (consumer.startswith("mindspeed_llm") and needs_2d and segments.packed):
+        with pytest.raises(UnsupportedFormError):
+            adapter(batch)
+        return
+    out = adapter(batch)
     assert out[consumers()[consumer].key] is None
     assert "attention_mask_2d" not in out
 

@@ -177,7 +177,8 @@ Alignment padding is padding in both; remove the wrong one, or rebuild both from
         UnsupportedFormError,
         "attention_mask: got Segments(B=2, S=2, lengths=[1, 2], padding='left'). MindSpeed's flash kernel runs a "
         "compressed causal triangle, and here padding stands on the left, so real tokens would attend it. "
-        "Pad right with one sequence a row, or use padding_free=True.",
+        "Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one rank a row reads a "
+        "dense mask under attention_mask_type=general (consumer='mindspeed_dense').",
     ),
     "a dense mask too large": (
         lambda: dense(Segments.from_lengths([1 << 17])),

@@ -32,6 +32,7 @@ from collate_npu import (
 )
 from collate_npu.consumers.consumer import Model
 from collate_npu.consumers.consumer import route as route_of
+from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks.find import segments_from_batch
@@ -309,8 +310,38 @@ REMEDIES = {
     "left padding on MindSpeed": (
         lambda: adapt(LEFT, HYBRID, "mindspeed"),
         "Pad right with one sequence a row, or use padding_free=True",
-        lambda: (adapt(RIGHT, HYBRID, "mindspeed"), flat(HYBRID, "mindspeed")),
-        lambda got: all(batch["attention_mask"] is None for batch in got),
+        lambda: (adapt(RIGHT, HYBRID, "mindspeed"), flat(HYBRID, "mindspeed"), adapt(LEFT, HYBRID, "mindspeed_dense")),
+        lambda got: [batch["attention_mask"] is None for batch in got] == [True, True, False],
+    ),
+    "a flat row where MindSpeed reads dense masks": (
+        lambda: flat(HYBRID, "mindspeed_dense"),
+        "(consumer='mindspeed')",
+        lambda: flat(HYBRID, "mindspeed"),
+        lambda got: got["attention_mask"] is None,
+    ),
+    "general attention under context parallelism": (
+        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="general", context_parallel_size=2)),
+        "Set attention_mask_type=causal",
+        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="causal", context_parallel_size=2)),
+        lambda got: got == "mindspeed",
+    ),
+    "TransformerEngine's place without flash attention": (
+        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=False), te="own"),
+        "Set use_flash_attn=True",
+        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=True), te="own"),
+        lambda got: got == "mindspeed",
+    ),
+    "a window that MindSpeed drops": (
+        lambda: form(Segments.from_lengths([5]), "mindspeed", config=SimpleNamespace(window_size=(3, 0))),
+        "rows no longer than the window",
+        lambda: form(Segments.from_lengths([4]), "mindspeed", config=SimpleNamespace(window_size=(3, 0))),
+        lambda got: got == "none",
+    ),
+    "ranks that share a dense mask of MindSpeed": (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_dense", context_parallel=CP),
+        "Leave context_parallel out",
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_dense")(batch_of(LEFT, attention_mask_2d=LEFT.keep)),
+        lambda got: got["attention_mask"].shape == (2, 1, 5, 5),
     ),
     "left padding on TransformerEngine": (
         lambda: adapt(LEFT, DENSE, "transformer_engine"),

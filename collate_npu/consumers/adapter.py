@@ -19,7 +19,7 @@ from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, ranks_agree, split_batch
@@ -73,11 +73,15 @@ class BatchAdapter:
         by_2d = self.consumer.keeps_mask_2d == "recurrent"
         if self.model.needs_mask_2d is None and by_2d and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
-        alone = self.context_parallel is not None and self.context_parallel.size > 1 and self.consumer.counts_positions
-        if alone and self.model.needs_mask_2d:
+        size = 1 if self.context_parallel is None else self.context_parallel.size
+        if size > 1 and self.consumer.counts_positions and self.model.needs_mask_2d:
             rule = "A transformers model runs its recurrent layers on this rank's shard alone, out of order, in silence."
             remedy = "Use Megatron's context parallelism, or a model without recurrent layers."
-            raise UnsupportedFormError(explain("context_parallel", f"size {self.context_parallel.size}", rule, remedy))  # type: ignore[union-attr]
+            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
+        if size > 1 and not self.consumer.splits_rows:
+            rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
+            remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
+            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
     @classmethod
     def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
@@ -174,7 +178,7 @@ class BatchAdapter:
         cp = self.context_parallel
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        return dense(
+        form = dense(
             segments,
             polarity=polarity,
             pattern=pattern,
@@ -182,6 +186,7 @@ class BatchAdapter:
             device=device,
             max_mask_bytes=self.max_mask_bytes,
         )
+        return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
     def _block_mask(self, segments: Segments, device: torch.device) -> Any:
         if self.context_parallel is not None:

@@ -156,6 +156,10 @@ class Consumer:
     keep_dtype: torch.dtype = torch.bool
     """dtype of a 2D mask under `key`."""
     keeps_mask_2d: Keeps = "recurrent"
+    splits_rows: bool = True
+    """Can ranks share a row, each with its queries of a dense mask?"""
+    opens_empty_rows: bool = False
+    """Does its kernel want no query that sees no key? Such queries, all of them padding, then see themselves."""
     counts_positions: bool = False
     """Does the model count positions by itself, where they are left out?"""
     masks_flat_row: Callable[[Case], bool] = lambda case: False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collate_npu.consumers import mindspeed
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Consumer, Form, Refusal, not_exact, route
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
@@ -49,8 +50,11 @@ TRANSFORMER_ENGINE = Consumer(
 def kernel_of(model: Any) -> str:
     """The consumer a Megatron module is: "megatron" where its attention is local and its softmax not fused.
 
-    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290).
+    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290). MindSpeed's
+    attention in its place reads other things (`consumers.mindspeed`).
     """
+    if found := mindspeed.kernel_of_modules(model.modules(), config_of(model)):
+        return found
     kinds = {type(module).__name__ for module in model.modules()}
     fused = bool(getattr(config_of(model), "masked_softmax_fusion", False))
     return "megatron" if "DotProductAttention" in kinds and not fused else "transformer_engine"
@@ -60,7 +64,10 @@ def kernel_of_args(args: Any) -> str:
     """The same from an argument namespace of ms-swift or Megatron-LM: its `attention_backend` and `masked_softmax_fusion`.
 
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
+    Where MindSpeed is installed it computes the attention (`consumers.mindspeed`).
     """
+    if mindspeed.installed():
+        return mindspeed.kernel_of_settings(args)
     backend = getattr(args, "attention_backend", None)
     local = getattr(backend, "name", backend) == "local"  # an enum in Megatron's own arguments
     return "megatron" if local and not getattr(args, "masked_softmax_fusion", True) else "transformer_engine"

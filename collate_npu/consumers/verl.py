@@ -1,10 +1,11 @@
-"""verl's Megatron engine on padded rows: the 2D mask on a GPU, None or a dense mask on an NPU, the 2D beside it."""
+"""verl's Megatron engine on padded rows: the 2D mask on a GPU, None on an NPU, the 2D beside it."""
 
 from __future__ import annotations
 
 import torch
 
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.mindspeed import NOT_EXACT
 
 
 def _more_than_2d(case: Case) -> bool:
@@ -30,11 +31,8 @@ VERL = Consumer(
 
 VERL_NPU = Consumer(
     name="verl_npu",
-    forms=(
-        Form(form="none", reads="None where exact", when=lambda case: bool(case.exact) and case.exact.why),
-        Form(form="masked", reads="else bool [B, 1, S, S], True = blocked", when=lambda case: case.exact.why),
-    ),
-    refuses=(PACKED_RECURRENT,),
+    forms=(Form(form="none", reads="None, which MindSpeed turns into a compressed causal triangle"),),
+    refuses=(PACKED_RECURRENT, NOT_EXACT),
     keeps_mask_2d="always",
-    source="verl models/mcore/util.py:768-770, 884-885",
+    source="verl 0.9.1 models/mcore/util.py:649-655, 768-770, 884-885; workers/engine/mindspeed/transformer_impl.py:40-54",
 )

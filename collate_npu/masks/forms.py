@@ -49,7 +49,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     """May the mask be left out, for a consumer that then attends causally and ignores outputs at padding?
 
     Yes only where no real token could see padding or another sequence: causal, padding on the right alone, one sequence
-    a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed dot_product_attention.py:613-617,
+    a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed generate_mask/adaptor.py:26-31,
     transformers masking_utils.py:307 and ms-swift trainers/utils.py:396-407 each drop the mask on other conditions).
     """
     pattern = Pattern.of(pattern)
@@ -110,6 +110,16 @@ def dense_row(segments: Segments, b: int, pattern: Pattern) -> Array:
     out_QK = np.empty((S, S), bool)
     _fill_row(out_QK, segments.array[b], _regions(segments)[b], [(0, 0, S)], pattern, True, False)
     return out_QK
+
+
+def open_empty_rows(masked: Tensor) -> Tensor:
+    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself.
+
+    For kernels that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0).
+    """
+    empty_BS = masked[:, 0].all(-1)
+    masked[:, 0].diagonal(dim1=-2, dim2=-1).masked_fill_(empty_BS, False)
+    return masked
 
 
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:

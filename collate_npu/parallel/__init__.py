@@ -3,7 +3,7 @@
 from collate_npu.parallel.agreement import ranks_agree
 from collate_npu.parallel.documents import cu_seqlens_of, pad_documents
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
-from collate_npu.parallel.groups import gloo_group
+from collate_npu.parallel.groups import data_group, gloo_group
 from collate_npu.parallel.layout import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
 from collate_npu.parallel.split import split_batch, split_tensor
 
@@ -11,6 +11,7 @@ __all__ = [
     "BLOCKS",
     "ContextParallel",
     "cu_seqlens_of",
+    "data_group",
     "gather_objects",
     "gather_sequence",
     "gloo_group",

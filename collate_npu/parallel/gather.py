@@ -15,7 +15,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.parallel.agreement import batch_facts, ranks_agree
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
-from collate_npu.parallel.groups import check_group, is_gloo, mesh_group
+from collate_npu.parallel.groups import check_group, gloo_group, mesh_group
 from collate_npu.parallel.layout import ContextParallel, indices, token_runs
 from collate_npu.segments import Segments
 
@@ -79,17 +79,16 @@ def join_shards(
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 
 
-def gather_objects(value: Any, group: Any) -> list[Any]:
-    """One Python object of each rank, on every rank; `group` is a Gloo group, see `gloo_group`."""
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """One Python object of each rank, on every rank of `group`, through the Gloo group of these ranks (`gloo_group`).
+
+    Without `group`: all that share out the data, over data and context parallelism.
+    """
     import torch.distributed as dist
 
-    check_group(group)
-    group = mesh_group(group)
-    if not is_gloo(group):
-        rule = "Python objects travel through a Gloo group, never through HCCL or NCCL."
-        raise CollateError(explain("group", dist.get_backend(group), rule, "Pass gloo_group(group), made once."))
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    gloo = gloo_group(group)
+    values: list[Any] = [None] * dist.get_world_size(gloo)
+    dist.all_gather_object(values, value, group=gloo)
     return values
 
 

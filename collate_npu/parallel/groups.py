@@ -1,14 +1,21 @@
 """Process groups: which ranks talk, checked before anybody waits for anybody.
 
 Tensors travel through the group that is given (Gloo, NCCL, HCCL). Python objects travel through a Gloo group only:
-on HCCL an object is pickled into device memory on the default group, which is slow and takes device memory in silence.
+on HCCL an object is pickled into device memory, which takes memory in silence and was seen to hang with 8 cards (twinkle
+utils/framework.py:48-56). `gloo_group` gives the right one.
 """
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from collate_npu.errors import CollateError, explain
+
+_GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""The groups made here, by the world they are of and their ranks."""
 
 
 def check_group(group: Any, size: int | None = None, rank: int | None = None) -> None:
@@ -56,18 +63,46 @@ def megatron_group() -> tuple[Any, int]:
     return parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def gloo_group(group: Any) -> Any:
-    """The same ranks on Gloo, for Python objects: the group itself where its CPU side is Gloo, else a new group.
+def gloo_group(group: Any = None) -> Any:
+    """The Gloo group that carries Python objects between the ranks of `group`: made at its first use, and kept.
 
-    Every rank of the group must call it (it meets the others), once, at start-up; keep what it returns.
+    Without `group`, between the ranks of `data_group`. A group whose CPU side is Gloo is returned as it is. Every rank of
+    the group must come here the first time (it meets the others). Raises `CollateError` where there is no group, or no
+    Gloo: objects never go to HCCL or NCCL instead.
     """
     import torch.distributed as dist
 
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = data_group()
     check_group(group)
     group = mesh_group(group)
     if is_gloo(group):
         return group
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    if not dist.is_gloo_available():
+        rule = "Python objects travel by Gloo, never by HCCL or NCCL, and this torch is built without it."
+        raise CollateError(explain("group", dist.get_backend(group), rule, "Install a torch that has Gloo."))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    made = _GLOO.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return made[ranks]
+
+
+def data_group() -> Any:
+    """The ranks that share out the data of a step: under Megatron those of its data and context parallelism, else all.
+
+    A context-parallel rank holds a part of each row, so what counts tokens or losses needs both. Megatron's own Gloo group
+    where it made one (`get_data_parallel_group_gloo`, parallel_state.py:1442-1458 of megatron-core 0.16.1).
+    """
+    import torch.distributed as dist
+
+    state = sys.modules.get("megatron.core.parallel_state")  # an import here could come before MindSpeed's patches
+    if state is None or not state.model_parallel_is_initialized():
+        return dist.group.WORLD
+    with suppress(AssertionError):  # create_gloo_process_groups=False
+        if own := state.get_data_parallel_group_gloo(with_context_parallel=True):
+            return own
+    return state.get_data_parallel_group(with_context_parallel=True)
 
 
 def is_gloo(group: Any) -> bool:

@@ -106,6 +106,8 @@ def _npu(packages: dict[str, str], torch_fails: str) -> str:
 
 def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, npu: str) -> Iterator[str]:
     yield from _npu_hazards(packages, settings, npu)
+    if "mindspeed" in packages and "torch does not load" not in devices:
+        yield _start_order()
     if "torch" not in packages:
         yield "torch is not installed: install the build for this machine (the CPU build where there is no card)."
     elif "torch does not load" in devices and "torch_npu" not in packages:
@@ -125,6 +127,14 @@ def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, n
             "mcore-bridge uses Megatron's own GatedDeltaNet (USE_MCORE_GDN is not 0), which never reads a mask: pad "
             "right, or set USE_MCORE_GDN=0."
         )
+
+
+def _start_order() -> str:
+    """MindSpeed's start in this process, and what to ask in another: it needs torch, as MindSpeed does."""
+    from collate_npu.integrations.mindspeed import FIRST, start_problem
+
+    asks = "integrations.mindspeed.start_problem() says in the training process whether that happened"
+    return start_problem() or f"MindSpeed patches Megatron in the process that trains: {FIRST}; {asks}."
 
 
 def _npu_hazards(packages: dict[str, str], settings: dict[str, str], npu: str) -> Iterator[str]:

@@ -69,7 +69,8 @@ def test_routes_are_total(consumer):
                 aux_loss=aux_loss,
             )
         except UnsupportedFormError:
-            assert not padding_free or (consumer == "transformers" and segments.packed)
+            packed = consumer in ("transformers", "mindspeed_llm", "mindspeed_llm_fsdp2") and segments.packed
+            assert not padding_free or packed or consumer == "mindspeed_dense"
         else:
             assert chosen.why
             assert not (padding_free and chosen.keeps_mask_2d)
@@ -89,10 +90,13 @@ def form(consumer, segments, **settings):
     [
         ("megatron", "none", "masked", "masked", "masked"),
         ("mindspeed", "none", "refused", "refused", "refused"),
+        ("mindspeed_dense", "masked", "masked", "masked", "masked"),
+        ("mindspeed_llm", "none", "refused", "refused", "refused"),
+        ("mindspeed_llm_fsdp2", "keep_2d", "refused", "refused", "refused"),
         ("transformer_engine", "none", "refused", "refused", "refused"),
         ("transformers", "keep_2d", "keep_2d", "keep", "keep"),
         ("verl", "keep_2d", "keep_2d", "refused", "refused"),
-        ("verl_npu", "none", "masked", "masked", "masked"),
+        ("verl_npu", "none", "refused", "refused", "refused"),
         ("torchtitan", "block_mask", "block_mask", "block_mask", "block_mask"),
     ],
 )
@@ -108,6 +112,9 @@ def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
     [
         ("megatron", False, True),
         ("mindspeed", False, True),
+        ("mindspeed_dense", False, True),
+        ("mindspeed_llm", False, False),
+        ("mindspeed_llm_fsdp2", False, False),
         ("transformer_engine", False, True),
         ("transformers", False, False),
         ("verl", True, True),
@@ -118,7 +125,8 @@ def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
 def test_who_keeps_attention_mask_2d(consumer, plain, recurrent):
     assert route(consumer, RIGHT).keeps_mask_2d == plain
     assert route(consumer, RIGHT, needs_2d=True).keeps_mask_2d == recurrent
-    assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).keeps_mask_2d
+    if consumer != "mindspeed_dense":
+        assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).keeps_mask_2d
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

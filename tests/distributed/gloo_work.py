@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -242,6 +245,31 @@ def objects() -> list[Any]:
     group = gloo_group(dist.group.WORLD)
     assert group is dist.group.WORLD
     return gather_objects({"rank": dist.get_rank()}, group)
+
+
+def objects_beside_hccl(tensor_parallel: int) -> dict[str, Any]:
+    """The same where the device's groups are HCCL, as far as anybody can see, and Megatron shares out the ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    spans = [list(range(tp, size, tensor_parallel)) for tp in range(tensor_parallel)]
+    shared = [dist.new_group(span) for span in spans][rank % tensor_parallel]
+    hccl, seen = {dist.group.WORLD, shared}, []
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_data_parallel_group_gloo=lambda with_context_parallel: None,
+        get_data_parallel_group=lambda with_context_parallel: shared if with_context_parallel else None,
+    )
+    config, carry = dist.get_backend_config, dist.all_gather_object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "npu:hccl" if group in hccl else config(group))
+        patch.setattr(dist, "all_gather_object", lambda *told, group: seen.append(group) or carry(*told, group=group))
+        patch.setitem(sys.modules, "megatron.core.parallel_state", state)
+        gathered = gather_objects(rank), gather_objects(rank, dist.group.WORLD), gather_objects(rank)
+    return {
+        "gathered": gathered,
+        "groups": len(set(seen)),
+        "hccl": len(hccl & set(seen)),
+        "own": spans[rank % tensor_parallel],
+    }
 
 
 def fail_on(rank: int) -> None:

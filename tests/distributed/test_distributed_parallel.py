@@ -95,6 +95,15 @@ def test_objects_travel_by_gloo(pool):
     assert pool(work.objects) == [[{"rank": rank} for rank in range(pool.size)]] * pool.size
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_no_object_meets_hccl_and_all_that_share_out_the_data_meet(pool, tensor_parallel):
+    """Tensor-parallel ranks hold the same tokens: only one of them counts."""
+    for seen in pool(work.objects_beside_hccl, tensor_parallel):
+        everyone = list(range(pool.size))
+        assert seen["gathered"] == (seen["own"], everyone, seen["own"])
+        assert (seen["groups"], seen["hccl"]) == (1 if tensor_parallel == 1 else 2, 0)
+
+
 def test_the_pool_itself_ends_ranks_that_wait_for_a_failed_one():
     pool = Pool(2)
     try:

@@ -22,7 +22,7 @@ from collate_npu import (
     none_is_exact,
     varlen,
 )
-from collate_npu.masks.forms import EVALUATED_BYTES, _query_rows
+from collate_npu.masks.forms import EVALUATED_BYTES, _query_rows, open_empty_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -384,3 +384,12 @@ def test_a_block_mask_takes_what_the_limit_counts():
     assert peak_bytes(lambda: block_mask(WIDE)) <= EVALUATED_BYTES * B * S * S
     with pytest.raises(UnsupportedFormError):
         block_mask(WIDE, max_mask_bytes=EVALUATED_BYTES * B * S * S - 1)
+
+
+def test_a_query_that_sees_no_key_sees_itself_and_no_other_changes():
+    segments = Segments.from_lengths([1, 3, 0], 3, side="left")
+    before = dense(segments, polarity="masked")
+    opened = open_empty_rows(before.clone())
+    changed = (opened != before).nonzero().tolist()
+    assert changed == [[0, 0, 0, 0], [0, 0, 1, 1], *([2, 0, n, n] for n in range(3))]
+    assert not opened.all(-1).any()

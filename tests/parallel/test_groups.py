@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from collate_npu import CollateError
 from collate_npu.parallel import ContextParallel, gather_objects, gloo_group
-from collate_npu.parallel.groups import is_gloo, mesh_group
+from collate_npu.parallel.groups import data_group, is_gloo, mesh_group
 
 
 @pytest.fixture
@@ -47,10 +47,13 @@ def test_a_group_of_others_is_refused(fake_world):
         ContextParallel.from_group(others)
 
 
-def test_objects_do_not_travel_by_the_device_backend(fake_world):
+def test_objects_do_not_travel_by_the_device_backend(monkeypatch, fake_world):
+    """The world here is no Gloo group, as HCCL's is none."""
     assert not is_gloo(fake_world)
-    with pytest.raises(CollateError, match="never through HCCL"):
-        gather_objects([1, 2], fake_world)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    for group in (None, fake_world):
+        with pytest.raises(CollateError, match="never by HCCL or NCCL"):
+            gather_objects([1, 2], group)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +71,53 @@ def test_only_a_cpu_side_on_gloo_counts(monkeypatch, config, answer):
     assert is_gloo(object()) is answer
 
 
-def test_a_gloo_group_is_made_on_purpose_for_the_same_ranks(monkeypatch, fake_world):
+def test_a_gloo_group_is_made_once_for_the_same_ranks(monkeypatch, fake_world):
     made = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append((ranks, settings)) or "the gloo group")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append((ranks, settings)) or object())
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "npu:hccl")
-    assert gloo_group(fake_world) == "the gloo group"
+    assert gloo_group(fake_world) is gloo_group(fake_world) is gloo_group()
     assert made == [([0, 1, 2, 3], {"backend": "gloo", "use_local_synchronization": True})]
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,npu:hccl")
     assert gloo_group(fake_world) is fake_world
     assert len(made) == 1
+
+
+def test_groups_end_with_their_world(monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+        groups.append(gloo_group())
+        dist.destroy_process_group()
+    assert groups[0] is not groups[1]
+
+
+@pytest.mark.parametrize("with_gloo", [True, False])
+def test_data_is_shared_out_over_data_and_context_parallelism(monkeypatch, fake_world, with_gloo):
+    """Four ranks, tensor parallel in pairs 0 1 and 2 3: rank 1 shares the data out with rank 3."""
+    from types import SimpleNamespace
+
+    shared = dist.new_group([1, 3])
+    asked = []
+
+    def gloo(**told):
+        asked.append(told)
+        assert with_gloo, "data parallel group-gloo with context parallel combined is not initialized"
+        return "Megatron's own"
+
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_data_parallel_group=lambda with_context_parallel: shared if with_context_parallel else None,
+        get_data_parallel_group_gloo=gloo,
+    )
+    assert data_group() is dist.group.WORLD
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    assert data_group() == ("Megatron's own" if with_gloo else shared)
+    assert asked == [{"with_context_parallel": True}]
+    state.model_parallel_is_initialized = lambda: False
+    assert data_group() is dist.group.WORLD
 
 
 def test_a_mesh_of_three_dimensions_is_refused():

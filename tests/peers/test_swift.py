@@ -58,6 +58,7 @@ from collate_npu.consumers.models import text_config  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
 from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
+from collate_npu.masks.forms import open_empty_rows  # noqa: E402
 from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
 
 LENGTHS = (7, 3, 5)
@@ -241,6 +242,37 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, monkeyp
     args = arguments("qwen3_next", **settings)
     with pytest.raises(UnsupportedFormError, match=said):
         prepare(args, as_kind(args, "2d", side=side)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "side", "gets"),
+    [
+        ({}, "right", "none"),
+        ({}, "left", "MindSpeed's flash kernel"),
+        ({"attention_mask_type": "general"}, "right", "dense"),
+        ({"attention_mask_type": "general"}, "left", "dense"),
+        (LOCAL, "right", "none"),
+        (LOCAL, "left", "MindSpeed's flash kernel"),
+        (LOCAL | {"use_flash_attn": False}, "right", "dense"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_where_mindspeed_is_installed_its_rules_are_asked(world, monkeypatch, settings, side, gets):
+    """By its settings and its release (consumers/mindspeed.py), here one with a TransformerEngine attention of its own."""
+    world.npu()
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.installed", lambda: True)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
+    args, (data, truth) = arguments("qwen3"), as_kind(None, "2d", side=side)
+    for name, value in settings.items():
+        setattr(args, name, value)
+    if gets not in ("none", "dense"):
+        with pytest.raises(UnsupportedFormError, match=gets):
+            prepare(args, data)
+        return
+    masked = prepare(args, data)["attention_mask"]
+    assert (masked is None) == (gets == "none")
+    if masked is not None:
+        assert torch.equal(masked, open_empty_rows(dense(truth, polarity="masked")))
 
 
 @pytest.mark.usefixtures("installed")

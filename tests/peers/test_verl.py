@@ -27,7 +27,7 @@ mpu = pytest.importorskip("megatron.core.parallel_state", reason=why, exc_type=I
 from collate_npu import CollateError, ContextParallel, Pattern, UnsupportedFormError, dense  # noqa: E402
 from collate_npu.integrations import verl  # noqa: E402
 from collate_npu.integrations.verl import engine as verl_engine  # noqa: E402
-from collate_npu.parallel import join_shards, query_rows  # noqa: E402
+from collate_npu.parallel import join_shards  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
@@ -157,17 +157,11 @@ def test_rows_of_no_tokens_stay_rows():
 # --- the mask of the model
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_window_on_npu_gets_this_ranks_rows_and_all_keys(rank):
-    cp = ContextParallel(2, rank)
-    padded = verl.pad_jagged(jagged([7, 3]), cp, npu=True, pattern=Pattern.sliding(3))
-    whole = dense(padded.segments, polarity="masked", pattern=Pattern.sliding(3))
-    assert torch.equal(padded.attention_mask, whole[:, :, query_rows(8, cp)])
-
-
-def test_a_window_elsewhere_is_refused():
-    with pytest.raises(UnsupportedFormError, match="thd"):
-        verl.pad_jagged(jagged([7, 3]), npu=False, pattern=Pattern.sliding(3))
+@pytest.mark.parametrize("device", ["npu", "other"])
+def test_a_window_is_refused(device):
+    """MindSpeed's causal attention takes no dense mask (consumers/mindspeed.py)."""
+    with pytest.raises(UnsupportedFormError, match="compressed causal triangle" if device == "npu" else "thd"):
+        verl.pad_jagged(jagged([7, 3]), npu=device == "npu", pattern=Pattern.sliding(3))
 
 
 def test_padded_ids_are_refused_with_the_remedy():
@@ -344,6 +338,22 @@ def test_a_fresh_worker_installs_what_the_environment_names(named):
     plugin = {"VERL_USE_EXTERNAL_MODULES": "collate_npu.integrations.verl.plugin"} if named else {}
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **plugin}, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == [str(named)], done.stderr[-2000:]
+
+
+def test_mindspeeds_adaptor_runs_before_our_plugin_brings_megatron_in(tmp_path):
+    """verl itself imports it only where its workers begin (workers/engine/__init__.py:54-65), which is later."""
+    (tmp_path / "mindspeed").mkdir()
+    (tmp_path / "mindspeed" / "__init__.py").write_text("")
+    seen = "import sys\nprint('adaptor', 'megatron.core' in sys.modules)\n"
+    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(seen)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "collate_npu.integrations.verl.plugin"}
+    code = "import verl, sys\nprint('after', 'megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith(("adaptor", "after"))] == [
+        "adaptor False",
+        "after True",
+    ], done.stderr[-2000:]
 
 
 def test_a_later_patch_of_another_library_stays(npu):

@@ -114,6 +114,17 @@ def test_a_missing_torch_is_a_hazard(installed, monkeypatch):
     assert "torch is not installed" in hazards()
 
 
+def test_mindspeeds_start_order_is_a_hazard(installed, monkeypatch):
+    import types
+
+    installed["mindspeed"] = "0.16.0"
+    assert "`import mindspeed.megatron_adaptor` first" in hazards()
+    assert "start_problem() says in the training process" in hazards()
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.installed", lambda: True)
+    assert "its adaptor has not run: `import mindspeed.megatron_adaptor` first" in hazards()
+
+
 def test_a_device_that_cannot_be_asked_is_a_finding(monkeypatch):
     import torch
 

@@ -24,7 +24,7 @@ from collate_npu.integrations.megatron.mcore_bridge import router_padding
 from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
 from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, pad_documents, query_rows, split_batch
@@ -77,7 +77,7 @@ def gpt_batch(
         cp = cp and cp.for_documents()
         row, segments = _shared_out(row, segments, cp)
         offsets = torch.tensor(physical_offsets(segments))
-    dense_read = not padding_free and _reads_dense(model, segments)
+    kernel = "" if padding_free else _kernel(model, segments)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
     if "labels" in row and unwrap(model).training:
@@ -90,11 +90,10 @@ def gpt_batch(
     if padding_free:
         counts = depths(config) > 0
         inputs["packed_seq_params"] = packed_seq_params(segments, padding_counts=counts, device=device)
-    if dense_read:
+    if kernel in ("megatron", "mindspeed_dense"):
         rows = None if cp is None else query_rows(segments.shape[1], cp)
-        inputs["attention_mask"] = dense(
-            segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes
-        )
+        blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+        inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
     return inputs, segments
 
 
@@ -163,11 +162,12 @@ def _megatron_parallel(model: Any) -> ContextParallel | None:
     return None if (cp.size, cp.tensor_parallel) == (1, 1) else cp
 
 
-def _reads_dense(model: Any, segments: Segments) -> bool:
-    """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+def _kernel(model: Any, segments: Segments) -> str:
+    """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always:
+    without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
-    return kernel == "megatron"
+    return kernel
 
 
 def _refuse_flat(model: Any) -> None:

@@ -58,8 +58,10 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     cp, npu, info = _context_parallel(args, mask_2d), bool(is_torch_npu_available()), getattr(args, "model_info", None)
     config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
     # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
-    adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer="megatron", **config)
-    wants_dense = _wants_dense(args, segments, npu, recurrent=adapter.route(segments).keeps_mask_2d)
+    kernel = kernel_of_args(args)
+    consumer = kernel if kernel == "mindspeed_dense" else "megatron"
+    adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer=consumer, **config)
+    wants_dense = _wants_dense(args, segments, kernel, npu, recurrent=adapter.route(segments).keeps_mask_2d)
     masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
     # Off an NPU mcore-bridge's recurrent layers take the dense mask or none (model/gpts/qwen3_next.py:58-66).
     extras = {KEEP_KEY: masks[KEEP_KEY]} if npu and KEEP_KEY in masks else {}
@@ -72,20 +74,20 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     return mcore_bridge.pass_through_forward(_model_class(args), {**out, "attention_mask": blocked}, extras)
 
 
-def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -> bool:
+def _wants_dense(args: Any, segments: Segments, kernel: str, npu: bool, *, recurrent: bool) -> bool:
     """Does the kernel, or a layer, read a dense mask? Raises where None is wrong and none is read.
 
-    Transformer Engine and MindSpeed's flash kernel, which all backends but "local" run, compute causal attention whatever
-    mask they are given (core/models/gpt/gpt_layer_specs.py:251; MindSpeed dot_product_attention.py:613-630).
+    Transformer Engine, which all backends but "local" run, computes causal attention whatever mask it is given
+    (core/models/gpt/gpt_layer_specs.py:251); what MindSpeed reads in its place, `consumers.mindspeed` knows.
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
     native = os.environ.get("USE_MCORE_GDN", "1").lower() not in ("0", "false", "no", "off")
-    refuse_unread_padding(segments, kernel_of_args(args), recurrent=recurrent and native)
+    refuse_unread_padding(segments, kernel, recurrent=recurrent and native)
     mlp = bool(getattr(args, "mlp_padding_free", False))
     if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
-    return mlp or bool(backend == "local")
+    return mlp or bool(backend == "local" and kernel != "mindspeed")
 
 
 def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:

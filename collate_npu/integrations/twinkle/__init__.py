@@ -12,7 +12,8 @@ from torch import nn
 from collate_npu.errors import CollateError, explain
 from collate_npu.integrations.twinkle.stages import Stages
 from collate_npu.masks.patterns import Pattern
-from collate_npu.parallel import gather_objects
+from collate_npu.parallel import data_group, gather_objects
+from collate_npu.parallel.groups import is_gloo
 
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 
@@ -51,14 +52,15 @@ def uninstall(processor: Any) -> None:
 def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
     """twinkle's `torch_util.gather_object`, through Gloo alone: no object meets HCCL (twinkle utils/framework.py:41-71).
 
-    Uses `process_group` if it is Gloo, else Megatron's Gloo group of the data-parallel ranks; raises `CollateError` where
-    there is neither, instead of hanging. Lists of ranks are joined and None left out, as twinkle's callers expect.
+    Where Megatron shares out the data, between all ranks of its data and context parallelism, as twinkle does on an NPU;
+    else between those of `process_group`. Lists of ranks are joined and None left out, as twinkle's callers expect.
     """
     import torch.distributed as dist
 
     values = [value]
     if dist.is_available() and dist.is_initialized():
-        values = gather_objects(value, _gloo_of(process_group or dist.group.WORLD, device_mesh))
+        group, shared = process_group or dist.group.WORLD, data_group()
+        values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
     return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
 
 
@@ -72,15 +74,3 @@ def _module(model: Any) -> Any:
 def _installed(processor: Any) -> Stages | None:
     owners = (getattr(stage, "__self__", None) for stage in processor.process_pipeline)
     return next((owner for owner in owners if isinstance(owner, Stages)), None)
-
-
-def _gloo_of(group: Any, device_mesh: Any) -> Any:
-    from collate_npu.parallel.groups import is_gloo
-
-    try:
-        from megatron.core import parallel_state
-    except ImportError:
-        return group
-    if is_gloo(group) or not parallel_state.model_parallel_is_initialized():
-        return group
-    return parallel_state.get_data_parallel_group_gloo(getattr(device_mesh, "cp_world_size", 1) > 1)

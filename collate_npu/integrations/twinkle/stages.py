@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.functional import pad
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
+from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, explain
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
@@ -98,13 +100,14 @@ class Stages:
         return [{**out, **keep} for out, keep in zip(self.processor.to_transformers_dict(batches, **kwargs), kept)]
 
     def drop_causal_4d_mask(self, batches: list[Row], attention_mask_type: str | None = None, **_: Any) -> list[Row]:
-        """None where it is exact, this rank's rows of the 4D mask elsewhere, or an error; then this rank's tokens."""
+        """None, this rank's rows of the 4D mask, or an error, by what the kernels read; then this rank's tokens."""
         from twinkle import Platform
 
         if self.processor.framework == "transformers":
             return batches
         npu, cp = Platform.device_prefix() == "npu", self.cp
-        adapter = self.adapter("mindspeed" if npu and attention_mask_type == "causal" else "megatron", cp)
+        settings = SimpleNamespace(attention_mask_type=attention_mask_type, context_parallel_size=cp.size)
+        adapter = self.adapter(kernel_of_settings(settings) if npu else "megatron", cp)
         return [self._routed(batch, adapter, cp, npu) for batch in batches]
 
     def split_cp(self, batches: list[Row], **_: Any) -> list[Row]:

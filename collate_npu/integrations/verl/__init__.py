@@ -1,8 +1,8 @@
 """verl 0.9.1, Megatron engine: jagged rows to padded ones, the mask the model takes, and the way back.
 
 `pad_jagged` and `to_jagged` are each other's inverse; `engine` has the same under verl's own names. They differ from
-verl's models/mcore/util.py in that the 2D mask stays 2D on every device, and that no `[B, 1, S, S]` is built for an NPU
-where None is exact: always, for jagged rows and causal attention. Costs one pass over the tokens.
+verl's models/mcore/util.py in that the 2D mask stays 2D on every device, and that no `[B, 1, S, S]` is built for an NPU:
+None is exact for jagged rows and causal attention, and other patterns are refused. Costs one pass over the tokens.
 
 Legend: B rows, S width, L = S / cp tokens of a row on one rank.
 """
@@ -19,10 +19,9 @@ from torch import Tensor
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.consumer import route
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import repad, unpad
-from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, ranks_agree, split_tensor
+from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_tensor
 from collate_npu.parallel.agreement import batch_facts
 from collate_npu.segments import Segments
 
@@ -36,7 +35,7 @@ class Padded:
     values: Tensor
     """`[B, L, ...]`: the ids, or whatever was jagged."""
     attention_mask: Tensor | None
-    """None on an NPU where that is exact, else bool `[B, 1, L, S]`, True = blocked; elsewhere the 2D mask."""
+    """None on an NPU, where MindSpeed's causal attention is refused any mask; elsewhere the 2D mask."""
     attention_mask_2d: Tensor
     """bool `[B, L]`, True = real."""
     position_ids: Tensor
@@ -70,13 +69,9 @@ def pad_jagged(
     keep = split_tensor(segments.keep.to(whole.device), cp)
     consumer = "verl_npu" if (on_npu() if npu is None else npu) else "verl"
     form = route(consumer, segments, pattern=pattern).form
-    masked = None
-    if form == "masked":
-        rows = query_rows(segments.shape[1], cp)
-        masked = dense(segments, polarity="masked", pattern=pattern, rows=rows, device=whole.device)
     return Padded(
         values=split_tensor(torch.roll(whole, -1, dims=1) if roll else whole, cp),
-        attention_mask=keep if form == "keep_2d" else masked,
+        attention_mask=keep if form == "keep_2d" else None,
         attention_mask_2d=keep,
         position_ids=split_tensor(segments.position_ids.to(whole.device), cp),
         segments=segments,

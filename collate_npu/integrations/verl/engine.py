@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collate_npu.collate.padding import round_up
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.integrations import patching
+from collate_npu.integrations import mindspeed, patching
 from collate_npu.integrations.verl import PACKAGE, on_npu, pad_jagged, segments_from_jagged, to_jagged
 from collate_npu.masks.derive import derive_segments
 from collate_npu.masks.find import segments_from_batch
@@ -137,7 +137,11 @@ _REPLACEMENTS: tuple[Callable[..., Any], ...] = (
 
 
 def install() -> None:
-    """Swap verl's functions for these in every module of verl that has them. Does nothing the second time."""
+    """Swap verl's functions for these in every module of verl that has them. Does nothing the second time.
+
+    verl imports Megatron here, and imports MindSpeed's adaptor first only where its workers begin: it is started now.
+    """
+    mindspeed.start()
     from verl.models.mcore import model_forward, registry  # noqa: F401
 
     for ours in _REPLACEMENTS:
