@@ -118,7 +118,7 @@ def peers_swift(session: nox.Session) -> None:
     session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("swift", "absent", "parallel_peers")), env=ENV)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
-    parts = ("", *(f"_{part}" for part in ("packed", "experts", "mtp", "ranks", "areal")))
+    parts = ("", *(f"_{part}" for part in ("delivery", "packed", "experts", "mtp", "ranks", "areal")))
     session.run("pytest", *(f"tests/peers/test_megatron{part}.py" for part in parts), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
 

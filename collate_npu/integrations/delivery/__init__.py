@@ -25,6 +25,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.delivery.alone import Alone, check_alone, run
 from collate_npu.integrations.delivery.reading import Judge
 from collate_npu.integrations.delivery.received import Received, by_readers, received_calls, received_masks
+from collate_npu.integrations.mindspeed import start_problem
 from collate_npu.keys import of_kind
 from collate_npu.masks.find import segments_from_batch, token_shape
 from collate_npu.masks.patterns import Pattern
@@ -71,6 +72,9 @@ def check_delivery(
     if stack not in ("transformers", "megatron"):
         rule = "Layers are known of transformers and Megatron-core modules."
         raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself, unwrapped."))
+    if stack == "megatron" and (late := start_problem()):
+        rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
+        raise CollateError(explain("mindspeed", late, rule, "Mend the order of imports, and start again."))
     forward = forward or _forward(inner, stack)
     case = _case(inner, batch, segments, pattern)
     with received_calls(inner) as received:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Case
+from collate_npu.consumers.models import consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, of_kind
+from collate_npu.integrations.megatron import gpt_batch
+from collate_npu.keys import KEEP_KEY, KEYS, of_kind
+from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
 TIMES = 6
@@ -68,7 +72,7 @@ def check_alone(
     if tuple(logits.shape[:2]) != segments.shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."
         raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
-    adapter = BatchAdapter(model, pattern=case.pattern)
+    adapter = _adapter(model, case.pattern)
     flat = logits.flatten(0, 1).float()
     errors, noise = {}, FLOOR * product_error(model)
     for n, places_L in _most_at_risk(segments).items():
@@ -108,14 +112,24 @@ def _widened(places_L: Tensor, segments: Segments) -> Tensor:
     return torch.cat([places_L, places_L.repeat(-(-extra // len(places_L)))[:extra]])
 
 
-def _sequence(batch: Mapping[str, Any], places_L: Tensor, adapter: BatchAdapter) -> dict[str, Any]:
+Adapter = Callable[[dict[str, Any], Segments], dict[str, Any]]
+
+
+def _adapter(model: nn.Module, pattern: Pattern) -> Adapter:
+    """What makes of a row's tokens the arguments of this model."""
+    if consumer_of(model) == "megatron":
+        return lambda tokens, segments: gpt_batch({**tokens, KEEP_KEY: segments.keep}, model)[0]
+    return partial(BatchAdapter(model, pattern=pattern).render, padding_free=False)
+
+
+def _sequence(batch: Mapping[str, Any], places_L: Tensor, adapter: Adapter) -> dict[str, Any]:
     """A batch of one row without padding, as this model takes it."""
     tokens = {
         key: value.flatten(0, 1)[places_L.to(value.device)][None]
         for key in of_kind(batch, "tokens", keys=KEYS)
         if isinstance(value := batch[key], Tensor) and key not in _NOT_READ
     }
-    return adapter.render(tokens, Segments.from_lengths([len(places_L)]), padding_free=False)
+    return adapter(tokens, Segments.from_lengths([len(places_L)]))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Judge:
 
     @cached_property
     def reader(self) -> str:
-        """Who reads: "transformers", "megatron" (local kernels), "transformer_engine"."""
+        """Who reads: "transformers", or the kernels of a Megatron module (`kernel_of`)."""
         return kernel_of(unwrap(self.model)) if consumer_of(self.model) == "megatron" else "transformers"
 
     @cached_property
@@ -100,7 +100,7 @@ class Judge:
     def _allowed(self, received: Received) -> Allowed | str:
         """Whom it attends, or why it cannot be read."""
         given = received.attention_mask
-        if self.reader == "transformer_engine":
+        if self.reader in ("transformer_engine", "mindspeed"):  # causal, whatever mask is given
             return self._without("causal")
         if given is None:
             bare = self.reader == "transformers" and self.case.model.attn_implementation in ("eager", "flex_attention")
@@ -114,7 +114,7 @@ class Judge:
         return self._of_dense(given)
 
     def _of_dense(self, given: Tensor) -> Allowed | str:
-        if self.reader == "megatron":
+        if self.reader != "transformers":
             return lambda b: ~_row(given, b)
         if given.is_floating_point():
             return lambda b: _row(given, b) > torch.finfo(given.dtype).min / 2
