@@ -18,6 +18,7 @@ VOCABULARY, PAD = 64, 63
 
 def patched():
     """CPU in the place of CUDA. The caller undoes it."""
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import attention, transformer_block
@@ -25,6 +26,7 @@ def patched():
 
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    patch.setattr(schedules, "torch", _Torch())
     tracker = SimpleNamespace(is_initialized=lambda: False, fork=lambda *args: nullcontext())
     patch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
     patch.setattr(random, "initialize_rng_tracker", lambda *args, **kwargs: None)
@@ -37,6 +39,16 @@ def patched():
     patch.setattr(gated_delta_net, "HAVE_FLA", True)
     patch.setattr(gated_delta_net, "l2norm", lambda x: normalize(x, dim=-1, eps=1e-6), raising=False)
     return patch
+
+
+class _Torch:
+    """torch for Megatron's schedules, which count their tokens on "cuda"."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def zeros(self, *args, device=None, **kwargs):
+        return torch.zeros(*args, **kwargs)
 
 
 class Attention(torch.nn.Module):
@@ -83,8 +95,8 @@ def gpt(kinds="aa", *, mtp=0, flash=True, **changed):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     torch.manual_seed(0)
     recurrent = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [k == "g" for k in kinds]}
@@ -129,6 +141,11 @@ def seen(model):
         if type(module).__name__ == "GatedDeltaNet" and getattr(module, "got", None):
             got["recurrent"].append(module.got[-1])
     return got
+
+
+def received(model):
+    """The same, whoever it was."""
+    return {mask for masks in seen(model).values() for mask in masks}
 
 
 def watch(model):

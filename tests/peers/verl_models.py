@@ -55,7 +55,7 @@ class Vision(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """As verl's `LinearForLastLayer`, which is defined beside an import of Megatron-Bridge (models/mcore/bridge.py:33-45)."""
+    """As verl's `LinearForLastLayer`, defined beside an import of Megatron-Bridge (models/mcore/bridge.py:33-45)."""
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
         return super().forward(hidden).float(), None

@@ -85,7 +85,9 @@ def _refuse_window(window: Any, given: dict[str, Any]) -> None:
     if left is None or left < 0 or (longest := _longest(given)) <= left + 1:
         return
     rule = f"No attention of MindSpeed's reads a window, and rows of {longest} tokens are longer than {left} + 1."
-    remedy = f"Keep rows to {left + 1} tokens (data.max_prompt_length, data.max_response_length), or use actor.strategy=fsdp."
+    remedy = (
+        f"Keep rows to {left + 1} tokens (data.max_prompt_length, data.max_response_length), or use actor.strategy=fsdp."
+    )
     raise UnsupportedFormError(explain("window_size", str(window), rule, remedy))
 
 
