@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import types
 import warnings
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,10 +56,11 @@ def device(name: str = "cuda") -> None:
 
 
 def worker() -> None:
-    """For each process of Ray's, before anything else in it."""
+    """For each process of Ray's, before anything else in it. Those without a model of twinkle's need nothing."""
     warnings.filterwarnings("ignore")
-    device()
-    on_cpu()
+    if "WORKER_NAME" in os.environ:
+        device()
+        on_cpu()
 
 
 def on_cpu() -> None:
@@ -70,7 +68,9 @@ def on_cpu() -> None:
     patched()
     from mcore_bridge.model.gpts import qwen3_next, qwen3_next_gdn
     from mcore_bridge.model.modules import gated_delta_net, gated_self_attention
+    from megatron.core.extensions import transformer_engine as te
     from megatron.core.extensions import transformer_engine_spec_provider as te_specs
+    from megatron.core.fusions import fused_softmax
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.ssm import gated_delta_net as core
     from megatron.core.tensor_parallel import random
@@ -89,27 +89,13 @@ def on_cpu() -> None:
     specs.row_parallel_linear = lambda self: RowParallelLinear
     specs.column_parallel_layer_norm_linear = lambda self: _norm_linear()
     specs.layer_norm = lambda self, rms_norm=False, for_qk=False: Norm
+    fused_softmax.get_default_causal_mask = lambda sq: torch.ones(sq, sq).triu(1).bool()
+    te.TENorm.__new__ = lambda cls, config, hidden_size, eps=1e-6: Norm(config, hidden_size, eps)
     for module in (qwen3_next, gated_self_attention):
         module.SplitAlongDim = None
     qwen3_next_gdn.TEColumnParallelLinear = qwen3_next.TEColumnParallelLinear = ColumnParallelLinear
     qwen3_next_gdn.TENorm = Norm
     gated_delta_net.l2norm = core.l2norm
-
-
-def mindspeed() -> list[str]:
-    """MindSpeed's name, and what twinkle did with it."""
-    calls: list[str] = []
-    names = ("mindspeed", "mindspeed.megatron_adaptor", "mindspeed.args_utils")
-    made = {name: types.ModuleType(name) for name in names}
-    made["mindspeed.megatron_adaptor"].repatch = lambda args: calls.append("repatch")  # type: ignore[attr-defined]
-    made["mindspeed.args_utils"].get_mindspeed_args = lambda get_defaults: SimpleNamespace()  # type: ignore[attr-defined]
-    for name, module in made.items():
-        module.__path__ = []
-        module.__spec__ = types.SimpleNamespace(name=name, submodule_search_locations=[])  # type: ignore[assignment]
-        sys.modules[name] = module
-        if "." in name:
-            setattr(sys.modules["mindspeed"], name.rpartition(".")[2], module)
-    return calls
 
 
 class Norm(nn.Module):
@@ -142,15 +128,18 @@ def _norm_linear() -> type:
 def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
     """As twinkle's README makes one, the fused kernels switched off."""
     import twinkle
+    from megatron.core import parallel_state
     from twinkle import DeviceMesh
     from twinkle.model.megatron import MegatronModel
 
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     mesh = settings.pop("device_mesh", None) or DeviceMesh.from_sizes(dp_size=1)
     if "remote_group" not in settings:
         twinkle.initialize(mode="local", global_device_mesh=mesh)
     made = (cls or MegatronModel)(
         model_id=folder, device_mesh=mesh, mixed_precision="no", load_weights=False, recompute_granularity=None,
-        deterministic_mode=True, init_method_std=0.3, **{**UNFUSED, **settings},
+        deterministic_mode=True, **{**UNFUSED, **settings},
     )  # fmt: skip
     for chunk in getattr(made, "model", ()):
         whole(chunk)
@@ -158,12 +147,18 @@ def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
 
 
 def whole(chunk: nn.Module) -> None:
-    """In float32: twinkle 0.5.1 takes "no" mixed precision for bfloat16 (strategy/megatron.py `params_type`)."""
+    """In float32, every weight drawn: twinkle 0.5.1 takes "no" mixed precision for bfloat16 (strategy/megatron.py
+    `params_type`), and layers built on a CPU leave some of theirs as memory had it."""
     chunk.float().config.params_dtype = torch.float32
-    embedding = getattr(chunk, "embedding", None)
-    if embedding is not None:
-        with torch.no_grad():  # a zero row for the padding would hide what reaches it
-            embedding.word_embeddings.weight[[0, PAD]] += 1.0
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in chunk.named_parameters():
+            if "A_log" in name or "dt_bias" in name:
+                p.uniform_(-1.5, -0.5, generator=draw)
+            elif p.ndim == 1:
+                p.normal_(1.0, 0.1, generator=draw)
+            else:
+                p.normal_(0.0, 2.0 * p[0].numel() ** -0.5, generator=draw)
 
 
 def features(*lengths: int, **more: Any) -> list[dict[str, Any]]:
@@ -176,6 +171,3 @@ def features(*lengths: int, **more: Any) -> list[dict[str, Any]]:
             "position_ids": list(range(length)), **{key: make(length) for key, make in more.items()},
         })  # fmt: skip
     return rows
-
-
-note = partial(print, flush=True)
