@@ -6,7 +6,7 @@ Stand-ins are for hardware alone: the flash kernel (`Attention`), FLA's norm, an
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,25 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 VOCABULARY, PAD = 64, 63
+
+
+@contextmanager
+def one_rank():
+    """Megatron's groups of one rank, and a CPU in the place of CUDA; both are gone afterwards, where they are ours."""
+    from megatron.core import parallel_state
+
+    if ours := not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    patch = patched()
+    try:
+        yield patch
+    finally:
+        patch.undo()
+        if ours:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
 
 
 def patched():

@@ -5,8 +5,6 @@ Every row equals its logits alone, and the layers say which mask they received.
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 
@@ -29,14 +27,8 @@ NEAR = 2e-5
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron():
-    with tempfile.TemporaryDirectory() as folder:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        if not mpu.model_parallel_is_initialized():
-            mpu.initialize_model_parallel()
-        patch = gpt_on_cpu.patched()
+    with gpt_on_cpu.one_rank():
         yield
-        patch.undo()
 
 
 @pytest.fixture(params=["npu", "other"])
