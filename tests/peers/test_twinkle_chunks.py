@@ -221,3 +221,12 @@ def test_a_transformers_model_gets_the_2d_mask_under_the_only_name_twinkle_passe
     pad = [0, 0]
     assert out["attention_mask"].tolist() == [[1] * 5, [*pad, 1, 1, 1] if side == "left" else [1, 1, 1, *pad]]
     assert out["attention_mask"].dtype is torch.int64
+
+
+def test_several_sequences_in_a_row_of_a_transformers_model_need_padding_free_and_then_count_anew():
+    row = feature(4, mask=[1, 1, 2, 2])
+    with pytest.raises(UnsupportedFormError, match="padding_free=True"):
+        processor(framework="transformers")([copy.deepcopy(row)])
+    out = processor(framework="transformers", padding_free=True)([copy.deepcopy(row)])
+    assert out["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert out.get("attention_mask") is None

@@ -1,9 +1,13 @@
 """For verl's workers: `VERL_USE_EXTERNAL_MODULES=collate_npu.integrations.verl.plugin`, and each process installs `engine`.
 
 verl imports what that variable names at the end of `import verl` (0.9.1 verl/__init__.py:49-52), before anything of
-Megatron. Nothing is installed then: MindSpeed must be imported before Megatron (workers/engine/__init__.py, "must be
-imported before Megatron"), so `engine.install` runs when verl itself imports `verl.models.mcore`, before any module can
-take a function from it. A process that runs no Megatron engine never imports it, and pays nothing.
+Megatron; and what a model's `external_lib` names, in each worker that reads that config (workers/config/model.py:149). Ray
+hands the variable to no worker of a cluster that stands already (trainer/constants_ppo.py): give it in `runtime_env`, or
+use `external_lib`.
+
+Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
+`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it. A
+process that runs no Megatron engine never imports that, and pays nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ class _InstallsAfterwards(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _PACKAGE:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
