@@ -37,6 +37,7 @@ def one_rank():
 
 def patched():
     """CPU in the place of CUDA. The caller undoes it."""
+    from megatron.core.fusions import fused_softmax
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import mappings, random
@@ -50,6 +51,7 @@ def patched():
     patch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
     patch.setattr(random, "initialize_rng_tracker", lambda *args, **kwargs: None)
     patch.setattr(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
+    patch.setattr(fused_softmax, "get_default_causal_mask", lambda size: torch.ones(size, size).triu(1).bool())
     patch.setattr(attention, "SplitAlongDim", None)
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     # Alone in its group a rank gets its own tensor back; this torch refuses to change that in place (mlp.py:247).

@@ -98,6 +98,20 @@ def test_rows_padded_on_the_left_are_each_sample_alone(kinds, device, installed)
     assert received(model) == {None if device == "npu" else WIDTH}
 
 
+@pytest.mark.parametrize("lengths", [(7,), (5, 3, 4, 1, 2), (7, 3)])
+@pytest.mark.parametrize("forward", [padded, older], ids=["engine", "older"])
+def test_local_kernels_are_not_handed_a_mask_that_they_read_the_other_way_round(lengths, forward, device, installed):
+    """Rows as many as tokens, or one: upstream such a mask fits, and blocks the real tokens."""
+    model, values = gpt(flash=False), jagged(*lengths)
+    assert error(forward(model, values), alone(model, values)) <= NEAR
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 3, 4, 1, 2)])
+def test_upstream_local_kernels_block_the_real_tokens_in_silence(lengths):
+    model, values = gpt(flash=False), jagged(*lengths)
+    assert error(padded(model, values), alone(model, values)) > 0.1
+
+
 def test_gradients_are_those_of_the_samples_alone(npu, installed):
     model, values = gpt("ga"), jagged()
     grads = []

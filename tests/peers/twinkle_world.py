@@ -70,7 +70,6 @@ def on_cpu() -> None:
     from mcore_bridge.model.modules import gated_delta_net, gated_self_attention
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.extensions import transformer_engine_spec_provider as te_specs
-    from megatron.core.fusions import fused_softmax
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.ssm import gated_delta_net as core
     from megatron.core.tensor_parallel import random
@@ -89,7 +88,6 @@ def on_cpu() -> None:
     specs.row_parallel_linear = lambda self: RowParallelLinear
     specs.column_parallel_layer_norm_linear = lambda self: _norm_linear()
     specs.layer_norm = lambda self, rms_norm=False, for_qk=False: Norm
-    fused_softmax.get_default_causal_mask = lambda sq: torch.ones(sq, sq).triu(1).bool()
     te.TENorm.__new__ = lambda cls, config, hidden_size, eps=1e-6: Norm(config, hidden_size, eps)
     for module in (qwen3_next, gated_self_attention):
         module.SplitAlongDim = None

@@ -1,9 +1,9 @@
 """What verl's forwards (models/mcore/model_forward.py and model_forward_fused.py, 0.9.1) hand to the model.
 
-Padded rows reach it with None on an NPU, text and vision, in the engine's forward and in the older one that takes rows
-padded on any side; the 2D mask stays outside, for the way back. Packed rows (thd) keep what verl gives. MoE routers of
-padded text rows learn which tokens are padding. A sliding window is refused on an NPU, where no kernel of MindSpeed's
-reads one. Costs nothing per token.
+Padded rows reach it with None on an NPU, and where Megatron's local attention would misread the 2D mask: text and vision,
+in the engine's forward and in the older one that takes rows padded on any side. The 2D mask stays outside, for the way
+back. Packed rows (thd) keep what verl gives. MoE routers of padded text rows learn which tokens are padding. A sliding
+window shorter than a row is refused on an NPU, where no attention of MindSpeed's reads one. Costs nothing per token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ class _Reader:
         keep = batch["attention_mask"]
         if keep is not None and not self._vision and getattr(self.config, "num_moe_experts", None):
             batch = {**_router_padding(self, ~keep.bool()), **batch}
-        return self._model(**{**batch, "attention_mask": None if on_npu() else keep})
+        unread = on_npu() or self._runs_local_kernels()
+        return self._model(**{**batch, "attention_mask": None if unread else keep})
+
+    def _runs_local_kernels(self) -> bool:
+        """Megatron's own attention takes True = blocked: verl's [B, S], True = real, blocks what it should not there."""
+        return any(type(module).__name__ == "DotProductAttention" for module in self.modules())
 
 
 def _router_padding(model: Any, padding: Tensor) -> dict[str, Any]:
