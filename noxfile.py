@@ -128,7 +128,20 @@ def peers_misc(session: nox.Session) -> None:
     """verl, twinkle and torchtitan (FlexAttention on a CPU needs g++)."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
     session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
+    session.install("--no-deps", "mcore-bridge==1.6.5")  # twinkle builds its Megatron models with it
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
-    names = ("verl", "twinkle", "torchtitan", "torchtitan_batches", "torchtitan_stages", "torchtitan_trainer")
+    names = (
+        "verl",
+        "verl_forward",
+        "verl_engine",
+        "verl_workers",
+        "twinkle",
+        "twinkle_chunks",
+        "twinkle_models",
+        "torchtitan",
+        "torchtitan_batches",
+        "torchtitan_stages",
+        "torchtitan_trainer",
+    )
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)

@@ -1,4 +1,4 @@
-"""twinkle-kit 0.5.1: its real InputProcessor with our stages, what reaches the model, and what twinkle gets wrong.
+"""twinkle-kit 0.5.1: its real InputProcessor with our stages, install and uninstall, and what twinkle gets wrong.
 
 Tests named `test_upstream_*` pin a failure of twinkle itself beside our answer: one that goes red says that it changed.
 """
@@ -8,70 +8,23 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from twinkle_rows import feature, features, grid, npu, platform, processor  # noqa: F401
 
-why = "twinkle-kit 0.5.1 is not installed (nox -s peers_misc)"
-base = pytest.importorskip("twinkle.processor.base", reason=why, exc_type=ImportError)
-from twinkle import Platform, torch_util  # noqa: E402
+from collate_npu import CollateError, ContextParallel, Segments, dense, last_token
+from collate_npu.integrations import twinkle
+from collate_npu.parallel import join_shards, query_rows
 
-from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense, last_token  # noqa: E402
-from collate_npu.integrations import twinkle  # noqa: E402
-from collate_npu.integrations.megatron import gpt_batch  # noqa: E402
-from collate_npu.parallel import join_shards, query_rows  # noqa: E402
-
+torch_util = pytest.importorskip("twinkle").torch_util
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 KEYS = ("input_ids", "labels", "completion_mask", "mm_token_type_ids", "loss_scale")
-
-
-@pytest.fixture(autouse=True)
-def platform(monkeypatch):
-    """twinkle knows GPU, NPU and MPS; tensors go to the CPU here, and the device's name is what a test says."""
-    monkeypatch.setattr(Platform, "get_local_device", staticmethod(lambda *_, **__: "cpu"))
-    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "cuda"))
-
-
-@pytest.fixture
-def npu(monkeypatch):
-    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "npu"))
-
-
-def grid(tp=1, cp=1, rank=0):
-    return SimpleNamespace(
-        tp_world_size=tp, cp_world_size=cp, cp_rank=rank, tp_rank=0, sequence_parallel=tp > 1, has_dim=lambda _: False
-    )
-
-
-def processor(mesh=None, *, ours=True, needs=True, **settings):
-    made = base.InputProcessor(**{"framework": "megatron", **settings})
-    made.device_mesh = mesh
-    if ours:
-        twinkle.install(made, needs_mask_2d=needs)
-    return made
-
-
-def feature(length, start=1, mask=None, positions=None):
-    """What twinkle's template emits for one sample: labels are shifted already."""
-    ids = list(range(start, start + length))
-    return {
-        "input_ids": ids,
-        "labels": [*ids[1:], -100],
-        "completion_mask": [1] * length,
-        "attention_mask": [1] * length if mask is None else mask,
-        "position_ids": list(range(length)) if positions is None else positions,
-    }
-
-
-def features(lengths):
-    return [feature(length, 10 * (b + 1)) for b, length in enumerate(lengths)]
 
 
 def whole(mesh, rows, key, **settings):
@@ -251,152 +204,7 @@ def test_a_flat_row_whose_positions_do_not_count_is_refused():
         processor(padding_free=True)([feature(4, positions=[3, 4, 5, 6])])
 
 
-# --- what reaches the model
-
-
-class Hybrid(nn.Module):
-    """Causal attention by Megatron's mask (True = blocked), then a recurrence whose input padding is zeroed, as GDN's."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(128, 16)
-
-    def forward(self, input_ids, attention_mask=None, attention_mask_2d=None, **_):
-        h = self.tokens(input_ids)[:, None]
-        if attention_mask is None:
-            h = scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
-        else:
-            h = scaled_dot_product_attention(h, h, h, attn_mask=~attention_mask)[:, 0]
-        if attention_mask_2d is not None:
-            h = h * attention_mask_2d[..., None]
-        return torch.stack([h[:, : t + 1].cumsum(1)[:, -1].tanh() for t in range(h.shape[1])], 1)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_hybrid_model_computes_each_sample_alone(side, tp):
-    rows = [feature(6, 10), feature(3, 30), feature(5, 50, [1, 1, 0, 1, 1])]
-    out = processor(grid(tp), padding_side=side)(copy.deepcopy(rows))[0]
-    model = Hybrid()
-    logits = model(**{key: value for key, value in out.items() if key != "labels"})
-    for b, row in enumerate(rows):
-        real = [i for i, m in zip(row["input_ids"], row["attention_mask"]) if m]
-        alone = model(torch.tensor([real]))[0]
-        torch.testing.assert_close(logits[b][out["attention_mask_2d"][b]], alone, atol=1e-5, rtol=0)
-    pooled = last_token(logits, Segments.from_keep(out["attention_mask_2d"]))
-    torch.testing.assert_close(pooled[1], model(torch.tensor([rows[1]["input_ids"]]))[0, -1], atol=1e-5, rtol=0)
-
-
-def test_a_model_without_recurrent_layers_gets_no_2d_mask():
-    assert "attention_mask_2d" not in processor(needs=False)(features([5, 3]))[0]
-    with pytest.raises(CollateError, match="needs_mask_2d="):
-        twinkle.install(processor(ours=False))
-
-
-DotProductAttention, TEDotProductAttention, GatedDeltaNet = (
-    type(name, (nn.Module,), {}) for name in ("DotProductAttention", "TEDotProductAttention", "GatedDeltaNet")
-)
-
-
-def gpt_model(*layers, forward, **config):
-    """A wrapped model with layers of these kinds, as Megatron-core names them."""
-    model = type("GPTModel", (nn.Module,), {"forward": forward})()
-    model.layers = nn.ModuleList(layer() for layer in layers)
-    model.config = SimpleNamespace(**config)
-    return SimpleNamespace(module=model)
-
-
-def through_extras(self, input_ids, extra_block_kwargs=None): ...
-def through_keywords(self, input_ids, **kwargs): ...
-def through_nothing(self, input_ids): ...
-
-
-def installed(model, mesh=None, **settings):
-    made = processor(mesh, ours=False, **settings)
-    twinkle.install(made, model, needs_mask_2d=True)
-    return made
-
-
-def test_the_2d_mask_goes_through_the_door_the_model_has():
-    rows = features([5, 3])
-    for forward, reach in ((through_extras, lambda out: out["extra_block_kwargs"]), (through_keywords, lambda out: out)):
-        out = installed(gpt_model(forward=forward))(copy.deepcopy(rows))[0]
-        assert reach(out)["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
-        assert ("attention_mask_2d" in out) == (reach(out) is out)
-    with pytest.raises(UnsupportedFormError, match="no layer would see it"):
-        installed(gpt_model(forward=through_nothing))(copy.deepcopy(rows))
-
-
-def test_routers_of_moe_models_are_told_the_padding():
-    model = gpt_model(DotProductAttention, forward=through_extras, num_moe_experts=4, sequence_parallel=True)
-    out = installed(model)(features([5, 3]))[0]
-    assert out["extra_block_kwargs"]["padding_mask"].tolist() == [[False] * 5, [False] * 3 + [True] * 2]
-    parts = []
-    for tp_rank in (0, 1):
-        mesh = grid(2, 2, 1)
-        mesh.tp_rank = tp_rank
-        parts.append(installed(model, mesh)(features([5, 3]))[0]["extra_block_kwargs"]["padding_mask"])
-    padding = torch.arange(8) >= torch.tensor([5, 3])[:, None]
-    assert torch.equal(torch.cat(parts, 1), padding[:, query_rows(8, ContextParallel(2, 1))])
-    left = installed(model, padding_side="left")(features([5, 3]))[0]
-    assert "padding_mask" not in left["extra_block_kwargs"], "the dense mask says it"
-
-
-@pytest.mark.parametrize(
-    ("layers", "reader"),
-    [
-        ((TEDotProductAttention,), "fused softmax, read no dense mask"),
-        ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet of megatron-core reads no padding mask"),
-    ],
-)
-def test_padding_that_no_kernel_reads_is_refused(layers, reader):
-    made = installed(gpt_model(*layers, forward=through_keywords), padding_side="left")
-    with pytest.raises(UnsupportedFormError, match=reader):
-        made(features([5, 3]))
-    assert made(features([4, 4]))[0]["attention_mask"] is None
-    right = installed(gpt_model(*layers, forward=through_keywords))
-    assert right(features([5, 3]))[0]["attention_mask"] is None
-
-
-def test_fused_softmax_is_refused_as_megatron_refuses_it_and_without_fusion_it_is_computed():
-    """One rule, one message, one remedy; `test_swift` has the same for ms-swift."""
-    rows = features([5, 3])
-    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
-    fused = gpt_model(DotProductAttention, forward=through_keywords, masked_softmax_fusion=True)
-    with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as megatrons:
-        gpt_batch(batch, fused.module)
-    for model in (fused, SimpleNamespace(model=[fused]), fused.module.config):
-        with pytest.raises(UnsupportedFormError) as ours:
-            installed(model, padding_side="left")(copy.deepcopy(rows))
-        assert str(ours.value) == str(megatrons.value)
-        assert installed(model)(copy.deepcopy(rows))[0]["attention_mask"] is None
-    fused.module.config.masked_softmax_fusion = False
-    expected = gpt_batch(batch, fused.module)[0]["attention_mask"]
-    assert torch.equal(installed(fused, padding_side="left")(copy.deepcopy(rows))[0]["attention_mask"], expected)
-
-
-def test_npu_drops_the_mask_only_where_that_is_exact(npu):
-    causal = {"attention_mask_type": "causal"}
-    out = processor()(features([5, 3]), **causal)[0]
-    assert out["attention_mask"] is None
-    assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
-    with pytest.raises(UnsupportedFormError, match="Pad right"):
-        processor(padding_side="left")(features([5, 3]), **causal)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_general_attention_of_mindspeed_gets_a_dense_mask_always(npu, monkeypatch, side):
-    """None would meet the 2048 triangle in sparse_mode 1, which the card refuses; by release (consumers/mindspeed.py)."""
-    general = {"attention_mask_type": "general"}
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
-    out = processor(padding_side=side)(features([5, 3]), **general)[0]
-    assert out["attention_mask"].shape == (2, 1, 5, 5)
-    assert not out["attention_mask"].all(-1).any(), "no query without a key"
-    with pytest.raises(UnsupportedFormError, match="Set attention_mask_type=causal"):
-        processor(grid(1, 2), padding_side=side)(features([5, 3]), **general)
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "separate")
-    assert processor()(features([5, 3]), **general)[0]["attention_mask"] is None
+# --- install, and back
 
 
 def test_install_twice_and_uninstall():
@@ -464,7 +272,8 @@ def test_upstream_pads_to_cp_and_forgets_tp():
     assert processor(grid(4, 2))(features([9, 3]))[0]["input_ids"].shape[1] == 8
 
 
-def test_upstream_drops_the_mask_of_left_padding_on_npu(npu):
+@pytest.mark.usefixtures("npu")
+def test_upstream_drops_the_mask_of_left_padding_on_npu():
     out = processor(ours=False, padding_side="left")(features([5, 3]), attention_mask_type="causal")[0]
     assert out["attention_mask"] is None
     assert "attention_mask_2d" not in out, "nothing says any more which tokens are padding"

@@ -1,15 +1,19 @@
-"""twinkle-kit 0.5.1: an InputProcessor whose stages keep padding and the 2D mask, and a safe gather of objects.
+"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask, and a safe gather of objects.
 
-`install(processor)` swaps five stages of its `process_pipeline` for those of `stages.py`; `uninstall` puts them back.
+`install(model)` takes what a user holds: twinkle's own model, in this process, under torchrun, or its handle on Ray. The
+processor that `set_processor` makes lives beside the model: in this process, or on Ray in each worker, so there `install`
+runs in each worker. Stages are replaced when a processor meets its first batch, so those that are set later get ours too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-from torch import nn
+from weakref import WeakKeyDictionary
 
 from collate_npu.errors import CollateError, explain
+from collate_npu.integrations import patching
+from collate_npu.integrations.twinkle.chunks import chunks_of, is_twinkle_model
 from collate_npu.integrations.twinkle.stages import Stages
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import data_group, gather_objects
@@ -17,22 +21,87 @@ from collate_npu.parallel.groups import is_gloo
 
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 
+_MODELS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""The models of this process whose processors get our stages, and what was said of them."""
 
-def install(
-    processor: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal"
-) -> None:
-    """Replace the stages of one `InputProcessor`. `model` tells whether its layers read the 2D mask: twinkle's own model,
-    Megatron's, or its config.
 
-    With the model itself, `attention_mask_2d`, and on MoE models `padding_mask`, go where its forward passes them on
-    (`pass_through_forward`; `mcore_bridge.install()` lets its layers take them), and a batch whose padding its
-    kernels cannot read is refused. With a config or `needs_mask_2d` alone the 2D mask is a keyword, and of the kernels
-    only a config's `masked_softmax_fusion` is known. Raises `CollateError` where none of them is given, or a stage is
-    missing. Does nothing the second time.
+def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal") -> None:
+    """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
+
+    Every processor of every adapter is reached, whenever it is set, in each Ray worker where the model lives there. On NPUs
+    twinkle's gather of objects becomes `gather_object`, and mcore-bridge hands the 2D mask on (`mcore_bridge.install`).
+    `attention_mask_2d`, and on MoE models `padding_mask`, go where the forward of every pipeline chunk passes them on; a
+    batch whose padding the kernels of some chunk cannot read is refused, and so is a mask that no forward takes.
+
+    `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
+    module, a list of pipeline chunks, or a config; of a config only `masked_softmax_fusion` is known of its kernels. Raises
+    `CollateError` where nothing says whether layers read the 2D mask, and for anything else than these.
     """
+    settings: dict[str, Any] = {"needs_mask_2d": needs_mask_2d, "pattern": pattern}
+    if hasattr(target, "process_pipeline"):
+        _replace(target, model, **settings)
+    elif hasattr(target, "_actors"):
+        _in_each_worker(target, install, settings)
+    elif is_twinkle_model(target):
+        _install_here(target, settings)
+    else:
+        rule = "A processor lives beside the model: twinkle's MegatronModel or TransformersModel holds it."
+        remedy = "Pass that model, or one InputProcessor and the model that reads its batches: install(processor, model)."
+        raise CollateError(explain("install", type(target).__name__, rule, remedy))
+
+
+def uninstall(target: Any) -> None:
+    """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
+    if hasattr(target, "process_pipeline"):
+        _give_back(target)
+    elif hasattr(target, "_actors"):
+        _in_each_worker(target, uninstall, {})
+    elif is_twinkle_model(target):
+        _MODELS.pop(target, None)
+        for processor in _processors(target):
+            _give_back(processor)
+        if not _MODELS:
+            patching.release(PACKAGE)
+
+
+def _install_here(model: Any, settings: dict[str, Any]) -> None:
+    from twinkle.processor import InputProcessor
+    from twinkle.utils.framework import Framework
+
+    if any(type(chunk).__module__.startswith("mcore_bridge") for chunk in chunks_of(model)):
+        from collate_npu.integrations.megatron import mcore_bridge
+
+        mcore_bridge.install(holder=PACKAGE)
+    for processor in _processors(model):
+        _replace(processor, model, **settings)
+    _MODELS[model] = settings
+    patching.patch(PACKAGE, InputProcessor, "__call__", _first_batch)
+    patching.patch(PACKAGE, Framework, "gather_object", _gather)
+
+
+def _first_batch(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
+    for model, settings in list(_MODELS.items()):
+        if any(each is processor for each in _processors(model)):
+            _replace(processor, model, **settings)
+    return original(processor, *args, **kwargs)
+
+
+def _in_each_worker(handle: Any, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+    import ray
+
+    ray.get([actor.__ray_call__.remote(function, **settings) for actor in handle._actors])
+
+
+def _processors(model: Any) -> list[Any]:
+    """Of every adapter (model/optimizer_group.py:43)."""
+    held = (getattr(group, "processor", None) for group in model.optimizer_group.values())
+    return [processor for processor in held if hasattr(processor, "process_pipeline")]
+
+
+def _replace(processor: Any, model: Any, *, needs_mask_2d: bool | None, pattern: str | Pattern) -> None:
     if _installed(processor) is not None:
         return
-    stages = Stages(processor, tuple(processor.process_pipeline), _module(model), needs_mask_2d, pattern)
+    stages = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d, pattern)
     ours = stages.by_name()
     missing = set(ours) - {stage.__name__ for stage in processor.process_pipeline}
     if missing:
@@ -41,12 +110,19 @@ def install(
     processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
 
 
-def uninstall(processor: Any) -> None:
-    """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
+def _give_back(processor: Any) -> None:
     if (stages := _installed(processor)) is not None:
         before = {stage.__name__: stage for stage in stages.before}
         pipeline = processor.process_pipeline
         processor.process_pipeline = [before[s.__name__] if getattr(s, "__self__", None) is stages else s for s in pipeline]
+
+
+def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
+    from twinkle import Platform
+
+    if Platform.device_prefix() != "npu":
+        return list(original(object, device_mesh, process_group))
+    return gather_object(object, device_mesh, process_group)
 
 
 def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
@@ -62,13 +138,6 @@ def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None
         group, shared = process_group or dist.group.WORLD, data_group()
         values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
     return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
-
-
-def _module(model: Any) -> Any:
-    """The first pipeline chunk of twinkle's MegatronModel, or of its list (model/megatron/megatron.py:159); else `model`."""
-    if not isinstance(model, nn.Module) and hasattr(model, "model"):
-        model = model.model
-    return model[0] if isinstance(model, (list, tuple, nn.ModuleList)) else model
 
 
 def _installed(processor: Any) -> Stages | None:

@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
-from collate_npu.consumers.models import config_of, unwrap
-from collate_npu.errors import CollateError, explain
-from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
+from collate_npu.consumers.models import config_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations.megatron.mcore_bridge import router_padding
+from collate_npu.integrations.twinkle.chunks import chunks_of, pass_through, refuse_unread
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
@@ -49,7 +49,8 @@ class Stages:
 
     def by_name(self) -> dict[str, Stage]:
         """Each stage under the name of twinkle's that it replaces. Raises where the model's need of the mask is unknown."""
-        self.adapter("megatron", ContextParallel(1, 0))
+        if self.processor.framework != "transformers":
+            self.adapter("megatron", ContextParallel(1, 0))
         return {
             "pad_cp": self.pad_cp,
             "align_routed_experts": self.align_routed_experts,
@@ -60,8 +61,17 @@ class Stages:
 
     def adapter(self, consumer: str, cp: ContextParallel) -> BatchAdapter:
         return BatchAdapter(
-            self.model, needs_mask_2d=self.needs_mask_2d, consumer=consumer, pattern=self.pattern, context_parallel=cp
+            next(iter(self.chunks), None),
+            needs_mask_2d=self.needs_mask_2d,
+            consumer=consumer,
+            pattern=self.pattern,
+            context_parallel=cp,
         )
+
+    @property
+    def chunks(self) -> list[Any]:
+        """As they are now: twinkle wraps them when it first trains, and adds adapters."""
+        return chunks_of(self.model)
 
     @property
     def cp(self) -> ContextParallel:
@@ -85,7 +95,7 @@ class Stages:
         if self.processor.padding_free or self.processor._any_packing(rows):
             return [self._documents(row) for row in rows]
         if self.processor.framework == "transformers":
-            return rows
+            return [_plain(row) for row in rows]
         together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
@@ -120,17 +130,17 @@ class Stages:
             offsets = batch["packed_seq_params"].cu_seqlens_q
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
         out, segments = adapter.with_segments(batch)
-        model = unwrap(self.model)
-        if not npu:  # MindSpeed's kernels are the adapter's consumer there
-            _refuse_unread(model, segments)
-        if not hasattr(model, "forward"):
+        chunks = self.chunks
+        refuse_unread(chunks, segments, attention=not npu)  # MindSpeed's kernels are the adapter's consumer there
+        if not any(hasattr(chunk, "forward") for chunk in chunks):
             return out
         extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
-        if out["attention_mask"] is None and getattr(config_of(model), "num_moe_experts", None):
-            shared = bool(getattr(config_of(model), "sequence_parallel", False)) and cp.tensor_parallel > 1
+        config = config_of(chunks[0])
+        if out["attention_mask"] is None and getattr(config, "num_moe_experts", None):
+            shared = bool(getattr(config, "sequence_parallel", False)) and cp.tensor_parallel > 1
             tp = (self.processor.device_mesh.tp_rank, cp.tensor_parallel) if shared else (0, 1)
             extras["padding_mask"] = router_padding(batch[SEGMENT_KEY] == 0, cp, tp)
-        return pass_through_forward(type(model), out, extras)
+        return pass_through(chunks, out, extras)
 
     def _token_keys(self, row: Row) -> list[str]:
         names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
@@ -158,13 +168,17 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
-def _refuse_unread(model: Any, segments: Segments) -> None:
-    """By the layers of a module; a config tells of its softmax alone, and nothing else of the kernels."""
-    if hasattr(model, "modules"):
-        recurrent = "GatedDeltaNet" in {type(module).__name__ for module in model.modules()}
-        refuse_unread_padding(segments, kernel_of(model), recurrent=recurrent)
-    elif getattr(model, "masked_softmax_fusion", False):
-        refuse_unread_padding(segments, "transformer_engine", recurrent=False)
+def _plain(row: Row) -> Row:
+    """For a transformers model, which reads `attention_mask` alone: twinkle passes no other mask on."""
+    if not any(key in row for key in _TRUTH):
+        return row
+    segments = _segments(row)
+    if segments.packed:
+        rule = "twinkle parts the sequences of a row by positions, where processors are padding_free."
+        remedy = "Pass set_processor(..., padding_free=True)."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+    keep = segments.keep.to(row["input_ids"].device, torch.long)
+    return {**{key: value for key, value in row.items() if key not in _TRUTH}, "attention_mask": keep}
 
 
 def _segments(row: Row) -> Segments:

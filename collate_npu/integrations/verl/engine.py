@@ -1,7 +1,8 @@
 """verl's own functions (models/mcore/util.py, 0.9.1) with a 2D mask on every device, and `install` to put them in place.
 
-Names and arguments are verl's. `install` swaps them wherever verl has them, and hands the engine's model None on an NPU,
-while the way back keeps its 2D mask; `uninstall` undoes it. Legend: B rows, S width, L = S / cp.
+Names and arguments are verl's. `install` swaps them wherever verl has them, and its forwards for those of `forward.py`,
+so the model gets None on an NPU while the way back keeps its 2D mask; `uninstall` undoes it.
+Legend: B rows, S width, L = S / cp.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collate_npu.collate.padding import round_up
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import mindspeed, patching
 from collate_npu.integrations.verl import PACKAGE, on_npu, pad_jagged, segments_from_jagged, to_jagged
+from collate_npu.integrations.verl.forward import engine_forward, generated_forward
 from collate_npu.masks.derive import derive_segments
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.outputs import repad, unpad
@@ -101,31 +103,6 @@ def postprocess_bshd(
     return repad(unpad(result, Segments.from_keep(attention_mask)), Segments.from_keep(original_attention_mask))
 
 
-def _forward_engine(original: Callable[..., Any], model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """verl's forward; on an NPU its padded text batches reach the model with None instead of the 2D mask."""
-    model = _WithoutMask(model) if on_npu() and kwargs.get("data_format") == "bshd" else model
-    return original(model, input_ids, *args, **kwargs)
-
-
-class _WithoutMask:
-    """A model that is called without the mask of its batch, where that is exact."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        from verl.utils.megatron_utils import unwrap_model
-
-        return getattr(unwrap_model(self._model), name)
-
-    def __call__(self, **batch: Any) -> Any:
-        window = getattr(self.config, "window_size", None)
-        if window:
-            rule = f"On an NPU the model runs without a mask, and with window_size={window} that is not causal attention."
-            raise UnsupportedFormError(explain("attention_mask", "a sliding window", rule, "Use data_format='thd'."))
-        return self._model(**{**batch, "attention_mask": None})
-
-
 _REPLACEMENTS: tuple[Callable[..., Any], ...] = (
     preprocess_bshd_engine,
     postprocess_bshd_engine,
@@ -142,11 +119,14 @@ def install() -> None:
     verl imports Megatron here, and imports MindSpeed's adaptor first only where its workers begin: it is started now.
     """
     mindspeed.start()
-    from verl.models.mcore import model_forward, registry  # noqa: F401
+    from verl.models.mcore import model_forward, model_forward_fused
 
     for ours in _REPLACEMENTS:
         patching.patch(PACKAGE, model_forward, ours.__name__, _instead(ours), everywhere="verl")
-    patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", _forward_engine, everywhere="verl")
+    patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", engine_forward, everywhere="verl")
+    patching.patch(PACKAGE, model_forward, "model_forward_gen", generated_forward, everywhere="verl")
+    for name in ("fused_forward_model_gen", "fused_forward_model_engine"):
+        patching.patch(PACKAGE, model_forward_fused, name, generated_forward, everywhere="verl")
 
 
 def uninstall() -> None:

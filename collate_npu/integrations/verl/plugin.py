@@ -1,14 +1,51 @@
 """For verl's workers: `VERL_USE_EXTERNAL_MODULES=collate_npu.integrations.verl.plugin`, and each process installs `engine`.
 
-verl imports what that variable names in every process that imports verl, Ray's workers included (verl 0.9.1
-verl/__init__.py:49-52). Where there is no megatron-core no Megatron engine can run, and there is nothing to install.
+verl imports what that variable names at the end of `import verl` (0.9.1 verl/__init__.py:49-52), before anything of
+Megatron; and what a model's `external_lib` names, in each worker that reads that config (workers/config/model.py:149). Ray
+hands the variable to no worker of a cluster that stands already (trainer/constants_ppo.py): give it in `runtime_env`, or
+use `external_lib`.
+
+Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
+`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it. A
+process that runs no Megatron engine never imports that, and pays nothing.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
+from collate_npu.integrations import mindspeed
 from collate_npu.integrations.verl import engine
 
-if find_spec("megatron") is not None:
+_PACKAGE = "verl.models.mcore"
+"""Importing any module of it runs its `__init__` first, which imports the forwards, the registry and `util`."""
+
+
+class _InstallsAfterwards(MetaPathFinder):
+    """Finds `verl.models.mcore` as the other finders do, and installs ours when its import is done."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _PACKAGE:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def then_install(module: ModuleType) -> None:
+                mindspeed.start()  # the import that follows brings Megatron
+                execute(module)
+                engine.install()
+
+            spec.loader.exec_module = then_install  # type: ignore[method-assign]
+        return spec
+
+
+if _PACKAGE in sys.modules:
     engine.install()
+elif not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
+    sys.meta_path.insert(0, _InstallsAfterwards())

@@ -1,0 +1,102 @@
+"""twinkle-kit 0.5.1's own models, built by their constructors, from `set_processor` to `forward_backward`.
+
+In one process and on Ray, on a CPU; each program runs in processes of its own (`twinkle_work`, `twinkle_ray_work`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if any(find_spec(name) is None for name in ("twinkle", "mcore_bridge", "megatron", "ray")):
+    why = "twinkle-kit 0.5.1, mcore-bridge 1.6.5 and ray are not installed (nox -s peers_misc)"
+    pytest.skip(why, allow_module_level=True)
+
+HERE = Path(__file__).parent
+NEAR = 2e-5
+NONE = {"attention": [None, None], "recurrent": [None, None]}
+DENSE = {"attention": [[3, 1, 7, 7]] * 2, "recurrent": [[3, 1, 7, 7]] * 2}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Both at once: each takes a while to import its stack."""
+    folder = tmp_path_factory.mktemp("told")
+    paths = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]), "RAY_USAGE_STATS_ENABLED": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    names = ("twinkle_work", "twinkle_ray_work")
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(HERE / f"{name}.py"), str(folder / name)], env={**os.environ, **paths}, **pipes
+        )
+        for name in names
+    }
+    out = {name: process.communicate(timeout=500)[0] for name, process in running.items()}
+    assert not any(process.returncode for process in running.values()), {name: text[-3000:] for name, text in out.items()}
+    return {name: json.loads((folder / name).read_text()) for name in names}
+
+
+@pytest.fixture(scope="module")
+def told(programs):
+    return programs["twinkle_work"]
+
+
+def received(answer):
+    return {name: answer[name] for name in ("attention", "recurrent")}
+
+
+@pytest.mark.parametrize("device", ["npu", "other"])
+def test_a_hybrid_megatron_model_computes_each_sample_alone(told, device):
+    answer = told[f"ours {device}"]
+    assert answer["error"] <= NEAR
+    assert received(answer) == NONE
+    assert told[f"gradient {device}"] <= NEAR
+    assert received(told[f"upstream {device}"]) == (NONE if device == "npu" else DENSE)
+
+
+@pytest.mark.parametrize("device", ["npu", "other"])
+def test_left_padding_is_refused_where_no_layer_reads_it_and_upstream_it_is_wrong_in_silence(told, device):
+    """The processor was set after `install`: it has our stages all the same."""
+    assert told[f"ours left {device}"]["raised"] == "UnsupportedFormError"
+    assert "Pad right" in told[f"ours left {device}"]["said"]
+    assert told[f"upstream left {device}"]["error"] > 1
+    assert told["stages after uninstall"] == ["InputProcessor"]
+
+
+def test_left_padding_is_computed_where_local_kernels_read_a_dense_mask(told):
+    assert told["ours dense left"]["error"] <= NEAR
+    assert told["upstream dense left"]["error"] > 1
+
+
+def test_a_transformers_model_reads_the_2d_mask_that_twinkle_drops(told):
+    assert told["ours transformers, 2D alone"]["error"] <= NEAR
+    assert told["upstream transformers, 2D alone"]["error"] > 0.1
+    assert "padding_free=True" in told["ours transformers, packed"]["said"]
+
+
+def test_an_adapter_added_after_install_has_its_masks_checked_too(told):
+    assert told["adapter"] == "computed"
+    assert told["adapter, 2D disagrees"]["raised"] == "CollateError"
+
+
+def test_objects_are_gathered_by_ours_on_an_npu_alone(told):
+    assert told["gathered on cuda"] == [["told"], []]
+    assert told["gathered on npu"] == [["told"], ["ours"]]
+    assert told["gathered afterwards"] == [["told"], ["ours"]], "uninstalled: twinkle's own again"
+
+
+def test_on_ray_the_same_call_reaches_the_processor_in_each_worker(programs):
+    told = programs["twinkle_ray_work"]
+    assert told["stages"] == ["InputProcessor", "Stages"]
+    assert told["step"] == "computed"
+    assert told["ours"]["error"] <= NEAR
+    assert received(told["ours"]) == NONE
+    assert "IndexError" in told["upstream, a row of one token"]
+    assert "UnsupportedFormError" in told["left"]
+    assert told["left afterwards"] == "computed", "in silence, as upstream"
