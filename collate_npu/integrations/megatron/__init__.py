@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
-from collate_npu.consumers.models import config_of, needs_mask_2d
+from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
+from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense
 from collate_npu.masks.polarity import Polarity
@@ -50,6 +52,8 @@ def gpt_batch(
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if getattr(config, "num_moe_experts", None):
         inputs["padding_mask"] = ~segments.keep.to(device)
+    if _masked_by_layers(model):
+        inputs[KEEP_KEY] = segments.keep.to(device)
     if cp is not None:
         inputs = split_batch(inputs, cp, segments=segments)
     if _reads_dense(model, segments):
@@ -57,7 +61,13 @@ def gpt_batch(
         inputs["attention_mask"] = dense(
             segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes
         )
-    return inputs, segments
+    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
+    return mcore_bridge.pass_through_forward(type(unwrap(model)), inputs, extras), segments
+
+
+def _masked_by_layers(model: Any) -> bool:
+    """Is it a recurrent model of mcore-bridge, with `mcore_bridge.install()` in place?"""
+    return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
 
 
 def _megatron_parallel(model: Any) -> ContextParallel | None:
@@ -72,5 +82,7 @@ def _megatron_parallel(model: Any) -> ContextParallel | None:
 def _reads_dense(model: Any, segments: Segments) -> bool:
     """Local kernels read one always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
-    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
+    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
+    if needs_mask_2d(model):
+        mcore_bridge.refuse_holes(segments)
     return kernel == "megatron"

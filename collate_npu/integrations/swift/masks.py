@@ -1,13 +1,11 @@
 """The masks of one ms-swift micro-batch: which tokens are real, and what this model and this kernel read of it.
 
 `attention_mask` is None where that is exact, and dense (True = blocked, this rank's rows) where a kernel or a layer reads
-it; `attention_mask_2d` stays for recurrent layers on an NPU, `padding_mask` for routers that get no dense mask to take it
-from. Costs O(B * S), or the dense mask. Legend: B batch, S width.
+it; `attention_mask_2d` stays for recurrent layers, `padding_mask` for routers that get no dense mask to take it from. Costs O(B * S), or the dense mask. Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,8 +59,7 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer="megatron", **config)
     wants_dense = _wants_dense(args, segments, npu, recurrent=adapter.route(segments).keeps_mask_2d)
     masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
-    # Off an NPU mcore-bridge's recurrent layers take the dense mask or none (model/gpts/qwen3_next.py:58-66).
-    extras = {KEEP_KEY: masks[KEEP_KEY]} if npu and KEEP_KEY in masks else {}
+    extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
     blocked = masks["attention_mask"]
     if blocked is None and wants_dense:
         rows = None if cp is None else query_rows(segments.shape[1], cp)
@@ -79,8 +76,10 @@ def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -
     mask they are given (core/models/gpt/gpt_layer_specs.py:251; MindSpeed dot_product_attention.py:613-630).
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-    native = os.environ.get("USE_MCORE_GDN", "1").lower() not in ("0", "false", "no", "off")
-    refuse_unread_padding(segments, kernel_of_args(args), recurrent=recurrent and native)
+    masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
+    refuse_unread_padding(segments, kernel_of_args(args), recurrent=recurrent and not masked)
+    if recurrent:
+        mcore_bridge.refuse_holes(segments)
     mlp = bool(getattr(args, "mlp_padding_free", False))
     if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
