@@ -60,7 +60,7 @@ class Alone:
 
 
 def alone(stages: list[Any]) -> Alone:
-    data, truth = wire("right")
+    data, _ = wire("right")
     logits = []
     for b, length in enumerate(LENGTHS):
         row = {key: data[key][b : b + 1, :length] for key in ("input_ids", "position_ids")}
@@ -168,9 +168,9 @@ def main() -> dict[str, Any]:
 def npu_there(there: bool) -> None:
     for module in [transformers.utils, *sys.modules.values()]:
         name = getattr(module, "__name__", "")
-        if name.startswith(("swift.megatron", "mcore_bridge", "transformers.utils")):
-            if "is_torch_npu_available" in vars(module):
-                module.is_torch_npu_available = lambda *args, **kwargs: there
+        asks = name.startswith(("swift.megatron", "mcore_bridge", "transformers.utils"))
+        if asks and "is_torch_npu_available" in vars(module):
+            module.is_torch_npu_available = lambda *args, **kwargs: there
 
 
 def cases(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,10 +68,10 @@ def on_cpu() -> None:
     from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
     from mcore_bridge.model.modules import gated_delta_net, gated_self_attention
 
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
     torch.cuda.current_device = lambda: "cpu"
     stream = MagicMock()
     torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
@@ -99,21 +100,21 @@ def on_cpu() -> None:
     _local_specs()
     native_gdn.TEColumnParallelLinear = hf_gdn.TEColumnParallelLinear = ColumnParallelLinear
     native_gdn.TENorm = Norm
-    core_gdn.HAVE_FLA = True
-    core_gdn.l2norm = gated_delta_net.l2norm = lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+    for module in (core_gdn, gated_delta_net, sys.modules.get(f"{core_gdn.__name__}.common", core_gdn)):
+        module.HAVE_FLA, module.l2norm = True, lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _local_specs() -> None:
     specs, local = te_specs.TESpecProvider, LocalSpecProvider()
-    for name in ("core_attention", "grouped_mlp_modules"):
-        setattr(specs, name, lambda self, *args, _of=getattr(local, name): _of(*args))
+    specs.core_attention = lambda self: local.core_attention()
+    specs.grouped_mlp_modules = lambda self, *args: local.grouped_mlp_modules(*args)
     specs.column_parallel_linear = lambda self: ColumnParallelLinear
     specs.row_parallel_linear = lambda self: RowParallelLinear
     specs.column_parallel_layer_norm_linear = lambda self: NormLinear
-    specs.layer_norm = lambda self, rms_norm=False, for_qk=False: Norm
+    specs.layer_norm = lambda self, *args, **kwargs: Norm
 
 
-def build(model_type: str, *, moe: bool = False, stages: int = 1, **changed: Any) -> list[nn.Module]:
+def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, **changed: Any) -> list[nn.Module]:
     """The model as ms-swift's `get_mcore_model` builds it, one module for each pipeline stage, all with the same weights."""
     from mcore_bridge import get_mcore_model
     from swift.megatron.model.utils import get_mcore_model_config
@@ -122,7 +123,8 @@ def build(model_type: str, *, moe: bool = False, stages: int = 1, **changed: Any
     text = getattr(hf, "text_config", hf)
     text.full_attention_interval, text.num_hidden_layers = FREQUENCY, 4
     text.layer_types = ["linear_attention", "full_attention"] * 2
-    args = swift_world.arguments(model_type, attention_backend="local", masked_softmax_fusion=False, bridge_backend=None)
+    local = {"attention_backend": "local", "masked_softmax_fusion": False, "bridge_backend": None}
+    args = swift_world.arguments(model_type, cp=cp, **local)
     args.torch_dtype = torch.float32
     args.pipeline_model_parallel_size = stages
     args.megatron_extra_kwargs = {

@@ -11,9 +11,11 @@ Legend: B batch, S this rank's width.
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +32,7 @@ _EXTRAS = (KEEP_KEY, "padding_mask")
 
 
 def install(*, holder: str = PACKAGE) -> None:
-    """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding; call it before the model is built.
+    """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
 
     It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. A model
     that this setting and these versions cannot run is refused when it is built.
@@ -117,35 +119,32 @@ def _loader(original: Callable[..., Any], self: Any, config: Any) -> None:
     original(self, config)
 
 
-def _refuse_unrunnable(recurrent: Any, config: Any) -> None:
-    """What would end in an AssertionError, an AttributeError or an ImportError inside the model, said before it is built."""
-    from importlib.metadata import version
+def _refuse_unrunnable(recurrent: type, config: Any) -> None:
+    """What USE_MCORE_GDN=0 cannot run, said before the model is built, with the versions and the way out.
 
-    from megatron.core.ssm import gated_delta_net as core
-
-    gathers, cp = hasattr(core, "tensor_a2a_cp2hp"), config.context_parallel_size
-    native = issubclass(recurrent, getattr(core, "GatedDeltaNet", ()))
-    megatron = "megatron-core >= 0.18, whose layer gathers the sequence of every rank"
-    if cp > 1 and not native:
-        rule = "transformers' Gated DeltaNet, which USE_MCORE_GDN=0 takes, runs on whole rows (qwen3_next.py:456)."
-        remedy = f"Unset USE_MCORE_GDN{'' if gathers else f' and install {megatron}'}, or set context_parallel_size=1."
-    elif cp > 1 and not gathers:
-        rule = f"Gated DeltaNet of megatron-core {version('megatron-core')} has no context parallelism (tensor_a2a_cp2hp)."
-        remedy = f"Install {megatron}, or set context_parallel_size=1."
+    Upstream it ends in an AssertionError (qwen3_next.py:456) or an AttributeError inside the layer. Megatron's own layer
+    under context parallelism is refused by its config, before 0.18 (core/transformer/transformer_config.py:982-986).
+    """
+    if not any(base.__module__.startswith("transformers.") for base in recurrent.__mro__):
+        return
+    installed = ", ".join(f"{name} {version(name)}" for name in (PACKAGE, "transformers", "megatron-core"))
+    if config.context_parallel_size > 1:
+        rule = f"{recurrent.__name__}, which it takes from transformers, runs on whole rows ({installed})."
+        remedy = "Unset it: Megatron's own layer runs under context parallelism from megatron-core 0.18 on."
     elif _reads_layer_types(recurrent) and not hasattr(config, "layer_types"):
         rule = (
-            f"{recurrent.__name__} of USE_MCORE_GDN=0 reads config.layer_types with transformers {version('transformers')}, "
-            f"and mcore-bridge {version(PACKAGE)} gives it none."
+            f"{recurrent.__name__}, which it takes from transformers, reads layer_types, which are not there ({installed})."
         )
-        remedy = "Unset USE_MCORE_GDN: Megatron's own layer is as exact, with this install."
+        remedy = "Unset it: with this install Megatron's own layer leaves padding out too."
     else:
         return
-    raise UnsupportedFormError(explain("USE_MCORE_GDN", f"context_parallel_size={cp}", rule, remedy))
+    raise UnsupportedFormError(explain("USE_MCORE_GDN", os.environ.get("USE_MCORE_GDN", "0"), rule, remedy))
 
 
 def _reads_layer_types(recurrent: type) -> bool:
-    """transformers 5.13 and later; the Qwen3.5 layer of mcore-bridge writes them itself (mm_gpts/qwen3_5.py:39-43)."""
-    sources = [inspect.getsource(base.__init__) for base in recurrent.__mro__ if base.__name__.endswith("GatedDeltaNet")]
+    """transformers 5.13 and later; mcore-bridge writes them for Qwen3.5, from 1.6.3 on (mm_gpts/qwen3_5.py:39-43)."""
+    made = [vars(base)["__init__"] for base in recurrent.__mro__ if base.__name__.endswith("GatedDeltaNet")]
+    sources = [inspect.getsource(each) for each in made]
     return any("layer_types[" in text for text in sources) and not any("config.layer_types =" in text for text in sources)
 
 
@@ -166,8 +165,9 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
 def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that recompute_method="block" leaves out get no padding mask (modules/transformer_block.py:235)."""
     padding = kwargs.get("padding_mask")
-    given = partial(_with_padding, padding)
-    hooks = [] if padding is None else [layer.register_forward_pre_hook(given, with_kwargs=True) for layer in self.layers]
+    if padding is None:
+        return original(self, *args, **kwargs)
+    hooks = [layer.register_forward_pre_hook(partial(_with_padding, padding), with_kwargs=True) for layer in self.layers]
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -182,7 +182,7 @@ def _with_padding(padding: Tensor, _: Any, args: Any, kwargs: Any) -> tuple[Any,
 def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Every layer gets the 2D mask; none may hand it to megatron-core, and Gated DeltaNet gets its input zeroed."""
     keep, attention = kwargs.pop(KEEP_KEY, None), self.self_attention
-    if keep is None or not _is_gated_delta_net(type(attention)):
+    if keep is None or not _is_gated_delta_net(attention):
         return original(self, *args, **kwargs)
     hook = attention.register_forward_pre_hook(partial(_zero_padding, keep, self.config))
     try:
@@ -191,9 +191,8 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         hook.remove()
 
 
-@cache
-def _is_gated_delta_net(kind: type) -> bool:
-    return any(base.__name__.endswith("GatedDeltaNet") for base in kind.__mro__)
+def _is_gated_delta_net(attention: Any) -> bool:
+    return any(base.__name__.endswith("GatedDeltaNet") for base in type(attention).__mro__)
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """The masks of one ms-swift micro-batch: which tokens are real, and what this model and this kernel read of it.
 
 `attention_mask` is None where that is exact, and dense (True = blocked, this rank's rows) where a kernel or a layer reads
-it; `attention_mask_2d` stays for recurrent layers, `padding_mask` for routers that get no dense mask to take it from. Costs O(B * S), or the dense mask. Legend: B batch, S width.
+it; `attention_mask_2d` stays for recurrent layers, `padding_mask` for routers that get no dense mask to take it from.
+Costs O(B * S), or the dense mask. Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -
     if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
+    if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
+        rule = (
+            "mcore-bridge cuts the mask of mlp_padding_free zigzag, however the tokens are (transformer_layer.py:375-377)."
+        )
+        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
     return mlp or bool(backend == "local")
 
 
