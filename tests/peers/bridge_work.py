@@ -20,6 +20,7 @@ import bridge_world as world  # noqa: E402  (first: the stand-ins)
 import swift_world  # noqa: E402
 import torch  # noqa: E402
 import transformers.utils  # noqa: E402
+from swift_world import arguments  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
@@ -36,7 +37,7 @@ def wire(side: str, width: int = WIDTH) -> tuple[dict[str, Any], Segments]:
     """A padded batch with a 4D mask (True = blocked), as a collator of a user's own may send it; first labels ignored."""
     truth = Segments.from_lengths(LENGTHS, width, side)
     ids = torch.full(truth.shape, PAD)
-    ids[truth.keep] = torch.arange(sum(LENGTHS)) * 7 % 200 + 3
+    ids[truth.keep] = torch.tensor([token for row in swift_world.samples(*LENGTHS) for token in row["input_ids"]])
     first = truth.keep & (truth.position_ids == 0)
     labels = ids.masked_fill(~truth.keep | first, -100)
     masked = dense(truth, polarity="masked")
@@ -45,7 +46,7 @@ def wire(side: str, width: int = WIDTH) -> tuple[dict[str, Any], Segments]:
 
 def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, Any]:
     """ms-swift's own `prepare_batch`, whatever is installed."""
-    args = swift_world.arguments(model_type, **(LOCAL if kernel == "local" else {}))
+    args = arguments(model_type, **(LOCAL if kernel == "local" else {}))
     batch = swift_world.prepare(args, data)
     batch.pop("loss_scale", None)
     return batch
@@ -71,7 +72,7 @@ def alone(stages: list[Any]) -> Alone:
 
 def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alone) -> dict[str, Any]:
     """Logits and gradients against each sample alone, and what each layer received."""
-    data, truth = wire(side)
+    data, truth = wire(side, batch["input_ids"].shape[1])
     with world.recording(stages) as seen:
         logits = world.run(stages, {**batch, "labels": None})
         loss_of(logits, data["labels"]).backward()
@@ -83,6 +84,8 @@ def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alon
         "gdn": {n: bool(zero.equal(padding)) for n, zero in seen.gdn.items()},
         "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen.attention.items()},
         "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen.router.items()},
+        "handed": seen.handed,
+        "runs": seen.runs,
     }
 
 
@@ -159,10 +162,34 @@ def main() -> dict[str, Any]:
         for who in ("ours", "upstream"):
             swift.install() if who == "ours" else swift.uninstall()
             out[f"router losses, {method}, {who}"] = invariance(kernel, method)
-    for who in ("upstream", "ours"):
+    for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
         swift.install() if who == "ours" else swift.uninstall()
-        out[f"qwen3_next is built, {who}"] = said(lambda: world.build("qwen3_next"))
-    return out
+        out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: world.build(name, cp=cp))
+    return out | (holes() if world.NATIVE else {})
+
+
+def holes() -> dict[str, Any]:
+    """What a hole would do, were it not refused; and a layer of upstream that is handed a 2D mask."""
+    swift.install()
+    stages = world.build("qwen3_next")
+    truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]]))
+    data = {"input_ids": torch.arange(8)[None] + 3, "attention_mask": truth.keep, "position_ids": truth.position_ids}
+    refused = (
+        said(lambda: gpt_batch(data, stages[0])),
+        said(lambda: prepared("qwen3_next", "local", {**data, "labels": data["input_ids"]})),
+    )
+    batch = {
+        **data,
+        "attention_mask": dense(truth, polarity="masked"),
+        "extra_block_kwargs": {"attention_mask_2d": truth.keep},
+    }
+    real = truth.keep[0]
+    alone = {"input_ids": data["input_ids"][:, real], "position_ids": torch.arange(6)[None], "attention_mask": None}
+    with torch.no_grad():
+        far = furthest(world.run(stages, batch)[0, real], world.run(stages, alone)[0])
+        swift.uninstall()
+        handed = said(lambda: world.run(stages, batch))
+    return {"hole, refused": refused, "hole, not refused": far, "2D handed to a layer, upstream": handed}
 
 
 def npu_there(there: bool) -> None:
@@ -181,10 +208,11 @@ def cases(name: str) -> dict[str, Any]:
         is_moe = bool(moe) or model_type.endswith("_moe")
         built = world.build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
-        for kernel, side in (("flash", "right"), ("local", "right"), ("local", "left")):
+        for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
             for who in ("ours", "upstream"):
                 swift.install() if who == "ours" else swift.uninstall()
-                batch = prepared(model_type, kernel, wire(side)[0])
+                data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
+                batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
         swift.install()
         for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,6 +194,10 @@ class Seen:
     attention: dict[int, Tensor | None] = field(default_factory=dict)
     router: dict[int, Tensor | None] = field(default_factory=dict)
     """The padding mask of a router, bool `[B, S]`."""
+    handed: dict[int, list[str]] = field(default_factory=dict)
+    """Which of the two masks a layer's forward was handed, before anything of ours."""
+    runs: Counter[int] = field(default_factory=Counter)
+    """How often a layer ran, recomputing included."""
 
 
 @contextlib.contextmanager
@@ -201,6 +206,7 @@ def recording(stages: list[nn.Module]) -> Iterator[Seen]:
     seen, hooks = Seen(), []
     for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
         number, inner = layer.layer_number, layer.self_attention
+        hooks.append(layer.register_forward_pre_hook(partial(_record_layer, seen, number), with_kwargs=True))
         for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv"):
             if projection := getattr(inner, name, None):
                 take = partial(_record_gdn, seen, number, _is_time_first(inner))
@@ -219,6 +225,11 @@ def recording(stages: list[nn.Module]) -> Iterator[Seen]:
 
 def _is_time_first(inner: nn.Module) -> bool:
     return type(inner).__name__ == "GatedDeltaNet"  # Megatron's; transformers' is [B, S, H]
+
+
+def _record_layer(seen: Seen, number: int, _: nn.Module, given: Any, named: dict[str, Any]) -> None:
+    seen.handed[number] = [key for key in ("attention_mask_2d", "padding_mask") if named.get(key) is not None]
+    seen.runs[number] += 1
 
 
 def _record_gdn(seen: Seen, number: int, time_first: bool, _: nn.Module, given: tuple[Tensor, ...]) -> None:
