@@ -114,7 +114,7 @@ def peers_swift(session: nox.Session) -> None:
     session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
     session.install("--no-deps", "verl==0.9.1")
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
-    names = ("swift", "megatron", "absent", "parallel_peers")
+    names = ("swift", "mcore_bridge", "megatron", "absent", "parallel_peers")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
 

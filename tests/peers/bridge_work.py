@@ -165,7 +165,27 @@ def main() -> dict[str, Any]:
     for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
         swift.install() if who == "ours" else swift.uninstall()
         out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: world.build(name, cp=cp))
-    return out | (holes() if world.NATIVE else {})
+    return out | (holes() | lookahead() if world.NATIVE else {})
+
+
+def lookahead() -> dict[str, Any]:
+    """Gradients of left padding against right padding with a prediction layer, past our refusal: by hand."""
+    swift.install()
+    stages = world.build("qwen3_next", mtp_num_layers=1)
+    found: dict[str, dict[str, Tensor]] = {}
+    for ignored, side in product((1, 2), ("left", "right")):
+        data, truth = wire(side)
+        data["labels"].masked_fill_(truth.position_ids < ignored, -100).masked_fill_(~truth.keep, -100)
+        labels = torch.roll(data["labels"], -1, dims=-1)
+        batch = {**data, "labels": labels, "extra_block_kwargs": {"attention_mask_2d": truth.keep}}
+        (world.run(stages, batch) * (labels != -100)).sum().backward()
+        found[f"{ignored} {side}"] = gradients(stages)
+    swift.uninstall()
+    name = "multi-token prediction, left,"
+    return {
+        f"{name} learned labels": apart(found["1 left"], found["1 right"]),
+        f"{name} first two ignored": apart(found["2 left"], found["2 right"]),
+    }
 
 
 def holes() -> dict[str, Any]:

@@ -238,6 +238,29 @@ def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_other
         swift.uninstall()
 
 
+@pytest.mark.parametrize("ignored", [0, 1, 2])
+def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(found, monkeypatch, ignored):
+    """Measured: the gradient of the prediction layers is off by its own size, and exact with the remedy."""
+    assert found["native"]["multi-token prediction, left, learned labels"] > 0.5
+    assert found["native"]["multi-token prediction, left, first two ignored"] <= EXACT
+    truth = Segments.from_lengths((7, 3), 8, "left")
+    data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids, "attention_mask": truth.keep}
+    data["labels"] = truth.ids.long().masked_fill(~truth.keep | (truth.position_ids < ignored), -100)
+    args = arguments("qwen3", attention_backend="local", masked_softmax_fusion=False, mtp_num_layers=1)
+    World(monkeypatch).npu(False)
+    swift.install()
+    try:
+        if ignored < 2:
+            with pytest.raises(
+                UnsupportedFormError, match=r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
+            ):
+                prepare(args, data)
+        else:
+            prepare(args, data)
+    finally:
+        swift.uninstall()
+
+
 # --- the pieces
 
 

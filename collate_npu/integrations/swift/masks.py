@@ -58,6 +58,7 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
     # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
     adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer="megatron", **config)
+    _refuse_lookahead(args, out.get("labels"), segments)
     wants_dense = _wants_dense(args, segments, npu, recurrent=adapter.route(segments).keeps_mask_2d)
     masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
     extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
@@ -91,6 +92,23 @@ def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -
         )
         raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
     return mlp or bool(backend == "local")
+
+
+def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
+    """Raise where multi-token prediction asks a padded place for a token further on, which no sample alone is asked for.
+
+    `labels` are shifted once already; mcore-bridge shifts them again for each depth, and reads no other mask
+    (model/gpt_model.py:514-529).
+    """
+    depth = getattr(args, "mtp_num_layers", None) or 0
+    if not depth or not isinstance(labels, Tensor) or segments.padding_side in ("none", "right"):
+        return
+    asking = [~segments.keep[:, :-k] & (host_tensor("labels", labels)[:, k:] != -100) for k in range(1, depth + 1)]
+    rows = sorted({row for each in asking for row in each.any(dim=1).nonzero().flatten().tolist()})
+    if rows:
+        rule = f"With mtp_num_layers={depth} the padding before a row's tokens is asked for the first {depth + 1} of them."
+        remedy = f"Pad right, or ignore the labels of the first {depth + 1} tokens of a row (-100)."
+        raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
 def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
