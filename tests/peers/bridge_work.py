@@ -189,27 +189,39 @@ def lookahead() -> dict[str, Any]:
 
 
 def holes() -> dict[str, Any]:
-    """What a hole would do, were it not refused; and a layer of upstream that is handed a 2D mask."""
+    """What a hole would do, were it not refused; padding on both sides; a layer of upstream that is handed a 2D mask."""
     swift.install()
     stages = world.build("qwen3_next")
-    truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]]))
-    data = {"input_ids": torch.arange(8)[None] + 3, "attention_mask": truth.keep, "position_ids": truth.position_ids}
-    refused = (
-        said(lambda: gpt_batch(data, stages[0])),
-        said(lambda: prepared("qwen3_next", "local", {**data, "labels": data["input_ids"]})),
-    )
-    batch = {
-        **data,
-        "attention_mask": dense(truth, polarity="masked"),
-        "extra_block_kwargs": {"attention_mask_2d": truth.keep},
+    hole, between = row_of([1, 1, 1, 0, 0, 1, 1, 1]), row_of([0, 1, 1, 1, 1, 1, 1, 0])
+    refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
+    by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
+    by_hand |= {"input_ids": hole["input_ids"], "attention_mask": dense(truth_of(hole), polarity="masked")}
+    found = {
+        "hole, refused": refused,
+        "hole, not refused": far_from_alone(stages, hole, by_hand),
+        "padding on both sides": far_from_alone(stages, between, prepared("qwen3_next", "local", between)),
     }
-    real = truth.keep[0]
-    alone = {"input_ids": data["input_ids"][:, real], "position_ids": torch.arange(6)[None], "attention_mask": None}
+    swift.uninstall()
+    return found | {"2D handed to a layer, upstream": said(lambda: world.run(stages, by_hand))}
+
+
+def row_of(keep: list[int]) -> dict[str, Tensor]:
+    """One row with a 2D mask."""
+    row, ids = torch.tensor([keep]), torch.arange(8)[None] + 3
+    positions = (row.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "labels": ids.masked_fill(row == 0, -100), "position_ids": positions, "attention_mask": row}
+
+
+def truth_of(row: dict[str, Tensor]) -> Segments:
+    return Segments.from_ids(row["attention_mask"])
+
+
+def far_from_alone(stages: list[Any], row: dict[str, Tensor], batch: dict[str, Any]) -> float:
+    real = row["attention_mask"][0] != 0
+    ids = row["input_ids"][:, real]
+    alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
     with torch.no_grad():
-        far = furthest(world.run(stages, batch)[0, real], world.run(stages, alone)[0])
-        swift.uninstall()
-        handed = said(lambda: world.run(stages, batch))
-    return {"hole, refused": refused, "hole, not refused": far, "2D handed to a layer, upstream": handed}
+        return furthest(world.run(stages, {**batch, "labels": None})[0, real], world.run(stages, alone)[0])
 
 
 def npu_there(there: bool) -> None:

@@ -29,9 +29,10 @@ import te_stub  # noqa: E402, F401
 
 # isort: split  (the stand-ins stand before mcore_bridge is imported)
 import torch  # noqa: E402
-from mcore_bridge.model import GPTModel  # noqa: E402
+from mcore_bridge.model import GPTModel, MultimodalGPTModel  # noqa: E402
 from mcore_bridge.model.gpts import qwen3_next  # noqa: E402
-from mcore_bridge.model.modules import GatedDeltaNet, TransformerLayer  # noqa: E402
+from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer  # noqa: E402
+from mcore_bridge.model.register import ModelLoader  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from swift_world import World, arguments, prepare  # noqa: E402
 
@@ -150,6 +151,7 @@ def test_a_hole_is_refused_because_it_would_be_wrong(found):
         assert "UnsupportedFormError: attention_mask_2d: got Segments(B=1, S=8" in text
         assert "decays over a hole, and rows [0] have one" in text
     assert found["native"]["hole, not refused"] > 1e-2
+    assert found["native"]["padding on both sides"] <= EXACT  # and this one is no hole
 
 
 def test_use_mcore_gdn_0_is_refused_with_the_pair_and_the_remedy_where_it_cannot_run(found):
@@ -296,6 +298,16 @@ def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
     finally:
         mcore_bridge.uninstall()
     assert found == ["qwen3_next", "qwen3_5"]
+
+
+def test_uninstall_gives_back_what_install_took():
+    taken = [(ModelLoader, "__init__"), (MultimodalGPTModel, "forward"), (TransformerBlock, "_checkpointed_forward")]
+    taken += [(TransformerLayer, "forward")]
+    before = [getattr(owner, name) for owner, name in taken]
+    mcore_bridge.install()
+    assert not any(getattr(owner, name) is was for (owner, name), was in zip(taken, before))
+    mcore_bridge.uninstall()
+    assert [getattr(owner, name) for owner, name in taken] == before
 
 
 def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():
