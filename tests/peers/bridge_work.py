@@ -196,7 +196,10 @@ def holes() -> dict[str, Any]:
     refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
     by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
     by_hand |= {"input_ids": hole["input_ids"], "attention_mask": dense(truth_of(hole), polarity="masked")}
+    packed = hole | {"attention_mask": torch.ones(1, 8), "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])}
+    packed["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     found = {
+        "packed, refused": said(lambda: gpt_batch(packed, stages[0])),
         "hole, refused": refused,
         "hole, not refused": far_from_alone(stages, hole, by_hand),
         "padding on both sides": far_from_alone(stages, between, prepared("qwen3_next", "local", between)),

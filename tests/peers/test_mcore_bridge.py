@@ -154,6 +154,10 @@ def test_a_hole_is_refused_because_it_would_be_wrong(found):
     assert found["native"]["padding on both sides"] <= EXACT  # and this one is no hole
 
 
+def test_several_sequences_in_a_row_are_refused(found):
+    assert "rows [0] hold several sequences. Give each sequence its own row" in found["native"]["packed, refused"]
+
+
 def test_use_mcore_gdn_0_is_refused_with_the_pair_and_the_remedy_where_it_cannot_run(found):
     native, theirs = found["native"], found["transformers"]
     assert (

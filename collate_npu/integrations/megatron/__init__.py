@@ -84,5 +84,5 @@ def _reads_dense(model: Any, segments: Segments) -> bool:
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
     if needs_mask_2d(model):
-        mcore_bridge.refuse_holes(segments)
+        mcore_bridge.refuse_unmaskable(segments)
     return kernel == "megatron"

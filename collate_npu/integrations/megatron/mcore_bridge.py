@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from collate_npu.consumers.consumer import PACKED_RECURRENT
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
@@ -57,10 +58,14 @@ def masks_padding(mcore_model_type: str | None) -> bool:
     return mcore_model_type in ("qwen3_next", "qwen3_5") and patching.in_place(_layer_forward)
 
 
-def refuse_holes(segments: Segments) -> None:
-    """Raise where padding stands inside a sequence of a recurrent model: no mask keeps its state from decaying there."""
-    if rows := segments.hole_rows:
-        rule = f"The state of a recurrent layer decays over a hole, and rows {list(rows[:8])} have one."
+def refuse_unmaskable(segments: Segments) -> None:
+    """Raise where no zeroed input helps a recurrent layer: several sequences in a row, or padding inside one."""
+    if segments.packed:
+        rows = [b for b, row in enumerate(segments.lengths) if len(row) > 1]
+        rule = PACKED_RECURRENT.rule.format(why=f"rows {rows[:8]} hold several sequences")
+        raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, PACKED_RECURRENT.remedy))
+    if holes := segments.hole_rows:
+        rule = f"The state of a recurrent layer decays over a hole, and rows {list(holes[:8])} have one."
         remedy = "Move the padding to one side of the tokens, or leave these tokens out of the row."
         raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, remedy))
 

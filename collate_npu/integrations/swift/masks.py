@@ -81,7 +81,7 @@ def _wants_dense(args: Any, segments: Segments, npu: bool, *, recurrent: bool) -
     masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
     refuse_unread_padding(segments, kernel_of_args(args), recurrent=recurrent and not masked)
     if recurrent:
-        mcore_bridge.refuse_holes(segments)
+        mcore_bridge.refuse_unmaskable(segments)
     mlp = bool(getattr(args, "mlp_padding_free", False))
     if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
