@@ -75,5 +75,5 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     route(kernel, segments)
     if recurrent:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
-        remedy = "Pad right, with one sequence a row, or use padding_free=True (on mcore-bridge: call mcore_bridge.install())."
+        remedy = "Pad right, with one sequence a row, or use padding_free=True (on mcore-bridge: mcore_bridge.install())."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
