@@ -116,7 +116,9 @@ def peers_swift(session: nox.Session) -> None:
     session.install("--no-deps", "verl==0.9.1")
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
     session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
-    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in ("swift", "absent", "parallel_peers")), env=ENV)
+    session.run(
+        "pytest", *(f"tests/peers/test_{name}.py" for name in ("swift", "mcore_bridge", "absent", "parallel_peers")), env=ENV
+    )
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
     parts = ("", *(f"_{part}" for part in ("delivery", "packed", "experts", "mtp", "ranks", "areal")))
     session.run("pytest", *(f"tests/peers/test_megatron{part}.py" for part in parts), env=ENV)

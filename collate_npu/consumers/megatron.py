@@ -82,5 +82,6 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     route(kernel, segments)
     if recurrent:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
-        remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from 0.18 on)."
+        remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from 0.18 on). On "
+        remedy += "mcore-bridge: mcore_bridge.install()."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))

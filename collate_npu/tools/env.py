@@ -122,11 +122,24 @@ def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, n
             f"transformers {packages['transformers']} drops the mask of a single left-padded row in recurrent layers "
             "(mended in 5.15): such batches are refused."
         )
-    if "mcore-bridge" in packages and settings.get("USE_MCORE_GDN", "1") != "0":
+    if "mcore-bridge" in packages:
+        yield from _gated_delta_net_hazards(packages, settings)
+
+
+def _gated_delta_net_hazards(packages: dict[str, str], settings: dict[str, str]) -> Iterator[str]:
+    """mcore-bridge 1.6.5: model/gpts/qwen3_next.py:456-458; megatron-core core/transformer/transformer_config.py:982-986."""
+    bridge, core = packages["mcore-bridge"], packages.get("megatron-core", "")
+    yield (
+        f"No Gated DeltaNet of mcore-bridge {bridge} reads attention_mask_2d: call integrations.swift.install() or "
+        "integrations.megatron.mcore_bridge.install() before the model is built, or pad right."
+    )
+    if settings.get("USE_MCORE_GDN", "1").lower() in ("0", "false", "no", "off"):
         yield (
-            "mcore-bridge uses Megatron's own GatedDeltaNet (USE_MCORE_GDN is not 0), which never reads a mask: pad "
-            "right, or set USE_MCORE_GDN=0."
+            "USE_MCORE_GDN=0 takes transformers' Gated DeltaNet: no context parallelism, and with transformers 5.13 or newer"
+            f" (here {packages.get('transformers', 'none')}) no Qwen3-Next, for want of layer_types. Unset it."
         )
+    elif core and _release(core) < (0, 18):
+        yield f"Gated DeltaNet of megatron-core {core} has no context parallelism: 0.18 is the first release with it."
 
 
 def _start_order() -> str:

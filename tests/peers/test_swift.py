@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +25,8 @@ import te_stub  # noqa: E402, F401
 import torch  # noqa: E402
 from gloo_pool import Pool  # noqa: E402
 from mcore_bridge.model import GPTModel, MultimodalGPTModel  # noqa: E402
-from mcore_bridge.model.gpts import qwen3_next  # noqa: E402
-from mcore_bridge.model.mm_gpts import qwen3_5  # noqa: E402
 from mcore_bridge.model.modules import TransformerLayer  # noqa: E402
 from megatron.core import mpu  # noqa: E402
-from megatron.core.tensor_parallel import VocabParallelEmbedding  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer as CoreLayer  # noqa: E402
 from swift.megatron.trainers import base, utils  # noqa: E402
 from swift.template.base import Template  # noqa: E402
 from swift.utils import import_external_file, patch_dataloader_external_plugins  # noqa: E402
@@ -44,7 +38,6 @@ from swift_world import (  # noqa: E402
     World,
     arguments,
     collate,
-    config,
     prepare,
     reaches_model,
     template,
@@ -54,7 +47,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
-from collate_npu.consumers.models import text_config  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
 from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
@@ -145,13 +137,14 @@ def test_on_an_npu_the_model_gets_none_and_the_2d_mask_where_it_has_layers_that_
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.usefixtures("installed")
-def test_off_an_npu_no_model_gets_the_2d_mask_and_a_router_still_learns_the_padding(world, model_type, kind):
+def test_off_an_npu_recurrent_layers_get_the_2d_mask_too_and_a_router_learns_the_padding(world, model_type, kind):
     world.npu(False)
     args = arguments(model_type)
     data, truth = as_kind(args, kind)
     batch = reaches_model(args, data)
     assert batch["attention_mask"] is None
-    assert "attention_mask_2d" not in batch
+    assert ("attention_mask_2d" in batch) == (model_type in NEEDS_2D)
+    assert model_type not in NEEDS_2D or torch.equal(batch["attention_mask_2d"], truth.keep)
     assert ("padding_mask" in batch) == args.model_info.is_moe_model
     assert not args.model_info.is_moe_model or torch.equal(batch["padding_mask"], ~truth.keep)
 
@@ -159,7 +152,7 @@ def test_off_an_npu_no_model_gets_the_2d_mask_and_a_router_still_learns_the_padd
 @pytest.mark.parametrize("there", [False, True], ids=["gpu", "npu"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.usefixtures("installed")
-def test_padding_free_batches_go_through_as_upstream_prepares_them(world, monkeypatch, model_type, there):
+def test_padding_free_batches_go_through_as_upstream_prepares_them(world, model_type, there):
     world.npu(there)
     args = arguments(model_type, padding_free=True)
     data = collate(args, *LENGTHS)
@@ -175,8 +168,7 @@ def test_padding_free_batches_go_through_as_upstream_prepares_them(world, monkey
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.usefixtures("installed")
-def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, monkeypatch, kind, side, layout, place):
-    monkeypatch.setenv("USE_MCORE_GDN", "0")
+def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, kind, side, layout, place):
     world.npu()
     world.rank(*place)
     for model_type in MODEL_TYPES:
@@ -231,13 +223,11 @@ def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor
         ({}, "left", "fused softmax, read no dense mask, and padding stands on the left"),
         ({"attention_backend": "fused"}, "left", "fused softmax, read no dense mask"),
         ({"attention_backend": "local"}, "left", "run local kernels with masked_softmax_fusion=False"),  # on by default
-        (LOCAL, "left", "GatedDeltaNet of megatron-core reads no padding mask"),
         ({"mlp_padding_free": True}, "right", "mlp_padding_free needs a dense mask"),
     ],
 )
 @pytest.mark.usefixtures("installed")
-def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, monkeypatch, settings, side, said):
-    monkeypatch.delenv("USE_MCORE_GDN", raising=False)
+def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, settings, side, said):
     world.npu()
     args = arguments("qwen3_next", **settings)
     with pytest.raises(UnsupportedFormError, match=said):
@@ -293,8 +283,7 @@ def test_fused_softmax_is_refused_as_megatron_refuses_it(world):
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_dense_model_on_local_kernels_takes_left_padding_whatever_gdn_is_compiled_in(world, monkeypatch):
-    monkeypatch.delenv("USE_MCORE_GDN", raising=False)
+def test_a_dense_model_on_local_kernels_takes_left_padding_whatever_gdn_is_compiled_in(world):
     world.npu()
     args = arguments("qwen3", **LOCAL)
     data, truth = as_kind(args, "2d", side="left")
@@ -454,7 +443,6 @@ def test_tensors_of_a_template_of_your_own_keep_their_memory(monkeypatch):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.usefixtures("installed")
 def test_the_last_token_is_found_whatever_mask_the_model_was_given(world, side, monkeypatch):
-    monkeypatch.setenv("USE_MCORE_GDN", "0")
     world.npu()
     for backend in ("local", "flash") if side == "right" else ("local",):
         reads = LOCAL if backend == "local" else {}
@@ -520,192 +508,6 @@ def test_every_batch_fits_the_signature_of_the_real_forward(world, model_type):
     batch.pop("loss_scale", None)
     real = MultimodalGPTModel if model_type in MULTIMODAL else GPTModel
     inspect.signature(inspect.unwrap(real.forward)).bind(None, **batch)
-
-
-@pytest.mark.parametrize("multimodal", ["first, with a vision tower", "first, text only", "later"], indirect=True)
-def test_the_multimodal_forward_hands_both_masks_on(multimodal):
-    keep, padding = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool)
-    model = multimodal
-    call = {"input_ids": torch.ones(2, 4, dtype=torch.long), "position_ids": torch.arange(4).expand(2, 4)}
-    mcore_bridge.install()
-    try:
-        model(**call, attention_mask_2d=keep, padding_mask=padding)
-        assert model.language_model.extras["attention_mask_2d"] is keep
-        assert model.language_model.extras["padding_mask"] is padding
-        model(**call)
-        assert not {"attention_mask_2d", "padding_mask"} & set(model.language_model.extras)
-    finally:
-        mcore_bridge.uninstall()
-
-
-@pytest.fixture
-def multimodal(request, monkeypatch):
-    """The real MultimodalGPTModel.forward around a language model that records what it is handed."""
-    monkeypatch.setattr(VocabParallelEmbedding, "forward", lambda self, ids: ids.unsqueeze(-1).float())
-    stage = request.param
-
-    class Words(VocabParallelEmbedding):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-            self.reduce_scatter_embeddings = False
-
-    class Embedding(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = Words()
-
-        def forward(self, input_ids, position_ids):
-            return VocabParallelEmbedding.forward(self.words, input_ids)
-
-    class Language(torch.nn.Module):
-        extra_forward_keys = []
-
-        def __init__(self):
-            super().__init__()
-            self.embedding = Embedding()
-
-        def forward(self, *, extra_block_kwargs, **given):
-            self.extras = dict(extra_block_kwargs)
-
-    class Vision(torch.nn.Module):
-        def get_inputs_embeds(self, embeddings, **given):
-            return embeddings
-
-    model = MultimodalGPTModel.__new__(MultimodalGPTModel)
-    torch.nn.Module.__init__(model)
-    model.config = SimpleNamespace(context_parallel_size=1, language_model_only=False)
-    model.pre_process = stage != "later"
-    model.language_model = Language()
-    model.visual = Vision() if stage == "first, with a vision tower" else None
-    return model
-
-
-@pytest.mark.parametrize("multimodal", ["first, with a vision tower", "later"], indirect=True)
-def test_upstream_the_multimodal_forward_drops_the_2d_mask(multimodal):
-    multimodal(
-        input_ids=torch.ones(2, 4, dtype=torch.long),
-        position_ids=torch.arange(4).expand(2, 4),
-        attention_mask_2d=torch.ones(2, 4),
-    )
-    assert "attention_mask_2d" not in multimodal.language_model.extras
-
-
-def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():
-    class Language:
-        pass
-
-    class Old:
-        language_model_cls = Language
-
-        def forward(self, **kwargs): ...
-
-    with pytest.warns(UserWarning, match=r"Old.forward drops attention_mask_2d .* Remedy: .*install\(\)"):
-        mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
-
-
-def test_a_forward_with_no_door_is_refused():
-    class Closed:
-        def forward(self, input_ids): ...
-
-    with pytest.raises(UnsupportedFormError, match="takes neither it nor extra_block_kwargs"):
-        mcore_bridge.pass_through_forward(Closed, {}, {"attention_mask_2d": 1})
-
-
-def test_upstream_the_text_forward_and_every_layer_refuse_the_2d_mask():
-    for takes in (GPTModel.forward, TransformerLayer._forward_attention):
-        parameters = inspect.signature(takes).parameters
-        assert "attention_mask_2d" not in parameters
-        assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-# --- the Gated DeltaNet layer itself, fed by the mask that arrived
-
-
-def gated_delta_net(model_type, monkeypatch):
-    """mcore-bridge's layer (USE_MCORE_GDN=0), which is transformers' own, inside mcore-bridge's real TransformerLayer."""
-    kind, module = {
-        "qwen3_next": (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_next),
-        "qwen3_5_moe": (qwen3_5.Qwen3_5MoeGatedDeltaNet, qwen3_5),
-    }[model_type]
-    monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=lambda name: nullcontext()))
-    torch.manual_seed(0)
-    hybrid = text_config(config(model_type))
-    attention = kind.__new__(kind)
-    theirs = next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
-    theirs.__init__(attention, hybrid, layer_idx=0)
-    attention.seen = None
-
-    def forward(self, hidden_states, attention_mask=None, **given):
-        self.seen = attention_mask
-        return original(self, hidden_states, attention_mask=attention_mask, **given)
-
-    original = theirs.forward
-    monkeypatch.setattr(theirs, "forward", forward)
-    attention.config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1, context_parallel_size=1)
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.mul_(2.0) if parameter.ndim > 1 else parameter.uniform_(-1.5, -0.5)
-    layer = TransformerLayer.__new__(TransformerLayer)
-    torch.nn.Module.__init__(layer)
-    layer.self_attention = attention
-    layer.config = SimpleNamespace(
-        cuda_graph_impl="none", mlp_padding_free=False, sequence_parallel=False, tensor_model_parallel_size=1
-    )
-
-    def forward_attention(self, hidden_states, attention_mask=None, packed_seq_params=None, padding_mask=None):
-        """The part of megatron-core's `_forward_attention` that matters: a fixed list of arguments for the attention."""
-        given = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
-        return self.self_attention(hidden_states, **given)[0], None
-
-    monkeypatch.setattr(CoreLayer, "_forward_attention", forward_attention)
-    monkeypatch.setattr(CoreLayer, "_forward_mlp", lambda self, hidden, inference=None, padding_mask=None: hidden)
-    monkeypatch.setattr(TransformerLayer, "_patch_apply_rotary_pos_emb", lambda self: nullcontext())
-    return layer, hybrid.hidden_size
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe"])
-@pytest.mark.usefixtures("installed")
-def test_template_collator_prepare_batch_and_the_gated_delta_net_equal_each_sample_alone(
-    world, monkeypatch, model_type, side
-):
-    monkeypatch.setenv("USE_MCORE_GDN", "0")
-    world.npu()
-    made = template()
-    texts = ["a", "the second sample is longer", "third"]
-    rows = [made.encode({"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]},
-                        return_length=True) for text in texts]  # fmt: skip
-    lengths = [len(row["input_ids"]) for row in rows]
-    data = made.data_collator(rows)
-    if side == "left":  # ms-swift asserts right padding; a collator of the user's own may pad left
-        shifts = [data["input_ids"].shape[1] - n for n in lengths]
-        for key in ("input_ids", "labels", "attention_mask_2d"):
-            data[key] = torch.stack([row.roll(n) for row, n in zip(data[key], shifts)])
-        del data["seq_lens"], data["position_ids"]
-    truth = Segments.from_lengths(lengths, side=side)
-    data.setdefault("position_ids", truth.position_ids.clone())
-    args = arguments(model_type, **(LOCAL if side == "left" else {}))
-    batch = reaches_model(args, data)
-    layer, width = gated_delta_net(model_type, monkeypatch)
-    torch.manual_seed(1)
-    embedding = torch.nn.Embedding(258, width)  # no padding_idx: a zero row would hide what leaks
-    extras = {key: batch[key] for key in ("attention_mask_2d", "padding_mask") if key in batch}
-    ids = data["input_ids"]
-    # The dense mask of the local kernels, which this layer could read instead, is held back: the 2D one must do.
-    out = layer(embedding(ids).transpose(0, 1), attention_mask=None, **extras)[0].transpose(0, 1)
-    assert torch.equal(layer.self_attention.seen, truth.keep)
-    for b, length in enumerate(lengths):
-        real = truth.keep[b]
-        alone = layer(embedding(ids[b, real])[:, None])[0][:, 0]
-        assert length == len(alone)
-        assert (out[b, real] - alone).abs().max() <= 1e-5
-        assert alone.abs().max() > 0.05
-    if side == "left":  # has this test power? without the mask the same layer is wrong
-        blind = layer(embedding(ids).transpose(0, 1))[0].transpose(0, 1)
-        assert max((blind[b, truth.keep[b]] - out[b, truth.keep[b]]).abs().max() for b in range(3)) > 1e-2
 
 
 # --- upstream, without install(): one of these that fails says which defect is fixed
@@ -873,7 +675,7 @@ def test_a_spawned_dataloader_worker_replays_the_plugin():
     assert batch["attention_mask_2d"].sum(1).tolist() == list(LENGTHS)
 
 
-def test_from_args_reads_ms_swifts_own_names(world, monkeypatch):
+def test_from_args_reads_ms_swifts_own_names(world):
     """Also without the HF config: model_type, padding_free, context_parallel_size, cp_partition_mode."""
     args = arguments("qwen3_next")
     del args.model_info

@@ -143,12 +143,22 @@ def test_fla_on_a_cpu_is_a_hazard(installed, monkeypatch):
     assert hazards() == ""
 
 
-def test_old_transformers_and_megatron_gdn(installed, monkeypatch):
-    installed |= {"transformers": "5.14.1", "mcore-bridge": "1.6.5"}
+def test_old_transformers_are_named(installed):
+    installed["transformers"] = "5.14.1"
     assert "mended in 5.15" in hazards()
-    assert "USE_MCORE_GDN=0" in hazards()
-    monkeypatch.setenv("USE_MCORE_GDN", "0")
+
+
+def test_what_each_gated_delta_net_of_mcore_bridge_cannot_do(installed, monkeypatch):
+    installed |= {"transformers": "5.19.0", "mcore-bridge": "1.6.5", "megatron-core": "0.16.1"}
+    assert "No Gated DeltaNet of mcore-bridge 1.6.5 reads attention_mask_2d: call integrations.swift.install()" in hazards()
+    assert "megatron-core 0.16.1 has no context parallelism" in hazards()
     assert "USE_MCORE_GDN" not in hazards()
+    installed["megatron-core"] = "0.18.0"
+    assert "context parallelism" not in hazards()
+    for off in ("0", "false"):
+        monkeypatch.setenv("USE_MCORE_GDN", off)
+        assert "no context parallelism, and with transformers 5.13 or newer (here 5.19.0) no Qwen3-Next" in hazards()
+        assert "Unset it." in hazards()
 
 
 def test_sparse_mode_two_is_named(installed, monkeypatch):

@@ -19,10 +19,11 @@ from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
+from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
-from collate_npu.integrations.megatron.mcore_bridge import router_padding
 from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
 from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
 from collate_npu.masks.polarity import Polarity
@@ -94,7 +95,13 @@ def gpt_batch(
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
         inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
-    return inputs, segments
+    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
+    return mcore_bridge.pass_through_forward(type(unwrap(model)), inputs, extras), segments
+
+
+def _masked_by_layers(model: Any) -> bool:
+    """Is it a recurrent model of mcore-bridge, with `mcore_bridge.install()` in place?"""
+    return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
 
 
 _READ = ("input_ids", "position_ids", "labels")
@@ -129,6 +136,8 @@ def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str,
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if (padding := router_padding_mask(segments, model)) is not None:
         inputs["padding_mask"] = padding.to(device)
+    if _masked_by_layers(model):
+        inputs[KEEP_KEY] = segments.keep.to(device)
     return inputs
 
 
@@ -142,14 +151,16 @@ def _shared_out(row: dict[str, Any], segments: Segments, cp: ContextParallel | N
 
 
 def _of_stage(padding: Tensor, model: Any) -> Tensor:
-    """GPTModel shares the mask out under sequence parallelism on its first stage alone (gpt_model.py:307-320)."""
+    """Under sequence parallelism GPTModel shares the mask out on its first stage alone (gpt_model.py:307-320), and
+    mcore-bridge's only where it derived it itself (1.6.5 model/gpt_model.py:307-316)."""
     stage = unwrap(model)
-    if getattr(stage, "pre_process", True) or not getattr(config_of(model), "sequence_parallel", False):
+    shared = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
+    if shared or not getattr(config_of(model), "sequence_parallel", False):
         return padding
     from megatron.core import parallel_state
 
     tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    return router_padding(padding, None, tp)
+    return mcore_bridge.router_padding(padding, None, tp)
 
 
 def _megatron_parallel(model: Any) -> ContextParallel | None:
@@ -166,7 +177,9 @@ def _kernel(model: Any, segments: Segments) -> str:
     """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always:
     without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
-    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model))
+    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
+    if needs_mask_2d(model):
+        mcore_bridge.refuse_unmaskable(segments)
     return kernel
 
 

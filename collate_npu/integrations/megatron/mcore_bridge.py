@@ -1,46 +1,73 @@
-"""mcore-bridge 1.6.5: the 2D mask and the router's padding mask, handed on until the layer that reads them.
+"""mcore-bridge 1.6.5: padding kept out of Gated DeltaNet and out of the routers' counts, on every stage of a pipeline.
 
-Measured on 1.6.5 with megatron-core 0.16.1, such a key gets lost or crashes at three places: the text model's forward has
-no `**kwargs` (gpt_model.py:255-269), the multimodal forward empties its own where there is a vision tower and on later
-pipeline stages (mm_gpt_model.py:71, 123), and every layer refuses it, because megatron-core's `_forward_attention` lists
-its arguments (core/transformer/transformer_layer.py:521-538). `pass_through_forward` picks
-the way in, `install` opens the other two. Costs nothing per token.
+Neither of its two Gated DeltaNets reads a 2D mask that arrives: Megatron's own, the default, reads no mask at all
+(modules/gated_delta_net.py:212), and transformers' (`USE_MCORE_GDN=0`) reads one where megatron-core never passes it on
+(core/transformer/transformer_layer.py:521-538). With `install` the input of either is zero at padding, which is exact
+where no padding stands inside a sequence: norm, projections and convolution of Qwen3-Next and Qwen3.5 have no bias, and a
+state that is empty stays so. `pass_through_forward` picks the way in. Costs one masked copy of a recurrent layer's input.
+Legend: B batch, S this rank's width.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.consumers.consumer import PACKED_RECURRENT
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
+from collate_npu.keys import KEEP_KEY
 from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "mcore-bridge", "1.6.5"
 
-_EXTRAS = ("attention_mask_2d", "padding_mask")
+_EXTRAS = (KEEP_KEY, "padding_mask")
 
 
 def install(*, holder: str = PACKAGE) -> None:
-    """Let the multimodal forward keep the two masks, and each layer hand the 2D one to the attention that takes it.
+    """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
 
-    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place.
+    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. A model
+    that this setting and these versions cannot run is refused when it is built.
     """
     from mcore_bridge.model import MultimodalGPTModel
-    from mcore_bridge.model.modules import TransformerLayer
+    from mcore_bridge.model.modules import TransformerBlock, TransformerLayer
+    from mcore_bridge.model.register import ModelLoader
 
+    patching.patch(holder, ModelLoader, "__init__", _loader)
     patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
+    patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
 
 
 def uninstall() -> None:
     """Undo your own `install`."""
     patching.release(PACKAGE)
+
+
+def masks_padding(mcore_model_type: str | None) -> bool:
+    """Do the recurrent layers of such a model leave padding out? Measured on Qwen3-Next and Qwen3.5, dense and MoE."""
+    return mcore_model_type in ("qwen3_next", "qwen3_5") and patching.in_place(_layer_forward)
+
+
+def refuse_unmaskable(segments: Segments) -> None:
+    """Raise where no zeroed input helps a recurrent layer: several sequences in a row, or padding inside one."""
+    if segments.packed:
+        rows = [b for b, row in enumerate(segments.lengths) if len(row) > 1]
+        rule = PACKED_RECURRENT.rule.format(why=f"rows {rows[:8]} hold several sequences")
+        raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, PACKED_RECURRENT.remedy))
+    if holes := segments.hole_rows:
+        rule = f"The state of a recurrent layer decays over a hole, and rows {list(holes[:8])} have one."
+        remedy = "Move the padding to one side of the tokens, or leave these tokens out of the row."
+        raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, remedy))
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,6 +81,8 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _warn_if_dropped(model_class)
+        return {**batch, **extras}
+    if extras.keys() <= parameters.keys():
         return {**batch, **extras}
     if "extra_block_kwargs" in parameters:
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
@@ -87,8 +116,46 @@ def _warn_if_dropped(model_class: Any) -> None:
         )
 
 
+def _loader(original: Callable[..., Any], self: Any, config: Any) -> None:
+    """Every model is built by one (model/register.py `get_mcore_model`); the recurrent ones name their layer."""
+    recurrent = getattr(type(self), "gated_delta_net", None)
+    if recurrent is not None and any(config.linear_attention_freq or ()):
+        _refuse_unrunnable(recurrent, config)
+    original(self, config)
+
+
+def _refuse_unrunnable(recurrent: type, config: Any) -> None:
+    """What USE_MCORE_GDN=0 cannot run, said before the model is built, with the versions and the way out.
+
+    Upstream it ends in an AssertionError (qwen3_next.py:456) or an AttributeError inside the layer. Megatron's own layer
+    under context parallelism is refused by its config, before 0.18 (core/transformer/transformer_config.py:982-986).
+    """
+    if not any(base.__module__.startswith("transformers.") for base in recurrent.__mro__):
+        return
+    installed = ", ".join(f"{name} {version(name)}" for name in (PACKAGE, "transformers", "megatron-core"))
+    if config.context_parallel_size > 1:
+        rule = f"{recurrent.__name__}, which it takes from transformers, runs on whole rows ({installed})."
+        remedy = "Unset it: Megatron's own layer runs under context parallelism from megatron-core 0.18 on."
+    elif _reads_layer_types(recurrent) and not hasattr(config, "layer_types"):
+        rule = (
+            f"{recurrent.__name__}, which it takes from transformers, reads layer_types, which are not there ({installed})."
+        )
+        remedy = "Unset it: with this install Megatron's own layer leaves padding out too."
+    else:
+        return
+    raise UnsupportedFormError(explain("USE_MCORE_GDN", os.environ.get("USE_MCORE_GDN", "0"), rule, remedy))
+
+
+def _reads_layer_types(recurrent: type) -> bool:
+    """transformers 5.13 and later; mcore-bridge writes them for Qwen3.5, from 1.6.3 on (mm_gpts/qwen3_5.py:39-43)."""
+    made = [vars(base)["__init__"] for base in recurrent.__mro__ if base.__name__.endswith("GatedDeltaNet")]
+    sources = [inspect.getsource(each) for each in made]
+    return any("layer_types[" in text for text in sources) and not any("config.layer_types =" in text for text in sources)
+
+
 def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`extra_forward_keys` name what survives (mm_gpt_model.py:105, 124); a missing one is a KeyError, hence per call."""
+    """Its own are cleared by a vision tower and on later stages (mm_gpt_model.py:65, 122); `extra_forward_keys` name what
+    survives (:105, 123), and a missing one is a KeyError, hence per call."""
     language = self.language_model
     before = getattr(language, "extra_forward_keys", None)
     if before is None:
@@ -100,22 +167,48 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
         language.extra_forward_keys = before
 
 
-def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Past `_forward_attention`, straight to an attention that takes `**kwargs` (gpts/qwen3_next.py:58-66 reads it)."""
-    keep = kwargs.pop("attention_mask_2d", None)
-    attention = self.self_attention
-    if keep is None or not _takes_any(type(attention).forward):
+def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Layers that recompute_method="block" leaves out get no padding mask (modules/transformer_block.py:235)."""
+    padding = kwargs.get("padding_mask")
+    if padding is None:
         return original(self, *args, **kwargs)
-    hook = attention.register_forward_pre_hook(
-        lambda module, given, named: (given, {**named, "attention_mask_2d": keep}), with_kwargs=True
-    )
+    hooks = [layer.register_forward_pre_hook(partial(_with_padding, padding), with_kwargs=True) for layer in self.layers]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _with_padding(padding: Tensor, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, {**kwargs, "padding_mask": padding}
+
+
+def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every layer gets the 2D mask; none may hand it to megatron-core, and Gated DeltaNet gets its input zeroed."""
+    keep, attention = kwargs.pop(KEEP_KEY, None), self.self_attention
+    if keep is None or not _is_gated_delta_net(attention):
+        return original(self, *args, **kwargs)
+    hook = attention.register_forward_pre_hook(partial(_zero_padding, keep, self.config))
     try:
         return original(self, *args, **kwargs)
     finally:
         hook.remove()
 
 
-@cache
-def _takes_any(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+def _is_gated_delta_net(attention: Any) -> bool:
+    return any(base.__name__.endswith("GatedDeltaNet") for base in type(attention).__mro__)
+
+
+def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layer's own input alone: the residual stream stays as it is. `args[0]` is `[S, B, H]`, S shared by tp ranks."""
+    hidden = args[0]
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if keep_BS.shape != (hidden.shape[1], hidden.shape[0] * ranks):
+        rule = f"This rank holds {hidden.shape[0] * ranks} tokens of {hidden.shape[1]} rows."
+        raise CollateError(explain(KEEP_KEY, shape_of(keep_BS), rule, "Split it like the tokens (mask_2d='local')."))
+    if ranks > 1:
+        from megatron.core import mpu
+
+        keep_BS = keep_BS.chunk(ranks, dim=1)[mpu.get_tensor_model_parallel_rank()]
+    return (hidden.masked_fill(keep_BS.T.unsqueeze(-1) == 0, 0), *args[1:])

@@ -35,8 +35,9 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
     """Wrap ms-swift's template, `prepare_batch` and `get_last_tokens`; call it before the trainer is built.
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `mask_2d` is
-    what a context-parallel rank gets (nothing in mcore-bridge 1.6.5 reads it there). `polarity` declares the 4D masks of
-    a custom collator; undeclared, it is proved. A second call takes the place of the first. Undone by `uninstall`.
+    what a context-parallel rank gets: Gated DeltaNet takes "local", from megatron-core 0.18 on (before, it has no context
+    parallelism). `polarity` declares the 4D masks of a custom collator; undeclared, it is proved. A second call takes the
+    place of the first. Undone by `uninstall`.
     """
     uninstall()
     from swift.template.base import Template

@@ -1,13 +1,12 @@
 """The masks of one ms-swift micro-batch: which tokens are real, and what this model and this kernel read of it.
 
 `attention_mask` is None where that is exact, and dense (True = blocked, this rank's rows) where a kernel or a layer reads
-it; `attention_mask_2d` stays for recurrent layers on an NPU, `padding_mask` for routers that get no dense mask to take it
-from. Costs O(B * S), or the dense mask. Legend: B batch, S width.
+it; `attention_mask_2d` stays for recurrent layers, `padding_mask` for routers that get no dense mask to take it from.
+Costs O(B * S), or the dense mask. Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,10 +60,10 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     kernel = kernel_of_args(args)
     consumer = kernel if kernel == "mindspeed_dense" else "megatron"
     adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer=consumer, **config)
+    _refuse_lookahead(args, out.get("labels"), segments)
     wants_dense = _wants_dense(args, segments, kernel, npu, recurrent=adapter.route(segments).keeps_mask_2d)
     masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
-    # Off an NPU mcore-bridge's recurrent layers take the dense mask or none (model/gpts/qwen3_next.py:58-66).
-    extras = {KEEP_KEY: masks[KEEP_KEY]} if npu and KEEP_KEY in masks else {}
+    extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
     blocked = masks["attention_mask"]
     if blocked is None and wants_dense:
         rows = None if cp is None else query_rows(segments.shape[1], cp)
@@ -81,13 +80,37 @@ def _wants_dense(args: Any, segments: Segments, kernel: str, npu: bool, *, recur
     (core/models/gpt/gpt_layer_specs.py:251); what MindSpeed reads in its place, `consumers.mindspeed` knows.
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-    native = os.environ.get("USE_MCORE_GDN", "1").lower() not in ("0", "false", "no", "off")
-    refuse_unread_padding(segments, kernel, recurrent=recurrent and native)
+    masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
+    refuse_unread_padding(segments, kernel, recurrent=recurrent and not masked)
+    if recurrent:
+        mcore_bridge.refuse_unmaskable(segments)
     mlp = bool(getattr(args, "mlp_padding_free", False))
     if mlp and npu and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
+    if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
+        rule = (
+            "mcore-bridge cuts the mask of mlp_padding_free zigzag, however the tokens are (transformer_layer.py:375-377)."
+        )
+        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
     return mlp or bool(backend == "local" and kernel != "mindspeed")
+
+
+def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
+    """Raise where multi-token prediction asks a padded place for a token further on, which no sample alone is asked for.
+
+    `labels` are shifted once already; mcore-bridge shifts them again for each depth, and reads no other mask
+    (model/gpt_model.py:514-529).
+    """
+    depth = getattr(args, "mtp_num_layers", None) or 0
+    if not depth or not isinstance(labels, Tensor) or segments.padding_side in ("none", "right"):
+        return
+    asking = [~segments.keep[:, :-k] & (host_tensor("labels", labels)[:, k:] != -100) for k in range(1, depth + 1)]
+    rows = sorted({row for each in asking for row in each.any(dim=1).nonzero().flatten().tolist()})
+    if rows:
+        rule = f"With mtp_num_layers={depth} the padding before a row's tokens is asked for the first {depth + 1} of them."
+        remedy = f"Pad right, or ignore the labels of the first {depth + 1} tokens of a row (-100)."
+        raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
 def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:

@@ -1,0 +1,345 @@
+"""mcore-bridge 1.6.5: real `GPTModel`s of Qwen3-Next and Qwen3.5, once for each Gated DeltaNet (USE_MCORE_GDN).
+
+`bridge_work` builds and runs them in a process of its own for each setting and says what every layer received. Tests
+named `upstream` hold what a release does without `install()`: one that fails says that a new release does otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+for _name in ("swift", "mcore_bridge", "megatron"):
+    if importlib.util.find_spec(_name) is None:
+        pytest.skip(f"{_name} is not installed", allow_module_level=True)
+
+import te_stub  # noqa: E402, F401
+
+# isort: split  (the stand-ins stand before mcore_bridge is imported)
+import torch  # noqa: E402
+from mcore_bridge.model import GPTModel, MultimodalGPTModel  # noqa: E402
+from mcore_bridge.model.gpts import qwen3_next  # noqa: E402
+from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer  # noqa: E402
+from mcore_bridge.model.register import ModelLoader  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from swift_world import World, arguments, prepare  # noqa: E402
+
+from collate_npu import CollateError, Segments, UnsupportedFormError  # noqa: E402
+from collate_npu.integrations import swift  # noqa: E402
+from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
+
+EXACT, WRONG = 1e-4, 1.0
+PADDED = [3, 1, 8, 8]
+"""The dense mask of the three rows of `bridge_work`; a "template" case is what ms-swift's own template collates."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both processes saw, by "native" (Megatron's layer, the default) and "transformers" (USE_MCORE_GDN=0)."""
+    folder, work = tmp_path_factory.mktemp("bridge"), Path(__file__).with_name("bridge_work.py")
+    path = os.pathsep.join([str(work.parents[2]), os.environ.get("PYTHONPATH", "")])
+    seen = {}
+    for name, setting in (("native", "1"), ("transformers", "0")):
+        env = {**os.environ, "USE_MCORE_GDN": setting, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, work, folder / name], env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        seen[name] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return seen
+
+
+LAYERS = ["native", "transformers"]
+
+
+def runs(found, layer, who):
+    kept = {name: case for name, case in found[layer].items() if isinstance(case, dict) and name.endswith(who)}
+    assert len(kept) > 10
+    return kept.items()
+
+
+# --- with install(): every batch, every stage, both Gated DeltaNets
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_real_token_equals_its_sample_alone_in_logits_and_gradients(found, layer):
+    for name, case in runs(found, layer, "ours"):
+        assert case["logits"] <= EXACT, name
+        assert case["gradients"] <= EXACT, name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_gated_delta_net_gets_nothing_at_padding_and_the_attention_what_its_kernel_reads(found, layer):
+    for name, case in runs(found, layer, "ours"):
+        assert case["gdn"] == {"1": True, "3": True}, name
+        reads = "local" in name or "left" in name or "gpt_batch" in name
+        assert case["attention"] == {"2": PADDED if reads else None, "4": PADDED if reads else None}, name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_router_learns_the_padding_from_swift_and_from_gpt_batch(found, layer):
+    for name, case in runs(found, layer, "ours"):
+        if "adapter" not in name:
+            assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_second_pipeline_stage_that_recomputes_is_handed_the_same(found, layer):
+    """Hidden states from stage to stage; every layer runs again in the backward pass."""
+    for name, case in runs(found, layer, "ours"):
+        if "2 stages" in name:
+            assert case["handed"] == found[layer][name.replace("2 stages, recomputed", "1 stage")]["handed"], name
+            assert "attention_mask_2d" in case["handed"]["3"], name
+            assert case["runs"] == dict.fromkeys("1234", 2), name
+        else:
+            assert case["runs"] == dict.fromkeys("1234", 1), name
+
+
+def test_routers_losses_do_not_count_padding_whatever_is_recomputed(found):
+    """Aux loss and z-loss, gradients included, at twice the padding."""
+    for method in ("uniform", "block"):
+        assert found["native"][f"router losses, {method}, ours"] <= EXACT
+        assert found["native"][f"router losses, {method}, upstream"] > 0.1
+
+
+# --- power: the same models without us
+
+
+def test_upstream_megatrons_own_layer_is_wrong_for_left_padding_in_silence_and_exact_for_right(found):
+    for name, case in runs(found, "native", "upstream"):
+        assert case["gdn"] == {"1": False, "3": False}, name
+        wrong = "left" in name
+        assert case["logits"] > WRONG if wrong else case["logits"] <= EXACT, name
+        assert case["gradients"] > WRONG if wrong else case["gradients"] <= EXACT, name
+
+
+def test_upstream_transformers_layer_reads_the_dense_mask_and_never_the_2d_one(found):
+    for name, case in runs(found, "transformers", "upstream"):
+        assert case["logits"] <= EXACT, name
+        dense_arrived = case["attention"]["2"] is not None
+        assert case["gdn"] == {"1": dense_arrived, "3": dense_arrived}, name
+        assert "attention_mask_2d" not in str(case["handed"]), name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_upstream_a_router_learns_the_padding_from_a_dense_mask_alone(found, layer):
+    for name, case in runs(found, layer, "upstream"):
+        if "moe" in name:
+            assert case["router"] == dict.fromkeys("1234", case["attention"]["2"] is not None), name
+
+
+def test_upstream_a_layer_that_is_handed_the_2d_mask_raises(found):
+    assert "unexpected keyword argument 'attention_mask_2d'" in found["native"]["2D handed to a layer, upstream"]
+
+
+# --- what cannot be run, and who says so
+
+
+def test_a_hole_is_refused_because_it_would_be_wrong(found):
+    by_gpt_batch, by_swift = found["native"]["hole, refused"]
+    for text in (by_gpt_batch, by_swift):
+        assert "UnsupportedFormError: attention_mask_2d: got Segments(B=1, S=8" in text
+        assert "decays over a hole, and rows [0] have one" in text
+    assert found["native"]["hole, not refused"] > 1e-2
+    assert found["native"]["padding on both sides"] <= EXACT  # and this one is no hole
+
+
+def test_several_sequences_in_a_row_are_refused(found):
+    assert "rows [0] hold several sequences. Give each sequence its own row" in found["native"]["packed, refused"]
+
+
+def test_use_mcore_gdn_0_is_refused_with_the_pair_and_the_remedy_where_it_cannot_run(found):
+    native, theirs = found["native"], found["transformers"]
+    assert (
+        "AttributeError: 'ModelConfig' object has no attribute 'layer_types'" in theirs[built("qwen3_next", 1, "upstream")]
+    )
+    ours = theirs[built("qwen3_next", 1, "ours")]
+    assert ours.startswith("UnsupportedFormError: USE_MCORE_GDN: got 0. Qwen3NextGatedDeltaNet")
+    assert "(mcore-bridge 1.6.5, transformers 5.19.0, megatron-core 0.16.1). Unset it" in ours
+    assert native[built("qwen3_next", 1, "ours")] == native[built("qwen3_next", 1, "upstream")] == ""  # the remedy
+
+
+def test_upstream_neither_gated_delta_net_runs_under_context_parallelism(found):
+    """Of the two context-parallel readers of a 2D mask none exists: the one asserts, Megatron's config refuses the other.
+
+    megatron-core 0.18 has a layer that gathers the sequence; when this is red, run it on two ranks.
+    """
+    for name in ("qwen3_next", "qwen3_5"):
+        said = found["transformers"][built(name, 2, "upstream")]
+        assert "currently does not support context parallel" in said
+        assert "runs on whole rows" in found["transformers"][built(name, 2, "ours")]
+        assert "from megatron-core 0.18 on" in found["transformers"][built(name, 2, "ours")]
+        for who in ("upstream", "ours"):
+            said = found["native"][built(name, 2, who)]
+            assert "AssertionError: Gated delta net does not support context parallel for now" in said
+
+
+def built(name, ranks, who):
+    return f"{name} on {ranks} ranks is built, {who}"
+
+
+# --- the released sources: who reads which mask under context parallelism
+
+
+def function_of(function):
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+
+
+@pytest.mark.parametrize("layer", [GatedDeltaNet, GatedDeltaNet.__mro__[1]], ids=["mcore-bridge", "megatron-core"])
+def test_upstream_megatrons_layer_never_looks_at_its_mask(layer):
+    read = [node.id for node in ast.walk(function_of(layer.forward)) if isinstance(node, ast.Name)]
+    assert "hidden_states" in read
+    assert not {"attention_mask", "kwargs"} & set(read)
+
+
+@pytest.mark.parametrize(("function", "dim"), [(GPTModel.forward, 1), (TransformerLayer.forward, 0)])
+def test_upstream_the_router_and_mlp_padding_free_take_the_whole_mask_and_cut_it_zigzag_themselves(function, dim):
+    calls = [node for node in ast.walk(function_of(function)) if isinstance(node, ast.Call)]
+    (cut,) = [call for call in calls if getattr(call.func, "id", "") == "split_cp_inputs"]
+    assert [ast.unparse(argument) for argument in cut.args[1:]] == ["None", str(dim)]
+    assert not cut.keywords  # no cp_partition_mode: zigzag, whatever the tokens are
+
+
+@pytest.mark.parametrize("npu", [True, False])
+def test_upstream_transformers_layer_reads_a_2d_mask_on_an_npu_alone(monkeypatch, npu):
+    monkeypatch.setattr(qwen3_next, "is_torch_npu_available", lambda: npu)
+    keep, blocked = torch.tensor([[True, False]]), torch.zeros(1, 1, 2, 2, dtype=torch.bool)
+    read = qwen3_next.resolve_gdn_attention_mask({"attention_mask_2d": keep, "attention_mask": blocked})
+    assert read.tolist() == (keep.tolist() if npu else [[True, True]])
+
+
+def test_upstream_the_text_forward_and_every_layer_refuse_the_2d_mask():
+    for takes in (GPTModel.forward, TransformerLayer._forward_attention):
+        parameters = inspect.signature(takes).parameters
+        assert "attention_mask_2d" not in parameters
+        assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(monkeypatch):
+    world, truth = World(monkeypatch), Segments.from_lengths((7, 3), 8)
+    world.npu(False)
+    world.rank(0, 2)
+    data = {"input_ids": truth.ids.long(), "labels": truth.ids.long(), "position_ids": truth.position_ids}
+    data["attention_mask"] = truth.keep
+    swift.install()
+    try:
+        for layout, refused in (("contiguous", True), ("zigzag", False)):
+            args = arguments("qwen3", cp=2, cp_partition_mode=layout, mlp_padding_free=True)
+            if refused:
+                with pytest.raises(UnsupportedFormError, match="cp_partition_mode: got contiguous"):
+                    prepare(args, dict(data))
+            else:
+                assert prepare(args, dict(data))["attention_mask"] is not None
+    finally:
+        swift.uninstall()
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 2])
+def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(found, monkeypatch, ignored):
+    """Measured: the gradient of the prediction layers is off by its own size, and exact with the remedy."""
+    assert found["native"]["multi-token prediction, left, learned labels"] > 0.5
+    assert found["native"]["multi-token prediction, left, first two ignored"] <= EXACT
+    truth = Segments.from_lengths((7, 3), 8, "left")
+    data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids, "attention_mask": truth.keep}
+    data["labels"] = truth.ids.long().masked_fill(~truth.keep | (truth.position_ids < ignored), -100)
+    args = arguments("qwen3", attention_backend="local", masked_softmax_fusion=False, mtp_num_layers=1)
+    World(monkeypatch).npu(False)
+    swift.install()
+    try:
+        if ignored < 2:
+            with pytest.raises(
+                UnsupportedFormError, match=r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
+            ):
+                prepare(args, data)
+        else:
+            prepare(args, data)
+    finally:
+        swift.uninstall()
+
+
+# --- the pieces
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensor_parallel_ranks_zero_their_own_tokens(monkeypatch, rank):
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: rank)
+    config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2)
+    keep = Segments.from_lengths((3, 1), 4, "left").keep
+    whole = torch.arange(1.0, 9.0).view(4, 2, 1)  # [S, B, H]
+    (mine,) = mcore_bridge._zero_padding(keep, config, None, (whole[2 * rank : 2 * rank + 2],))
+    assert torch.equal(mine, (whole * keep.T[..., None])[2 * rank : 2 * rank + 2])
+
+
+def test_a_whole_rows_mask_beside_a_ranks_tokens_is_refused():
+    config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
+    with pytest.raises(CollateError, match=r"attention_mask_2d: got bool \[2, 8\]. This rank holds 4 tokens of 2 rows"):
+        mcore_bridge._zero_padding(torch.ones(2, 8, dtype=torch.bool), config, None, (torch.ones(4, 2, 1),))
+
+
+def test_what_is_not_finite_at_padding_is_zero_too():
+    config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
+    hidden = torch.tensor([float("nan"), 1.0]).view(2, 1, 1)
+    (out,) = mcore_bridge._zero_padding(torch.tensor([[0, 1]]), config, None, (hidden,))
+    assert out.flatten().tolist() == [0.0, 1.0]
+
+
+def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
+    assert not mcore_bridge.masks_padding("qwen3_next")
+    mcore_bridge.install()
+    try:
+        found = [name for name in ("qwen3_next", "qwen3_5", "nemotron_h", "glm5_next", "qwen4_exp", None)
+                 if mcore_bridge.masks_padding(name)]  # fmt: skip
+    finally:
+        mcore_bridge.uninstall()
+    assert found == ["qwen3_next", "qwen3_5"]
+
+
+def test_uninstall_gives_back_what_install_took():
+    taken = [(ModelLoader, "__init__"), (MultimodalGPTModel, "forward"), (TransformerBlock, "_checkpointed_forward")]
+    taken += [(TransformerLayer, "forward")]
+    before = [getattr(owner, name) for owner, name in taken]
+    mcore_bridge.install()
+    assert not any(getattr(owner, name) is was for (owner, name), was in zip(taken, before))
+    mcore_bridge.uninstall()
+    assert [getattr(owner, name) for owner, name in taken] == before
+
+
+def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():
+    class Language:
+        pass
+
+    class Old:
+        language_model_cls = Language
+
+        def forward(self, **kwargs): ...
+
+    with pytest.warns(UserWarning, match=r"Old.forward drops attention_mask_2d .* Remedy: .*install\(\)"):
+        mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mcore_bridge.pass_through_forward(Old, {}, {"attention_mask_2d": 1}) == {"attention_mask_2d": 1}
+
+
+def test_a_forward_with_no_door_is_refused_and_one_that_names_them_is_served():
+    class Closed:
+        def forward(self, input_ids): ...
+
+    class Named:
+        def forward(self, input_ids, padding_mask): ...
+
+    with pytest.raises(UnsupportedFormError, match="takes neither it nor extra_block_kwargs"):
+        mcore_bridge.pass_through_forward(Closed, {}, {"attention_mask_2d": 1})
+    assert mcore_bridge.pass_through_forward(Named, {"input_ids": 0}, {"padding_mask": 1}) == {
+        "input_ids": 0,
+        "padding_mask": 1,
+    }
