@@ -29,6 +29,7 @@ _EXTRAS = ("attention_mask_2d", "padding_mask")
 def install(*, holder: str = PACKAGE) -> None:
     """Let the multimodal forward keep the two masks, and each layer hand the 2D one to the attention that takes it.
 
+    `USE_MCORE_GDN=0` then also builds Qwen3-Next beside transformers 5. Call it before the model is built.
     It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place.
     """
     from mcore_bridge.model import MultimodalGPTModel
@@ -36,6 +37,9 @@ def install(*, holder: str = PACKAGE) -> None:
 
     patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
+    from mcore_bridge.model.gpts import qwen3_next
+
+    patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
 
 
 def uninstall() -> None:
@@ -98,6 +102,20 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
         return original(self, *args, **kwargs)
     finally:
         language.extra_forward_keys = before
+
+
+def _gated_delta_net_init(
+    original: Callable[..., Any], self: Any, config: Any, submodules: Any, layer_number: int, **kwargs: Any
+) -> Any:
+    """transformers' layer asks its config which kind it is (5.19 modeling_qwen3_next.py:616), which mcore-bridge's does
+    not say for Qwen3-Next as it does for Qwen3.5 (gpts/qwen3_next.py:455-462, mm_gpts/qwen3_5.py:39-43)."""
+    if getattr(config, "layer_types", None) is not None:
+        return original(self, config, submodules, layer_number, **kwargs)
+    config.layer_types = {layer_number: "linear_attention"}
+    try:
+        return original(self, config, submodules, layer_number, **kwargs)
+    finally:
+        del config.layer_types
 
 
 def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
