@@ -54,17 +54,34 @@ class NormThenLinear(ColumnParallelLinear):
 class Experts(torch.nn.Module):
     """TEGroupedLinear: one projection an expert, of the tokens that are its own."""
 
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **rest: Any) -> None:
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, **rest: Any
+    ) -> None:
         super().__init__()
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
             self.register_parameter(f"weight{i}", weight)
+            init_method(weight)
 
     def forward(self, x: torch.Tensor, tokens: list[int]) -> Any:
         return torch.cat([part @ getattr(self, f"weight{i}").T for i, part in enumerate(x.split(tokens))]), None
 
 
+class Linear(torch.nn.Module):
+    """TELinear, of a head that every rank holds whole."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **rest: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.in_features, self.out_features, self.use_bias, self.tp_size = input_size, output_size, False, 1
+        init_method(self.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ self.weight.T, None
+
+
 OURS = {
+    "TELinear": Linear,
     "TEColumnParallelGroupedLinear": Experts,
     "TERowParallelGroupedLinear": Experts,
     "TEColumnParallelLinear": ColumnParallelLinear,
