@@ -125,13 +125,23 @@ def shared_row(model: Any, given: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def believe_in_an_npu() -> None:
+    """Until the checkpoint is saved, which would ask torch itself for one."""
     import transformers.utils
+    from swift.megatron.trainers import MegatronTrainer
 
-    there = lambda *args, **kwargs: True  # noqa: E731
-    transformers.utils.is_torch_npu_available = there
+    held = [transformers.utils]
     for name, module in list(sys.modules.items()):
         if name.startswith(("swift.megatron", "mcore_bridge")) and "is_torch_npu_available" in vars(module):
+            held.append(module)
+    before = transformers.utils.is_torch_npu_available
+
+    def say(there: Any) -> None:
+        for module in held:
             module.is_torch_npu_available = there  # type: ignore[attr-defined]
+
+    save = MegatronTrainer.save_checkpoint
+    MegatronTrainer.save_checkpoint = lambda self: (say(before), save(self))[1]  # type: ignore[method-assign]
+    say(lambda *args, **kwargs: True)
 
 
 def watch_megatron() -> None:

@@ -1,8 +1,8 @@
 """`swift sft` and `megatron sft`, typed as their users type them: what arrives in the processes they start.
 
 The console entries start everything: the trainer's process, torchrun's ranks, the dataloader's workers. A second plugin file
-(`swift_recorder`) writes what each layer received there, and runs each sample again alone in the same process. `megatron sft`
-runs with a CPU for CUDA and layers of Megatron's own for Transformer Engine's (`megatron_on_cpu`), to its last line.
+(`swift_recorder`) writes what each layer received there, and runs each sample again alone in the same process.
+`megatron sft` runs with a CPU for CUDA and layers that compute in the place of Transformer Engine's (`megatron_on_cpu`).
 """
 
 from __future__ import annotations
