@@ -61,16 +61,18 @@ def arguments(model_type: str, *, cp: int = 1, **changed: Any) -> SimpleNamespac
     return args
 
 
-def template(*, cp: int = 1, padding_free: bool = False, task: str = "causal_lm") -> Template:
-    """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it."""
+def template(
+    *, cp: int = 1, padding_free: bool = False, task: str = "causal_lm", transformers: str = "", side: str = "right"
+) -> Template:
+    """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it, or for a transformers model."""
     tokenizer = byte_tokenizer(pad_is_eos=False)
-    tokenizer.model_info = SimpleNamespace(
-        config=SimpleNamespace(problem_type=None), task_type=task, max_model_len=512, model_dir="."
-    )
+    hf_config = config(transformers) if transformers else SimpleNamespace(problem_type=None)
+    tokenizer.model_info = SimpleNamespace(config=hf_config, task_type=task, max_model_len=512, model_dir=".")
     tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml")
-    built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], sequence_parallel_size=cp, padding_free=padding_free)
+    given = {"sequence_parallel_size": cp, "padding_free": padding_free, "padding_side": side}
+    built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], **given)
     built.set_mode("train")
-    built.use_megatron = True
+    built.use_megatron = not transformers
     return built
 
 
