@@ -113,7 +113,7 @@ def rows_of(kind: str, samples: Any, sizes: list[int]) -> list[list[Any]]:
     return [[next(drawn) for _ in range(size)] for size in sizes]
 
 
-def measure(kind: str, model: str, folder: str, sizes: list[int], order: list[int], ours: bool) -> dict[str, Any]:
+def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[int], ours: bool) -> dict[str, Any]:
     """Prepare every batch, then take the losses in `order`: the worst error of what each loss pooled against the samples
     alone, and how far another batch's tokens would have been."""
     trainer, samples = build(kind, model, folder)
@@ -159,3 +159,27 @@ def _joined(parts: list[Any], halves: bool) -> Any:
     return torch.cat(
         [torch.cat([part[: len(part) // 2] for part in parts]), torch.cat([part[len(part) // 2 :] for part in parts])]
     )
+
+
+def per_token(model: str, folder: str) -> dict[str, float]:
+    """What GRPO reads of policy and reference (rlhf_mixin.py:95, trainers/utils.py:412): the error against samples alone."""
+    trainer, samples = build("dpo", model, folder)
+    swift.install()
+    try:
+        drawn = [samples[0], samples[1]]
+        padded, rows = _logps(trainer, drawn), [_logps(trainer, [sample]) for sample in drawn]
+    finally:
+        swift.uninstall()
+    errors, size = [], 0.0
+    for i, alone in enumerate(rows):
+        for half, lonely in zip((i, i + 2), alone):  # two chosen, then two rejected
+            real = lonely != 0
+            errors.append(float((padded[half, : len(lonely)] - lonely)[real].abs().max()))
+            size = max(size, float(lonely.abs().max()))
+    return {"error": max(errors), "size": size}
+
+
+def _logps(trainer: Any, rows: list[Any]) -> torch.Tensor:
+    batch = trainer.data_collator(copy.deepcopy(rows))
+    logps, _ = trainer.compute_per_token_logps(trainer.unwrapped_models[0], iter([batch]))
+    return logps * (batch["labels"].roll(-1, dims=-1) != -100)

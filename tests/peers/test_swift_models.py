@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +108,13 @@ def test_upstream_the_multimodal_model_drops_the_2d_mask(real, first):
 def test_upstream_qwen3_next_cannot_be_built_with_use_mcore_gdn_0(real):
     """transformers 5 asks the config for `layer_types`; `install()` says it while the layer is built."""
     assert "layer_types" in real("built_without_us")
+
+
+def test_the_config_says_layer_types_only_while_a_layer_is_built():
+    bare, own = SimpleNamespace(), SimpleNamespace(layer_types=["linear_attention"])
+    build = lambda self, config, submodules, number: config.layer_types[number]  # noqa: E731
+    for number in (1, 3):
+        assert mcore_bridge._gated_delta_net_init(build, None, bare, None, number) == "linear_attention"
+        assert not vars(bare)
+    mcore_bridge._gated_delta_net_init(build, None, own, None, 0)
+    assert own.layer_types == ["linear_attention"]

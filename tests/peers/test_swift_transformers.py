@@ -20,6 +20,7 @@ from swift_fixtures import LENGTHS  # noqa: E402
 from swift_world import VOCABULARY, samples, template  # noqa: E402
 
 from collate_npu import BatchAdapter, Segments, UnsupportedFormError  # noqa: E402
+from collate_npu.integrations.swift.transformers_backend import check_batch  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
 
 pytest_plugins = "swift_fixtures"
@@ -80,6 +81,19 @@ def test_ranks_that_share_a_row_are_refused_where_swift_has_no_forward_for_them(
         template(transformers="qwen3_next", cp=2).data_collator(samples(7, 5))
     for model_type in ("qwen3", "qwen3_5_text"):
         assert template(transformers=model_type, cp=2).data_collator(samples(7, 5))["input_ids"].shape == (2, 7)
+
+
+@pytest.mark.parametrize("lengths", [(12,), (7, 5)])
+def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
+    made = template(transformers="qwen3_5_text", padding_free=True)
+    text = Segments.from_lengths([list(lengths)]).position_ids
+    batch = {"input_ids": torch.ones(1, 12, dtype=torch.long), "position_ids": torch.zeros(3, 1, 12, dtype=torch.long)}
+    batch["text_position_ids"] = text
+    if len(lengths) == 1:
+        check_batch(made, batch)
+    else:
+        with pytest.raises(UnsupportedFormError, match="no recurrent layer asks"):
+            check_batch(made, batch)
 
 
 @pytest.mark.usefixtures("installed")
