@@ -81,6 +81,8 @@ def test_ranks_that_share_a_row_are_refused_where_swift_has_no_forward_for_them(
         template(transformers="qwen3_next", cp=2).data_collator(samples(7, 5))
     for model_type in ("qwen3", "qwen3_5_text"):
         assert template(transformers=model_type, cp=2).data_collator(samples(7, 5))["input_ids"].shape == (2, 7)
+        flat = template(transformers=model_type, cp=2, padding_free=True).data_collator(samples(7, 5))
+        assert flat["input_ids"].shape == (1, 12)
 
 
 @pytest.mark.parametrize("lengths", [(12,), (7, 5)])

@@ -18,24 +18,27 @@ from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.find import segments_from_batch
 
 _SPLIT_BY_SWIFT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
-"""Families whose recurrent layers ms-swift exchanges between the ranks of one row."""
+"""Families whose recurrent layers ms-swift exchanges between the ranks of one row, padded right; of a flat row it makes
+the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
 def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
     """Raise `UnsupportedFormError` where the real tokens of this batch would not be computed as alone."""
-    config = template.config
-    if not template.is_training or "input_ids" not in batch or not needs_mask_2d(config):
-        return
-    _check_ranks(text_config(config).model_type, template.sequence_parallel_size)
+    if template.is_training and "input_ids" in batch and needs_mask_2d(template.config):
+        _check_ranks(template) if template.sequence_parallel_size > 1 else _check_row(template, batch)
+
+
+def _check_row(template: Any, batch: Mapping[str, Any]) -> None:
     read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
     if template.padding_free:
         read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
-    adapter = BatchAdapter(config, consumer="transformers", padding_free=template.padding_free)
+    adapter = BatchAdapter(template.config, consumer="transformers", padding_free=template.padding_free)
     adapter.route(segments_from_batch(read, padding_free=template.padding_free))
 
 
-def _check_ranks(model_type: str, ranks: int) -> None:
-    if ranks > 1 and model_type not in _SPLIT_BY_SWIFT:
-        rule = f"Each rank runs the recurrent layers of {model_type} on its part of a row alone, from an empty state."
+def _check_ranks(template: Any) -> None:
+    family, ranks = text_config(template.config).model_type, template.sequence_parallel_size
+    if family not in _SPLIT_BY_SWIFT:
+        rule = f"Each rank runs the recurrent layers of {family} on its part of a row alone, from an empty state."
         remedy = "Set sequence_parallel_size=1, or train with `megatron sft`, whose Gated DeltaNet gathers the row."
         raise UnsupportedFormError(explain("sequence_parallel_size", str(ranks), rule, remedy))
