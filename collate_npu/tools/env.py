@@ -136,7 +136,7 @@ def _gated_delta_net_hazards(packages: dict[str, str], settings: dict[str, str])
     if settings.get("USE_MCORE_GDN", "1").lower() in ("0", "false", "no", "off"):
         yield (
             "USE_MCORE_GDN=0 takes transformers' Gated DeltaNet: no context parallelism, and with transformers 5.13 or newer"
-            f" (here {packages.get('transformers', 'none')}) no Qwen3-Next, for want of layer_types. Unset it."
+            f" (here {packages.get('transformers', 'none')}) no Qwen3-Next without that install. Unset it."
         )
     elif core and _release(core) < (0, 18):
         yield f"Gated DeltaNet of megatron-core {core} has no context parallelism: 0.18 is the first release with it."

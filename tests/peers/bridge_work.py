@@ -153,7 +153,7 @@ def invariance(kernel: str, method: str) -> float:
 def main() -> dict[str, Any]:
     world.on_cpu()
     out: dict[str, Any] = {}
-    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_5", "qwen3_5_moe"):
+    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         for npu in (True, False) if name == "qwen3_5" else (True,):
             npu_there(npu)
             out |= {f"{name}{'' if npu else ', no npu'}, {key}": value for key, value in cases(name).items()}
@@ -240,6 +240,7 @@ def cases(name: str) -> dict[str, Any]:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     out = {}
     for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full)):
+        swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
         is_moe = bool(moe) or model_type.endswith("_moe")
         built = world.build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)

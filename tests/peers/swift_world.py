@@ -7,12 +7,13 @@ import functools
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import te_stub  # noqa: F401  (before megatron, mcore_bridge and swift.megatron)
 import torch
 from mcore_bridge.model import get_mcore_model_type, get_model_meta
 from swift.megatron.arguments import MegatronSftArguments
-from swift.megatron.trainers import MegatronTrainer
+from swift.megatron.trainers import MegatronTrainer, base
 from swift.megatron.trainers import utils as trainer_utils
 from swift.megatron.utils import get_padding_to
 from swift.template import TEMPLATE_MAPPING
@@ -60,16 +61,18 @@ def arguments(model_type: str, *, cp: int = 1, **changed: Any) -> SimpleNamespac
     return args
 
 
-def template(*, cp: int = 1, padding_free: bool = False, task: str = "causal_lm") -> Template:
-    """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it."""
+def template(
+    *, cp: int = 1, padding_free: bool = False, task: str = "causal_lm", transformers: str = "", side: str = "right"
+) -> Template:
+    """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it, or for a transformers model."""
     tokenizer = byte_tokenizer(pad_is_eos=False)
-    tokenizer.model_info = SimpleNamespace(
-        config=SimpleNamespace(problem_type=None), task_type=task, max_model_len=512, model_dir="."
-    )
+    hf_config = config(transformers) if transformers else SimpleNamespace(problem_type=None)
+    tokenizer.model_info = SimpleNamespace(config=hf_config, task_type=task, max_model_len=512, model_dir=".")
     tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml")
-    built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], sequence_parallel_size=cp, padding_free=padding_free)
+    given = {"sequence_parallel_size": cp, "padding_free": padding_free, "padding_side": side}
+    built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], **given)
     built.set_mode("train")
-    built.use_megatron = True
+    built.use_megatron = not transformers
     return built
 
 
@@ -125,11 +128,20 @@ def reaches_model(args: Any, data: dict[str, Any]) -> dict[str, Any]:
     return model.batch
 
 
-def trainer_of(args: Any, kind: type = MegatronTrainer) -> Any:
-    """A trainer without the model and optimizer that its constructor builds."""
-    trainer = kind.__new__(kind)
-    trainer.args = args
-    return trainer
+class OnNoDevice(MegatronTrainer):
+    """ms-swift's trainer, constructed as it is, but for the model and the optimizer, which need a device."""
+
+    def prepare_model(self) -> None:
+        self.config, self.unwrapped_models, self.wrapped_models = None, [], []
+
+    def get_optimizer_and_scheduler(self) -> tuple[None, None]:
+        return None, None
+
+
+def trainer_of(args: Any) -> Any:
+    args.finetune, args.callbacks = True, []
+    with mock.patch.object(base, "warmup_jit_function"):  # runs kernels
+        return OnNoDevice(args, template(cp=args.context_parallel_size, padding_free=args.padding_free))
 
 
 def prepare(args: Any, data: dict[str, Any]) -> dict[str, Any]:

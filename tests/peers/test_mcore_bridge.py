@@ -158,15 +158,12 @@ def test_several_sequences_in_a_row_are_refused(found):
     assert "rows [0] hold several sequences. Give each sequence its own row" in found["native"]["packed, refused"]
 
 
-def test_use_mcore_gdn_0_is_refused_with_the_pair_and_the_remedy_where_it_cannot_run(found):
+def test_use_mcore_gdn_0_builds_qwen3_next_with_install_alone(found):
     native, theirs = found["native"], found["transformers"]
-    assert (
-        "AttributeError: 'ModelConfig' object has no attribute 'layer_types'" in theirs[built("qwen3_next", 1, "upstream")]
-    )
-    ours = theirs[built("qwen3_next", 1, "ours")]
-    assert ours.startswith("UnsupportedFormError: USE_MCORE_GDN: got 0. Qwen3NextGatedDeltaNet")
-    assert "(mcore-bridge 1.6.5, transformers 5.19.0, megatron-core 0.16.1). Unset it" in ours
-    assert native[built("qwen3_next", 1, "ours")] == native[built("qwen3_next", 1, "upstream")] == ""  # the remedy
+    no_kinds = "AttributeError: 'ModelConfig' object has no attribute 'layer_types'"
+    assert no_kinds in theirs[built("qwen3_next", 1, "upstream")]
+    assert theirs[built("qwen3_next", 1, "ours")] == ""
+    assert native[built("qwen3_next", 1, "ours")] == native[built("qwen3_next", 1, "upstream")] == ""
 
 
 def test_upstream_neither_gated_delta_net_runs_under_context_parallelism(found):

@@ -35,10 +35,11 @@ _EXTRAS = (KEEP_KEY, "padding_mask")
 def install(*, holder: str = PACKAGE) -> None:
     """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
 
-    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. A model
-    that this setting and these versions cannot run is refused when it is built.
+    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. With it
+    `USE_MCORE_GDN=0` also builds Qwen3-Next beside transformers 5.13 and later; what cannot run is refused when it is built.
     """
     from mcore_bridge.model import MultimodalGPTModel
+    from mcore_bridge.model.gpts import qwen3_next
     from mcore_bridge.model.modules import TransformerBlock, TransformerLayer
     from mcore_bridge.model.register import ModelLoader
 
@@ -46,6 +47,7 @@ def install(*, holder: str = PACKAGE) -> None:
     patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
     patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
+    patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
 
 
 def uninstall() -> None:
@@ -127,30 +129,18 @@ def _loader(original: Callable[..., Any], self: Any, config: Any) -> None:
 def _refuse_unrunnable(recurrent: type, config: Any) -> None:
     """What USE_MCORE_GDN=0 cannot run, said before the model is built, with the versions and the way out.
 
-    Upstream it ends in an AssertionError (qwen3_next.py:456) or an AttributeError inside the layer. Megatron's own layer
-    under context parallelism is refused by its config, before 0.18 (core/transformer/transformer_config.py:982-986).
+    Upstream it ends in an AssertionError (qwen3_next.py:456). Megatron's own layer under context parallelism is refused by
+    its config, before 0.18 (core/transformer/transformer_config.py:982-986).
     """
-    if not any(base.__module__.startswith("transformers.") for base in recurrent.__mro__):
+    if (
+        not any(base.__module__.startswith("transformers.") for base in recurrent.__mro__)
+        or config.context_parallel_size == 1
+    ):
         return
     installed = ", ".join(f"{name} {version(name)}" for name in (PACKAGE, "transformers", "megatron-core"))
-    if config.context_parallel_size > 1:
-        rule = f"{recurrent.__name__}, which it takes from transformers, runs on whole rows ({installed})."
-        remedy = "Unset it: Megatron's own layer runs under context parallelism from megatron-core 0.18 on."
-    elif _reads_layer_types(recurrent) and not hasattr(config, "layer_types"):
-        rule = (
-            f"{recurrent.__name__}, which it takes from transformers, reads layer_types, which are not there ({installed})."
-        )
-        remedy = "Unset it: with this install Megatron's own layer leaves padding out too."
-    else:
-        return
+    rule = f"{recurrent.__name__}, which it takes from transformers, runs on whole rows ({installed})."
+    remedy = "Unset it: Megatron's own layer runs under context parallelism from megatron-core 0.18 on."
     raise UnsupportedFormError(explain("USE_MCORE_GDN", os.environ.get("USE_MCORE_GDN", "0"), rule, remedy))
-
-
-def _reads_layer_types(recurrent: type) -> bool:
-    """transformers 5.13 and later; mcore-bridge writes them for Qwen3.5, from 1.6.3 on (mm_gpts/qwen3_5.py:39-43)."""
-    made = [vars(base)["__init__"] for base in recurrent.__mro__ if base.__name__.endswith("GatedDeltaNet")]
-    sources = [inspect.getsource(each) for each in made]
-    return any("layer_types[" in text for text in sources) and not any("config.layer_types =" in text for text in sources)
 
 
 def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +155,20 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
         return original(self, *args, **kwargs)
     finally:
         language.extra_forward_keys = before
+
+
+def _gated_delta_net_init(
+    original: Callable[..., Any], self: Any, config: Any, submodules: Any, layer_number: int, **kwargs: Any
+) -> Any:
+    """transformers' layer asks its config which kind it is (5.19 modeling_qwen3_next.py:616), which mcore-bridge's does
+    not say for Qwen3-Next as it does for Qwen3.5 (gpts/qwen3_next.py:455-462, mm_gpts/qwen3_5.py:39-43)."""
+    if getattr(config, "layer_types", None) is not None:
+        return original(self, config, submodules, layer_number, **kwargs)
+    config.layer_types = {layer_number: "linear_attention"}
+    try:
+        return original(self, config, submodules, layer_number, **kwargs)
+    finally:
+        del config.layer_types
 
 
 def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

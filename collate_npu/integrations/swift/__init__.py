@@ -1,7 +1,8 @@
-"""ms-swift 4.6.0 on Megatron: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
+"""ms-swift 4.6.0: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
 
-The template then sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker), and `prepare_batch` makes of it, or of
-whatever mask a custom collator sent, what this model and this kernel read (`masks.py`); what has no right form raises.
+Its transformers backend is right or refused (`transformers_backend.py`). On Megatron the template sends lengths as one 2D
+mask (no `[B, 1, S, S]` in a worker), and `prepare_batch` makes of it, or of whatever mask a custom collator sent, what this
+model and this kernel read (`masks.py`); what has no right form raises. `pooling.py`: the last token of each row.
 Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, megatron/trainers/base.py:1136-1152.
 """
 
@@ -10,19 +11,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import masks as swift_masks
+from collate_npu.integrations.swift.pooling import get_last_tokens, pooled
+from collate_npu.integrations.swift.transformers_backend import check_batch
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel.layout import Scope
@@ -48,7 +49,7 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
 
         ours = _Trainers(mask_2d=mask_2d, polarity=polarity)
         mcore_bridge.install(holder=PACKAGE)
-        patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", ours.get_last_tokens)
+        patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
 
 
@@ -79,7 +80,10 @@ def _is_square(args: Any, kwargs: Any) -> bool:
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
     if not self.use_megatron or self.padding_free:
-        return original(self, batch, padding_to=padding_to)
+        out = original(self, batch, padding_to=padding_to)
+        if not self.use_megatron:
+            check_batch(self, out)
+        return out
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
     with _OnMeta(inspect.unwrap(original).__code__):
@@ -96,30 +100,10 @@ class _Trainers:
 
     mask_2d: Scope
     polarity: Polarity | None
-    last: dict[int, tuple[Any, Segments]] = field(default_factory=dict)
-    """Argument namespace and Segments of the batch prepared last, by id of the namespace: `get_last_tokens` runs right
-    after that batch's forward, and may be given no mask, or one rank's part of it."""
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
         if args.padding_free:
             return original(args, data, vp_stage)
         segments = swift_masks.segments_from_swift(args, data, self.polarity)
-        self.last[id(args)] = args, segments
         bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
-        return swift_masks.add_masks(args, original(args, bare, vp_stage), segments, self.mask_2d)
-
-    def get_last_tokens(
-        self, original: Callable[..., Any], trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None,
-        attention_mask: Any = None,
-    ) -> Any:  # fmt: skip
-        """By the mask that is given where it is of whole rows, else by that of the batch prepared last."""
-        cp = trainer.args.context_parallel_size
-        whole = attention_mask is not None and cp == 1
-        if packed_seq_params is None and not whole and id(trainer.args) in self.last:
-            segments = self.last[id(trainer.args)][1]
-            if segments.shape != (output_tensor.shape[0], output_tensor.shape[1] * cp):
-                rule = f"The batch prepared last is {list(segments.shape)} on {cp} ranks, and no mask of another is given."
-                remedy = "Pool right after the forward of a batch, or pass its whole attention_mask_2d on one rank."
-                raise CollateError(explain("get_last_tokens", shape_of(output_tensor), rule, remedy))
-            attention_mask = segments.keep.to(output_tensor.device)
-        return original(trainer, output_tensor, packed_seq_params, attention_mask)
+        return pooled(args, swift_masks.add_masks(args, original(args, bare, vp_stage), segments, self.mask_2d), segments)

@@ -1,0 +1,185 @@
+"""ms-swift's Megatron trainers, built by their own pipelines and constructors, in a process where a CPU stands for CUDA.
+
+Every function runs in a rank of a `gloo_pool`, which has the process group already. Batches come from the trainer's own
+collator; a sample alone goes the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megatron_on_cpu  # noqa: F401  (before swift.megatron)
+import torch
+from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+from swift.megatron.pipelines.train.sft import MegatronSft
+from swift_launch import MEGATRON
+
+from collate_npu.integrations import swift
+
+_BUILT: dict[str, Any] = {}
+os.environ |= {"GENERATIVE_RERANKER_POSITIVE_TOKEN": "y", "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "n"}  # one byte each
+
+
+def question(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "q" * (2 + 3 * i)}]
+
+
+def answered(i: int, text: str) -> list[dict[str, str]]:
+    return [*question(i), {"role": "assistant", "content": text}]
+
+
+KINDS: dict[str, tuple[type, tuple[str, ...], Any]] = {
+    "seq_cls": (
+        MegatronSft,
+        ("--task_type", "seq_cls", "--num_labels", "3", "--problem_type", "single_label_classification"),
+        lambda i: {"messages": question(i), "label": i % 3},
+    ),
+    "embedding": (
+        MegatronSft,
+        ("--task_type", "embedding", "--loss_type", "infonce"),
+        lambda i: {"messages": question(i), "positive_messages": [question(5 - i)]},
+    ),
+    "reranker": (
+        MegatronSft,
+        ("--task_type", "generative_reranker", "--loss_type", "pointwise_reranker"),
+        lambda i: {
+            "messages": question(i),
+            "positive_messages": [[{"role": "assistant", "content": "yes" * i}]],
+            "negative_messages": [[{"role": "assistant", "content": "n"}]],
+        },
+    ),
+    "rm": (
+        MegatronRLHF,
+        ("--rlhf_type", "rm"),
+        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
+    ),
+    "dpo": (
+        MegatronRLHF,
+        ("--rlhf_type", "dpo"),
+        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
+    ),
+    "kto": (MegatronRLHF, ("--rlhf_type", "kto"), lambda i: {"messages": answered(i, "ok" * i), "label": i % 2 == 0}),
+}
+
+
+def build(kind: str, model: str, folder: str) -> Any:
+    """The trainer that `megatron sft` or `megatron rlhf` would train, and its encoded samples."""
+    from swift_launch import save_rows
+
+    if kind not in _BUILT:
+        pipeline_class, words, row = KINDS[kind]
+        rows = save_rows(Path(folder) / f"{kind}.jsonl", [row(i) for i in range(1, 6)])
+        argv = [*MEGATRON, *words, "--model", model, "--dataset", rows, "--output_dir", f"{folder}/{kind}"]
+        argv += ["--attention_backend", "local", "--global_batch_size", "3", "--dataset_shuffle", "false"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            pipeline = pipeline_class(argv)
+            samples, _ = pipeline._prepare_dataset()
+            pipeline.args.init_iters(samples, None)
+            trainer = pipeline.prepare_trainer()
+        if kind == "kto":  # NCCL gathers a scalar, which Gloo does not
+            trainer.dummy_kto_trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x.reshape(-1))
+        _BUILT[kind] = trainer, samples
+    return _BUILT[kind]
+
+
+def step(trainer: Any, rows: list[Any]) -> Any:
+    """The trainer's own collator and `forward_step`: the output, and the loss that is to come."""
+    batch = trainer.data_collator(copy.deepcopy(rows))
+    with torch.no_grad():
+        return trainer.forward_step(iter([batch]), trainer.wrapped_models[0])
+
+
+def watched(trainer: Any, name: str, seen: list[Any]) -> None:
+    """Keep what the trainer's own method returns, each time its loss calls it."""
+    trainer.__dict__.pop(name, None)
+    method = getattr(trainer, name)
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        seen.append(method(*args, **kwargs))
+        return seen[-1]
+
+    setattr(trainer, name, watching)
+
+
+def rows_of(kind: str, samples: Any, sizes: list[int]) -> list[list[Any]]:
+    """Batches of different sizes and widths, of the same samples in turn."""
+    drawn = iter([samples[i % len(samples)] for i in range(sum(sizes))])
+    return [[next(drawn) for _ in range(size)] for size in sizes]
+
+
+def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[int], ours: bool) -> dict[str, Any]:
+    """Prepare every batch, then take the losses in `order`: the worst error of what each loss pooled against the samples
+    alone, and how far another batch's tokens would have been."""
+    trainer, samples = build(kind, model, folder)
+    swift.install() if ours else swift.uninstall()
+    try:
+        return _measure(kind, trainer, samples, sizes, order)
+    finally:
+        swift.uninstall()
+
+
+def _measure(kind: str, trainer: Any, samples: Any, sizes: list[int], order: list[int]) -> dict[str, Any]:
+    seen: list[Any] = []
+    watched(trainer, "get_logps" if kind in ("dpo", "kto") else "get_last_tokens", seen)
+    batches = rows_of(kind, samples, sizes)
+    steps = [step(trainer, rows) for rows in batches]
+    losses, pooled = {}, {}
+    for i in order:
+        output, loss = steps[i]
+        seen.clear()
+        losses[i] = loss(output)[0]
+        pooled[i] = [x.flatten(1) if x.ndim > 1 else x for x in seen]
+    alone = {}
+    for i, rows in enumerate(batches):
+        runs = []
+        for row in rows:
+            output, loss = step(trainer, [row])
+            seen.clear()
+            loss(output)
+            runs.append([x.flatten(1) if x.ndim > 1 else x for x in seen])
+        # one call of each run at a time; in a batch, all first halves (chosen, anchors) stand before the second ones
+        halves = kind in ("rm", "dpo")
+        alone[i] = [_joined([run[c] for run in runs], halves) for c in range(len(runs[0]))]
+    error = max(float((a - b).abs().max()) for i in order for a, b in zip(pooled[i], alone[i]))
+    size = max(float(b.abs().max()) for i in order for b in alone[i])
+    finite = all(bool(torch.isfinite(loss)) for loss in losses.values())
+    widths = [int(output.shape[1]) for output, _ in steps]
+    return {"trainer": type(trainer).__name__, "error": error, "size": size, "finite": finite, "widths": widths}
+
+
+def _joined(parts: list[Any], halves: bool) -> Any:
+    if not halves:
+        return torch.cat(parts)
+    return torch.cat(
+        [torch.cat([part[: len(part) // 2] for part in parts]), torch.cat([part[len(part) // 2 :] for part in parts])]
+    )
+
+
+def per_token(model: str, folder: str) -> dict[str, float]:
+    """What GRPO reads of policy and reference (rlhf_mixin.py:95, trainers/utils.py:412): the error against samples alone."""
+    trainer, samples = build("dpo", model, folder)
+    swift.install()
+    try:
+        drawn = [samples[0], samples[1]]
+        padded, rows = _logps(trainer, drawn), [_logps(trainer, [sample]) for sample in drawn]
+    finally:
+        swift.uninstall()
+    errors, size = [], 0.0
+    for i, alone in enumerate(rows):
+        for half, lonely in zip((i, i + 2), alone):  # two chosen, then two rejected
+            real = lonely != 0
+            errors.append(float((padded[half, : len(lonely)] - lonely)[real].abs().max()))
+            size = max(size, float(lonely.abs().max()))
+    return {"error": max(errors), "size": size}
+
+
+def _logps(trainer: Any, rows: list[Any]) -> torch.Tensor:
+    batch = trainer.data_collator(copy.deepcopy(rows))
+    logps, _ = trainer.compute_per_token_logps(trainer.unwrapped_models[0], iter([batch]))
+    return logps * (batch["labels"].roll(-1, dims=-1) != -100)

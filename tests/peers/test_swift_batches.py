@@ -1,0 +1,143 @@
+"""ms-swift 4.6.0 on Megatron: what reaches `model(**batch)`: model types, mask kinds, layouts, ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+if importlib.util.find_spec("swift") is None:
+    pytest.skip("ms-swift is not installed", allow_module_level=True)
+
+import te_stub  # noqa: E402, F401
+
+# isort: split  (the stand-ins stand before Megatron is imported)
+import torch  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from swift_fixtures import KINDS, LENGTHS, as_kind  # noqa: E402
+from swift_world import (  # noqa: E402
+    MODEL_TYPES,
+    MULTIMODAL,
+    NEEDS_2D,
+    arguments,
+    collate,
+    reaches_model,
+)
+
+from collate_npu import Segments, dense, split_batch  # noqa: E402
+from collate_npu.integrations import swift  # noqa: E402
+from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
+
+pytest_plugins = "swift_fixtures"
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 2)], ids=lambda place: f"rank {place[0]} of {place[1]}")
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.usefixtures("installed")
+def test_on_an_npu_the_model_gets_none_and_the_2d_mask_where_it_has_layers_that_read_it(
+    world, model_type, kind, layout, place
+):
+    world.npu()
+    world.rank(*place)
+    args = arguments(model_type, cp=place[1], cp_partition_mode=layout)
+    data, truth = as_kind(args, kind)
+    batch = reaches_model(args, data)
+    cp = ContextParallel(place[1], place[0], layout=layout)
+    local = split_batch({"keep": truth.keep, "input_ids": data["input_ids"]}, cp)
+    assert batch["attention_mask"] is None
+    assert torch.equal(batch["input_ids"], data["input_ids"] if model_type in MULTIMODAL else local["input_ids"])
+    if model_type in NEEDS_2D:
+        assert batch["attention_mask_2d"].dtype == torch.bool
+        assert torch.equal(batch["attention_mask_2d"], local["keep"])
+    else:
+        assert "attention_mask_2d" not in batch
+    if model_type in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
+        assert torch.equal(batch["padding_mask"], ~local["keep"])
+    else:
+        assert "padding_mask" not in batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.usefixtures("installed")
+def test_off_an_npu_recurrent_layers_get_the_2d_mask_too_and_a_router_learns_the_padding(world, model_type, kind):
+    world.npu(False)
+    args = arguments(model_type)
+    data, truth = as_kind(args, kind)
+    batch = reaches_model(args, data)
+    assert batch["attention_mask"] is None
+    assert ("attention_mask_2d" in batch) == (model_type in NEEDS_2D)
+    assert model_type not in NEEDS_2D or torch.equal(batch["attention_mask_2d"], truth.keep)
+    assert ("padding_mask" in batch) == args.model_info.is_moe_model
+    assert not args.model_info.is_moe_model or torch.equal(batch["padding_mask"], ~truth.keep)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["gpu", "npu"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.usefixtures("installed")
+def test_padding_free_batches_go_through_as_upstream_prepares_them(world, model_type, there):
+    world.npu(there)
+    args = arguments(model_type, padding_free=True)
+    data = collate(args, *LENGTHS)
+    batch = reaches_model(args, data)
+    assert batch["attention_mask"] is None
+    assert not {"attention_mask_2d", "padding_mask"} & set(batch)
+    assert batch["packed_seq_params"].cu_seqlens_q.tolist()[:4] == [0, 7, 10, 15]
+    assert batch["packed_seq_params"].seq_lens.tolist() == [7, 3, 5]
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 2)], ids=lambda place: f"rank {place[0]} of {place[1]}")
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.usefixtures("installed")
+def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, kind, side, layout, place):
+    world.npu()
+    world.rank(*place)
+    for model_type in MODEL_TYPES:
+        reads = {"attention_backend": "local", "masked_softmax_fusion": side == "right"}  # fused, it reads no mask
+        args = arguments(model_type, cp=place[1], cp_partition_mode=layout, **reads)
+        data, truth = as_kind(args, kind, side=side)
+        cp = ContextParallel(place[1], place[0], layout=layout)
+        rows = query_rows(truth.shape[1], cp)
+        batch = reaches_model(args, data)
+        assert torch.equal(batch["attention_mask"], dense(truth, polarity="masked", rows=rows))
+        assert "padding_mask" not in batch  # mcore-bridge takes it from the dense mask
+        assert ("attention_mask_2d" in batch) == (model_type in NEEDS_2D)
+        if model_type in NEEDS_2D:
+            assert torch.equal(batch["attention_mask_2d"], split_batch({"x": truth.keep, "input_ids": truth.ids}, cp)["x"])
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_whole_2d_mask_on_every_rank_for_layers_that_gather_the_row(world):
+    swift.install(mask_2d="global")
+    world.npu()
+    world.rank(1, 2)
+    args = arguments("qwen3_next", cp=2)
+    data, truth = as_kind(args, "template")
+    assert torch.equal(reaches_model(args, data)["attention_mask_2d"], truth.keep)
+
+
+@pytest.mark.parametrize("context_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
+@pytest.mark.usefixtures("installed")
+def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel, context_parallel):
+    world.npu()
+    world.rank(context_parallel - 1, context_parallel)
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tensor_parallel - 1)
+    shared = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
+    args = arguments("qwen3_next", cp=context_parallel, **shared)
+    data = collate(args, 3, 2)
+    batch = reaches_model(args, data)
+    width = data["input_ids"].shape[1]
+    assert width % (context_parallel * tensor_parallel) == 0
+    assert context_parallel == 1 or width % 4 == 0
+    cp = ContextParallel(context_parallel, context_parallel - 1)
+    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]}, cp)["x"]
+    assert torch.equal(batch["padding_mask"], ~whole.chunk(tensor_parallel, dim=1)[-1])

@@ -1,0 +1,115 @@
+"""ms-swift 4.6.0 on its transformers backend: what its real template sends is right for recurrent models, or refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+if importlib.util.find_spec("swift") is None:
+    pytest.skip("ms-swift is not installed", allow_module_level=True)
+
+import te_stub  # noqa: E402, F401
+
+# isort: split  (the stand-ins stand before Megatron is imported)
+import torch  # noqa: E402
+from swift_fixtures import LENGTHS  # noqa: E402
+from swift_world import VOCABULARY, samples, template  # noqa: E402
+
+from collate_npu import BatchAdapter, Segments, UnsupportedFormError  # noqa: E402
+from collate_npu.integrations.swift.transformers_backend import check_batch  # noqa: E402
+from collate_npu.testing import tiny_model  # noqa: E402
+
+pytest_plugins = "swift_fixtures"
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def logits(model, batch):
+    read = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+    with torch.no_grad():
+        return model(**read).logits
+
+
+def alone(model, *lengths):
+    return [logits(model, {"input_ids": torch.tensor([row["input_ids"]])})[0] for row in samples(*lengths)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3"])
+@pytest.mark.usefixtures("installed")
+def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alone(model_type, implementation, side):
+    model = tiny_model(model_type, vocab_size=VOCABULARY, attn_implementation=implementation)
+    batch = template(transformers=model_type, side=side).data_collator(samples(*LENGTHS))
+    ours = BatchAdapter(model)(batch)
+    assert batch["attention_mask"].dtype == ours["attention_mask"].dtype == torch.int64
+    assert torch.equal(batch["attention_mask"], ours["attention_mask"])
+    truth, padded = Segments.from_lengths(LENGTHS, side=side).keep, logits(model, batch)
+    for row, keep, lonely in zip(padded, truth, alone(model, *LENGTHS)):
+        assert (row[keep] - lonely).abs().max() < 2e-5
+
+
+def test_upstream_a_flat_row_leaks_through_the_recurrent_layers():
+    """Positions that restart keep attention apart, and nothing else: 4.6.0 sends no offsets."""
+    model = tiny_model("qwen3_next", vocab_size=VOCABULARY)
+    batch = template(transformers="qwen3_next", padding_free=True).data_collator(samples(7, 5))
+    assert not {"cu_seq_lens_q", "seq_idx", "attention_mask"} & set(batch)
+    first, second = alone(model, 7, 5)
+    row = logits(model, batch)[0]
+    assert (row[:7] - first).abs().max() < 2e-5
+    assert (row[7:] - second).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.usefixtures("installed")
+def test_several_samples_in_a_flat_row_are_refused_on_a_recurrent_model(model_type):
+    made = template(transformers=model_type, padding_free=True)
+    with pytest.raises(UnsupportedFormError, match=r"no recurrent layer asks .* \(padding_free=False\)"):
+        made.data_collator(samples(7, 5))
+    assert made.data_collator(samples(7))["input_ids"].shape == (1, 7)  # one alone
+    assert template(transformers="qwen3", padding_free=True).data_collator(samples(7, 5))["input_ids"].shape == (1, 12)
+
+
+@pytest.mark.usefixtures("installed")
+def test_ranks_that_share_a_row_are_refused_where_swift_has_no_forward_for_them():
+    with pytest.raises(
+        UnsupportedFormError, match=r"sequence_parallel_size: got 2\. .* layers of qwen3_next .*=1, or train with `megatron"
+    ):
+        template(transformers="qwen3_next", cp=2).data_collator(samples(7, 5))
+    for model_type in ("qwen3", "qwen3_5_text"):
+        assert template(transformers=model_type, cp=2).data_collator(samples(7, 5))["input_ids"].shape == (2, 7)
+        flat = template(transformers=model_type, cp=2, padding_free=True).data_collator(samples(7, 5))
+        assert flat["input_ids"].shape == (1, 12)
+
+
+@pytest.mark.parametrize("lengths", [(12,), (7, 5)])
+def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
+    made = template(transformers="qwen3_5_text", padding_free=True)
+    text = Segments.from_lengths([list(lengths)]).position_ids
+    batch = {"input_ids": torch.ones(1, 12, dtype=torch.long), "position_ids": torch.zeros(3, 1, 12, dtype=torch.long)}
+    batch["text_position_ids"] = text
+    if len(lengths) == 1:
+        check_batch(made, batch)
+    else:
+        with pytest.raises(UnsupportedFormError, match="no recurrent layer asks"):
+            check_batch(made, batch)
+
+
+@pytest.mark.usefixtures("installed")
+def test_batches_that_nobody_trains_on_are_let_through():
+    made = template(transformers="qwen3_next", padding_free=True)
+    made.set_mode("transformers")  # its name for inference
+    assert made.data_collator(samples(7, 5))["input_ids"].shape == (1, 12)
+
+
+@pytest.mark.usefixtures("installed")
+def test_pairs_of_a_preference_are_checked_too():
+    made = template(transformers="qwen3_next", padding_free=True)
+    made.set_mode("rlhf")
+    (row,) = samples(5)
+    pair = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in row.items()}
+    with pytest.raises(UnsupportedFormError, match="no recurrent layer asks"):
+        made.data_collator([pair])
