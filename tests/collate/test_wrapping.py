@@ -282,6 +282,15 @@ def test_a_flat_row_without_the_padding_of_its_sample():
     ids, positions = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])
     batch = wrap_collator(lambda features: {"input_ids": ids, "position_ids": positions})([sample])
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    more = {"input_ids": [6, 7, EOS], "attention_mask": [1, 1, 0]}
+    batch = wrap_collator(lambda features: {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7]])})([sample, more])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7]
+
+
+def test_padding_inside_a_nested_sample_is_no_sequence():
+    hole = {"input_ids": ROWS[1], "attention_mask": [1, 0]}
+    batch = wrap_collator(packing(), attention_mask="2d")([[NESTED[0][0], hole], NESTED[1]])
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 0, 0], [1, 1, 1, 1, 0, 0]]
 
 
 def test_samples_are_read_before_the_inner_collator_writes_into_them():
