@@ -18,6 +18,7 @@ from axolotl.utils.collators import (
     MambaDataCollator,
     V2BatchSamplerDataCollatorForSeq2Seq,
 )
+from watching import gradient_error
 
 from collate_npu import CollateError, UnsupportedFormError, wrap_collator
 from collate_npu.testing import byte_tokenizer, tiny_model
@@ -74,7 +75,8 @@ def test_sample_packing_runs_states_together_in_silence_without_cuda_and_is_refu
 # --- the collators
 
 PACKERS = [BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq]
-IDS = [[[5, 9, 2, 77, 3], [40, 41, 42]], [[7, 1, 8, 3, 200, 31, 64, 12, 6]]]
+SEQUENCES = [[5, 9, 2, 77, 3], [40, 41, 42], [7, 1, 8, 3, 200, 31, 64, 12, 6]]
+IDS = [SEQUENCES[:2], SEQUENCES[2:]]
 
 
 def samples(masked=True):
@@ -107,9 +109,11 @@ def test_packed_rows(packer, masked, side):
     inner = packer(tokenizer, pad_to_multiple_of=8)
     batch = wrap_collator(inner, model=model)(list(samples(masked)))
     assert worst(model, batch, IDS, side) < 1e-4
+    assert gradient_error(model, batch, SEQUENCES) < 1e-5
     flat = wrap_collator(inner, model=model, padding_free=True)(list(samples(masked)))
     assert flat["input_ids"].shape == (1, 17)
-    assert worst(model, flat, [[ids for row in IDS for ids in row]], "right") < 1e-4
+    assert worst(model, flat, [SEQUENCES], "right") < 1e-4
+    assert gradient_error(model, flat, SEQUENCES) < 1e-5
     hybrid = tiny_model("qwen3_next", vocab_size=len(tokenizer))
     with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
         wrap_collator(inner, model=hybrid)(list(samples(masked)))
@@ -122,7 +126,18 @@ def test_padded_rows(name, side):
     model = tiny_model(name, vocab_size=len(tokenizer))
     features = [sample for row in samples() for sample in row]
     batch = wrap_collator(DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8), model=model)(features)
-    assert worst(model, batch, [[ids] for row in IDS for ids in row], side) < 1e-4
+    assert worst(model, batch, [[ids] for ids in SEQUENCES], side) < 1e-4
+    assert gradient_error(model, batch, SEQUENCES) < 1e-5
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_alone_their_labels_train_one_sequence_to_begin_the_next(packer):
+    """Why the first label of every sequence is ignored: with the very same mask the gradient is another one."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model("qwen3", vocab_size=len(tokenizer))
+    inner = packer(tokenizer, pad_to_multiple_of=8)
+    ours, own = wrap_collator(inner, model=model)(list(samples())), inner(list(samples()))
+    assert gradient_error(model, {**ours, "labels": own["labels"]}, SEQUENCES) > 0.05
 
 
 def test_the_collator_for_mamba_has_no_mask():
@@ -132,7 +147,7 @@ def test_the_collator_for_mamba_has_no_mask():
     features = [sample for row in samples() for sample in row]
     batch = wrap_collator(MambaDataCollator(tokenizer), model=model)(features)
     assert batch["attention_mask"].sum(1).tolist() == [5, 3, 9]
-    assert worst(model, batch, [[ids] for row in IDS for ids in row], "right") < 1e-4
+    assert worst(model, batch, [[ids] for ids in SEQUENCES], "right") < 1e-4
     with pytest.raises(CollateError):
         wrap_collator(
             lambda features: MambaDataCollator(tokenizer)([{**f, "input_ids": f["input_ids"][1:]} for f in features])

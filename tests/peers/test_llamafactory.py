@@ -24,6 +24,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 # ruff: noqa: E402
 from llamafactory.data import collator as theirs
 from tiny_vision import VOCAB, alone, sample, vision_model
+from watching import gradient_error
 
 from collate_npu import UnsupportedFormError, needs_mask_2d, wrap_collator
 from collate_npu.testing import byte_tokenizer, tiny_model
@@ -134,6 +135,7 @@ def test_the_4d_of_neat_packing(dtype):
     batch = wrap_collator(sft(model, dtype=dtype), model=model)(list(features))
     assert batch["attention_mask"].shape == (2, 1, 16, 16)
     assert worst(model, batch, rows) < 1e-4
+    assert gradient_error(model, batch, [ids for row in rows for ids in row]) < 1e-5
     hybrid = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
     with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
         wrap_collator(sft(hybrid, dtype=dtype), model=hybrid)(list(features))
