@@ -1,6 +1,6 @@
 """Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command); `nox -l` lists the rest.
 
-`npu`, `peers_swift` and `peers_misc` run the released packages of other stacks, each set in an environment of its own;
+`npu` and the sessions `peers_*` run the released packages of other stacks, each set in an environment of its own;
 `oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
 
 torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. The pin
@@ -40,6 +40,14 @@ MISC_NEEDS = (
     "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
     "torchdata==0.11.0",
+)  # fmt: skip
+FACTORY_NEEDS = (
+    "pillow", "fire", "omegaconf", "pydantic", "einops", "scipy", "pandas", "av<17", "sentencepiece", "tiktoken", "protobuf",
+    "modelscope", "matplotlib", "pyyaml",
+)  # fmt: skip
+AXOLOTL_NEEDS = (
+    "addict", "colorama", "python-dotenv", "posthog", "art", "fire", "fastcore", "einops", "scipy", "numba", "requests",
+    "typer==0.29.1", "rich==15.0.0", "pillow", "evaluate", "wandb", "pyyaml",
 )  # fmt: skip
 CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers"))
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "datasets==5.2.0")
@@ -150,3 +158,24 @@ def peers_misc(session: nox.Session) -> None:
     )
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)
+
+
+@nox.session
+def peers_llamafactory(session: nox.Session) -> None:
+    """LLaMA-Factory, beside the newest transformers and TRL it takes (torchaudio is a stand-in)."""
+    old = ("transformers==5.6.0", "trl==0.24.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1")
+    install(session, *old, *TEST)
+    session.install("--no-deps", "llamafactory==0.9.5")
+    session.install(TORCH, *old, *FACTORY_NEEDS)
+    session.run("pytest", "tests/peers/test_llamafactory.py", *session.posargs, env=ENV)
+
+
+@nox.session
+def peers_axolotl(session: nox.Session) -> None:
+    """axolotl, beside the releases it pins (triton and bitsandbytes are stand-ins)."""
+    pinned = ("transformers==5.16.1", "trl==1.9.0", "accelerate==1.13.0", "datasets==4.8.4", "peft==0.20.0")
+    install(session, *pinned, *TEST)
+    contributed = ("axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6")
+    session.install("--no-deps", "axolotl==0.19.0", *contributed)
+    session.install(TORCH, *pinned, *AXOLOTL_NEEDS)
+    session.run("pytest", "tests/peers/test_axolotl.py", *session.posargs, env=ENV)

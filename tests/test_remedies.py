@@ -33,6 +33,7 @@ from collate_npu import (
 from collate_npu.consumers.consumer import Model
 from collate_npu.consumers.consumer import route as route_of
 from collate_npu.consumers.mindspeed import kernel_of_settings
+from collate_npu.integrations.trl import adapt_forward
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks.find import segments_from_batch
@@ -52,6 +53,37 @@ QWEN = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="qwen3_next")
 ENCODER_HOLE = dense(Segments([[1, 1, 0, 1]]), pattern="bidirectional")
 SLIDING = Pattern.sliding(2)
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+
+
+PREFERENCE = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3, 4]}]
+
+
+def preference(features):
+    """As TRL's DataCollatorForPreference: the chosen rows, then the rejected ones."""
+    return {"input_ids": torch.tensor([[1, 2, 0], [1, 3, 4]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+
+
+def second_rows(segments):
+    """As TRL's collator for KTO."""
+    return lambda features: batch_of(segments, attention_mask=segments.keep, KL_input_ids=torch.ones(2, 9))
+
+
+def packed(features):
+    return batch_of(PACKED, attention_mask=PACKED.ids)
+
+
+def watched_forward(batch):
+    """What arrives in the forward of a model that `adapt_forward` looks after."""
+
+    class Model(torch.nn.Module):
+        config = SimpleNamespace(layer_types=["full_attention"])
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None):
+            return {"attention_mask": attention_mask, "position_ids": position_ids}
+
+    model = Model()
+    adapt_forward(model, consumer="transformers")
+    return model(**batch)
 
 
 def batch_of(segments, **keys):
@@ -299,6 +331,41 @@ REMEDIES = {
             lambda f: {"input_ids": torch.tensor([[1, 1, 1], [1, 1, 1]]), "attention_mask": torch.tensor([[1, 0, 0]] * 2)}
         )([{"input_ids": [1]}] * 2),
         lambda got: got["attention_mask_2d"].sum() == 2,
+    ),
+    "preference data in a collator of rows": (
+        lambda: collate([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3, 4]}]),
+        "Wrap the collator that makes rows of these columns: wrap_collator(",
+        lambda: wrap_collator(preference, consumer="transformers", model=HYBRID)(PREFERENCE),
+        lambda got: got["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]],
+    ),
+    "rows joined behind the collator": (
+        lambda: wrap_collator(lambda f: {"chosen_input_ids": 1})([{}]),
+        "call collate_npu.integrations.trl.adapt_forward(model)",
+        lambda: watched_forward({"input_ids": batch_of(LEFT)["input_ids"], "attention_mask": LEFT.keep}),
+        lambda got: torch.equal(got["attention_mask"], LEFT.keep.long()),
+    ),
+    "second rows beside left padding": (
+        lambda: wrap_collator(second_rows(LEFT), consumer="transformers", model=DENSE)(FEATURES),
+        "Pad right; or leave that collator",
+        lambda: (
+            wrap_collator(second_rows(RIGHT), consumer="transformers", model=DENSE)(FEATURES),
+            watched_forward({"input_ids": batch_of(LEFT)["input_ids"], "attention_mask": LEFT.keep}),
+        ),
+        lambda got: torch.equal(got[1]["position_ids"], LEFT.position_ids) and "position_ids" not in got[0],
+    ),
+    "packed rows of a wrapped collator": (
+        lambda: wrap_collator(packed, consumer="megatron", model=HYBRID)(FEATURES),
+        "or use padding_free=True",
+        lambda: wrap_collator(packed, consumer="megatron", model=HYBRID, padding_free=True)(FEATURES),
+        lambda got: got["cu_seq_lens_q"].tolist() == [0, 2, 4, 6, 8],
+    ),
+    "an unlisted key of tokens in a row made flat": (
+        lambda: wrap_collator(lambda f: packed(f) | {"mine": torch.ones(2, 4)}, padding_free=True)(FEATURES),
+        "keys={**KEYS, 'mine': TOKENS} (or SAMPLE, if it is none)",
+        lambda: wrap_collator(
+            lambda f: packed(f) | {"mine": torch.ones(2, 4)}, padding_free=True, keys={**KEYS, "mine": TOKENS}
+        )(FEATURES),
+        lambda got: got["mine"].shape == (1, 8),
     ),
     # --- consumers
     "packed rows on recurrent layers": (

@@ -53,7 +53,8 @@ def read_features(
 
 def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array]]:
     """Token ids and segment ids `[L]` of samples that some other collator pads, read as `read_features` reads them."""
-    named = [feature for feature in features if isinstance(feature, Mapping) and feature.get("input_ids") is not None]
+    rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
+    named = [row for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None]
     if not named:
         return [], []
     columns = {"input_ids": [feature["input_ids"] for feature in named]}
@@ -69,6 +70,20 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     return [host_array("input_ids", row) for row in columns["input_ids"]], own
 
 
+def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
+    """The samples that a packing sampler hands over for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
+    ids, own = sample_segment_ids(samples)
+    if not ids or len(ids) != len(samples):
+        return {}
+    return {"input_ids": np.concatenate(ids), "attention_mask": joined_segment_ids(own)}
+
+
+def joined_segment_ids(rows: Sequence[Array]) -> Array:
+    """Segment ids of samples one after another in one row: their sequences are numbered on."""
+    before = np.cumsum([0, *(row.max(initial=0) for row in rows)])
+    return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(rows, before)])
+
+
 def _columns(features: Sequence[Mapping[str, Any]], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     _check_features(features)
     names = list(dict.fromkeys(["input_ids", *(key for feature in features for key in feature)]))
@@ -76,7 +91,9 @@ def _columns(features: Sequence[Mapping[str, Any]], keys: Mapping[str, Key]) -> 
     for name in names:
         column = [feature.get(name) for feature in features]
         missing = [(b, "nothing") for b, value in enumerate(column) if value is None]
-        if len(missing) == len(features) and name != "input_ids":
+        if len(missing) == len(features):
+            if name == "input_ids":
+                raise _no_tokens(features)
             continue
         if _renamed(name) in columns:
             rows = [(b, f"{name} too") for b in range(len(features))]
@@ -86,6 +103,16 @@ def _columns(features: Sequence[Mapping[str, Any]], keys: Mapping[str, Key]) -> 
             raise CollateError(explain_rows(name, missing, rule, "Fill it in, or drop it, where the sample is built."))
         columns[_renamed(name)] = column
     return columns
+
+
+def _no_tokens(features: Sequence[Mapping[str, Any]]) -> CollateError:
+    """Preference data (TRL's `prompt_ids`, `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own."""
+    names = ", ".join(dict.fromkeys(str(key) for feature in features for key in feature))
+    rule = "A row of a batch is the input_ids of a sample, and no sample has any."
+    remedy = (
+        "Wrap the collator that makes rows of these columns: wrap_collator(DataCollatorForPreference(...), model=model)."
+    )
+    return CollateError(explain("input_ids", f"samples of {names or 'nothing'}", rule, remedy))
 
 
 def _check_features(features: Any) -> None:

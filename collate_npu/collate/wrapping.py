@@ -11,20 +11,22 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from collate_npu.collate.features import sample_segment_ids
+from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, finish_batch, ignore_labels, with_offsets
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer
-from collate_npu.errors import AmbiguousMaskError, CollateError, explain, explain_rows, shape_of
-from collate_npu.host import Array, host_array
-from collate_npu.keys import KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.host import Array, host_array, host_tensor
+from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import segments_from_batch, token_shape
 from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
+from collate_npu.outputs import unpad
 from collate_npu.segments import Segments, Side
 
 Features = Sequence[Mapping[str, Any]]
@@ -41,6 +43,7 @@ def wrap_collator(
     model_type: str | None = None,
     label_pad_token_id: int = -100,
     labels_shifted: bool = False,
+    padding_free: bool = False,
     keys: Mapping[str, Key] = KEYS,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> WrappedCollator:
@@ -48,8 +51,8 @@ def wrap_collator(
 
     The inner batch may carry a 2D mask, a 4D mask (of the `polarity` and `pattern` declared, or proved), both, or none.
     What the samples tell (lengths, own masks, packing ids, `seq_lengths`) counts wherever they stand whole in the batch,
-    and must agree with its masks. A flat, padding-free row stays one and gets all its offsets. The other arguments are
-    those of `PaddingCollator`.
+    and must agree with its masks. A flat, padding-free row stays one and gets all its offsets; `padding_free=True` makes
+    one of every batch, packed rows included. The other arguments are those of `PaddingCollator`.
     """
     return WrappedCollator(
         inner,
@@ -59,6 +62,7 @@ def wrap_collator(
         pattern=pattern,
         label_pad_token_id=label_pad_token_id,
         labels_shifted=labels_shifted,
+        padding_free=padding_free,
         keys=keys,
         max_mask_bytes=max_mask_bytes,
         model=model,
@@ -78,6 +82,7 @@ class WrappedCollator:
     pattern: str | Pattern | None
     label_pad_token_id: int
     labels_shifted: bool
+    padding_free: bool
     keys: Mapping[str, Key] = field(repr=False)
     max_mask_bytes: int
     model: InitVar[Any]
@@ -85,22 +90,27 @@ class WrappedCollator:
     _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
-        check_mode(self.attention_mask, self.consumer, "pt")
+        check_mode(self.attention_mask, self.consumer, "pt", padding_free=self.padding_free)
         check_polarity(self.polarity)
         object.__setattr__(self, "_adapter", adapter_of(self, model, model_type))
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
+        samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         inner = dict(self.inner(features, *args, **kwargs))
         batch = {key: value for key, value in inner.items() if value is not None}
-        samples = _Samples(*sample_segment_ids(features))
+        _check_tokens(batch)
         masked = any(key in batch for key in of_kind(KEYS, "truth"))
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
-            flat = with_offsets(batch, segments)
-            return finish_batch(self, ignore_labels(self, flat, segments), segments, padding_free=True)
-        segments = self._masked(batch, samples) if masked else _align(batch, samples)
-        return finish_batch(self, ignore_labels(self, batch, segments), segments, padding_free=False)
+            whole, flat = with_offsets(batch, segments), True
+        else:
+            segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
+            whole, segments = _flattened(batch, segments, self.keys) if flat else (batch, segments)
+        out = finish_batch(self, ignore_labels(self, whole, segments), segments, padding_free=flat)
+        if self._adapter is not None:
+            _check_second_rows(batch, out)
+        return out
 
     def _masked(self, batch: Mapping[str, Any], samples: _Samples) -> Segments:
         """Through the door, with what the samples tell as one more source where they stand whole in the batch."""
@@ -142,10 +152,9 @@ class _Samples:
     def _padded(self, width: int, side: Side) -> Segments:
         return Segments.from_ids(pad_rows("attention_mask", self.segment_ids, width=width, side=side))
 
-    def joined(self) -> Array:
-        """Segment ids of all samples, one after another in one row."""
-        before = np.cumsum([0, *(row.max(initial=0) for row in self.segment_ids)])
-        return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(self.segment_ids, before)])
+    def real(self) -> list[Array]:
+        """Token ids of each sample without its own padding."""
+        return [row[ids > 0] for row, ids in zip(self.token_ids, self.segment_ids)]
 
 
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:
@@ -156,22 +165,68 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
 # --- what the samples tell of a batch
 
 
+def _check_tokens(batch: Mapping[str, Any]) -> None:
+    if not with_role(batch, "tokens", "segment_ids", "keep"):
+        rule = "The rows of this batch are put together behind the collator."
+        remedy = "Leave that collator as it is, and call collate_npu.integrations.trl.adapt_forward(model)."
+        raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
+
+
+def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None:
+    """What we add is for `input_ids`; TRL's KTO runs `KL_input_ids` with it as well (1.16 kto_trainer.py:1339-1365)."""
+    second = [key for key in batch if str(key).lower().endswith("_input_ids")]
+    added = [key for key in out if key not in batch and key not in ("attention_mask", KEEP_KEY)]
+    if second and added:
+        rule = (
+            f"The batch has rows of its own under {second[0]}, which a trainer may run with {', '.join(added)} of the first."
+        )
+        remedy = "Pad right; or leave that collator, and call collate_npu.integrations.trl.adapt_forward(model)."
+        raise UnsupportedFormError(explain(second[0], shape_of(batch[second[0]]), rule, remedy))
+
+
 def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
         return False
-    rows = samples.token_ids
+    rows = samples.real()
     whole = len(rows) == 1 and len(rows[0]) == ids.shape[1] and "position_ids" in batch
     return bool(with_role(batch, "offsets", "padded_offsets")) or len(rows) > 1 or whole
 
 
 def _flat_segments(batch: Mapping[str, Any], samples: _Samples) -> Segments:
-    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence."""
+    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence.
+
+    Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention).
+    """
     ids_S = host_array("input_ids", batch["input_ids"])[0]
-    if samples.token_ids and _stands(ids_S, np.concatenate(samples.token_ids), "right"):
-        joined = samples.joined()
-        return Segments.from_ids(np.pad(joined, (0, len(ids_S) - len(joined)))[None])
+    joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
+    for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):
+        if tokens and _stands(ids_S, np.concatenate(tokens), "right"):
+            return Segments.from_ids(np.pad(ids, (0, len(ids_S) - len(ids)))[None])
     return segments_from_batch(batch, padding_free=True)
+
+
+def _flattened(batch: Mapping[str, Any], segments: Segments, keys: Mapping[str, Key]) -> tuple[dict[str, Any], Segments]:
+    """Every sequence of a padded batch in one flat row, without the padding; what is not one value a token stays."""
+    unlisted = [key for key, value in batch.items() if key not in keys and _follows(value, segments)]
+    if unlisted:
+        rule = "Which keys have one value a token is listed, not guessed."
+        remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."
+        raise CollateError(explain(unlisted[0], shape_of(batch[unlisted[0]]), rule, remedy))
+    kinds = {key: keys.get(key, SAMPLE).kind for key in batch}
+    flat = {key: value for key, value in batch.items() if kinds[key] not in ("truth", "offsets", "tokens", "positions")}
+    for key in of_kind(batch, "tokens", "positions", keys=keys):
+        value = host_tensor(key, batch[key])
+        if kinds[key] == "positions" and value.ndim == 3:
+            flat[key] = torch.stack([unpad(each, segments) for each in value])[:, None]
+        else:  # labels of a whole sample stay
+            flat[key] = unpad(value, segments)[None] if _follows(value, segments) else value
+    lying = Segments.from_lengths([list(segments.sequence_lengths)])
+    return with_offsets(flat, lying), lying
+
+
+def _follows(value: Any, segments: Segments) -> bool:
+    return tuple(getattr(value, "shape", ())[:2]) == segments.shape
 
 
 def _refuse_disagreement(segments: Segments, told: list[Segments]) -> None:

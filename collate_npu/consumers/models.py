@@ -41,7 +41,8 @@ def is_transformers(model: Any) -> bool:
 
 
 def unwrap(model: Any) -> Any:
-    """The model inside DDP, FSDP, DeepSpeed, Float16Module (`module`), torch.compile (`_orig_mod`) and PEFT."""
+    """The model inside DDP, FSDP, DeepSpeed, Float16Module (`module`), torch.compile (`_orig_mod`), PEFT, and the value
+    head of TRL before 1.0 (`pretrained_model`; trl 0.24 models/modeling_base.py)."""
     while (inner := _inner(model)) is not None and inner is not model:
         model = inner
     return model
@@ -52,7 +53,8 @@ def _inner(model: Any) -> Any:
         return None
     if callable(base := getattr(model, "get_base_model", None)):
         return base()
-    return next((inner for name in ("_orig_mod", "module") if (inner := getattr(model, name, None)) is not None), None)
+    names = ("_orig_mod", "module", "pretrained_model")
+    return next((inner for name in names if (inner := getattr(model, name, None)) is not None), None)
 
 
 # Base class -> stack. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol.

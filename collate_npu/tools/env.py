@@ -15,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
     "torch", "numpy", "torch_npu", "transformers", "accelerate", "trl", "megatron-core", "mindspeed", "ms-swift",
-    "mcore-bridge", "verl", "twinkle-kit", "torchtitan", "flash-linear-attention", "causal-conv1d", "triton",
+    "mcore-bridge", "verl", "twinkle-kit", "torchtitan", "llamafactory", "axolotl", "flash-linear-attention",
+    "causal-conv1d", "triton",
 )  # fmt: skip
 SETTINGS = ("NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "ASCEND_HOME_PATH", "LD_LIBRARY_PATH")
 

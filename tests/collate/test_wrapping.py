@@ -22,6 +22,7 @@ from collate_npu import (
     none_is_exact,
     wrap_collator,
 )
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -194,6 +195,131 @@ def test_the_alignment_of_a_flat_row_is_no_sequence():
 def test_one_padded_sample_is_no_flat_row():
     batch = wrap_collator(Inner("positions", multiple=8))(samples(5))
     assert batch["attention_mask_2d"].tolist() == [[True] * 5 + [False] * 3]
+
+
+# --- packed rows
+
+ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+NESTED = [[{"input_ids": row, "attention_mask": [1] * len(row)} for row in ROWS[:2]], [{"input_ids": ROWS[2]}]]
+
+
+def packing(*keys, width=6, side="right"):
+    """Rows of several samples, as a packing sampler hands them over."""
+
+    def collate(features):
+        rows = [[token for sample in row for token in sample["input_ids"]] for row in features]
+        ids = [row + [EOS] * (width - len(row)) if side == "right" else [EOS] * (width - len(row)) + row for row in rows]
+        numbers = [[n for n, sample in enumerate(row, 1) for _ in sample["input_ids"]] for row in features]
+        mask = [n + [0] * (width - len(n)) if side == "right" else [0] * (width - len(n)) + n for n in numbers]
+        batch = {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        return {key: batch[key] for key in ("input_ids", "labels", *keys)}
+
+    return collate
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("keys", [(), ("attention_mask",)])
+def test_samples_of_one_row_come_as_a_list(keys, side):
+    batch = wrap_collator(packing(*keys, side=side), attention_mask="2d")(NESTED)
+    assert [row[row > 0].tolist() for row in batch["segment_ids"]] == [[1, 1, 1, 2, 2], [1, 1, 1, 1]]
+    assert batch["attention_mask"].sum(1).tolist() == [5, 4]
+
+
+def test_a_mask_that_loses_a_nested_sample_is_refused():
+    def losing(features):
+        batch = packing("attention_mask")(features)
+        return batch | {"attention_mask": batch["attention_mask"].masked_fill(batch["input_ids"] == 5, 0)}
+
+    with pytest.raises(CollateError, match="disagrees with the samples"):
+        wrap_collator(losing)(NESTED)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("keys", [(), ("attention_mask",)])
+def test_padding_free_makes_a_flat_row_of_packed_rows(keys, side):
+    """The remedy of packed rows on recurrent layers, for a collator that pads."""
+    inner = packing(*keys, side=side)
+    with pytest.raises(UnsupportedFormError, match="use padding_free=True"):
+        wrap_collator(inner, consumer="megatron", model=HYBRID)(NESTED)
+    batch = wrap_collator(inner, consumer="megatron", model=HYBRID, padding_free=True)(NESTED)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert batch["labels"].tolist()[0][1:] == [2, 3, -100, 5, -100, 7, 8, 9]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert batch["attention_mask"] is None
+
+
+def test_padding_free_flattens_every_key_of_tokens():
+    positions = torch.arange(18).view(3, 1, 6).repeat(1, 2, 1)
+
+    def inner(features):
+        batch = packing("attention_mask")(features)
+        return batch | {"loss_scale": batch["input_ids"] / 2, "position_ids": positions, "score": torch.tensor([1.0, 2.0])}
+
+    batch = wrap_collator(inner, padding_free=True)(NESTED)
+    assert batch["loss_scale"].tolist() == [[n / 2 for n in range(1, 10)]]
+    assert batch["position_ids"].shape == (3, 1, 9)
+    assert batch["position_ids"][1, 0].tolist() == [6, 7, 8, 9, 10, 6, 7, 8, 9]
+    assert batch["text_position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert batch["score"].tolist() == [1.0, 2.0]
+
+
+def test_padding_free_does_not_guess_which_keys_follow_the_tokens():
+    def inner(features):
+        batch = packing("attention_mask")(features)
+        return batch | {"weights": batch["input_ids"] / 2}
+
+    with pytest.raises(CollateError, match=r"keys=.*'weights': TOKENS"):
+        wrap_collator(inner, padding_free=True)(NESTED)
+    batch = wrap_collator(inner, padding_free=True, keys={**KEYS, "weights": TOKENS})(NESTED)
+    assert batch["weights"].shape == (1, 9)
+    assert wrap_collator(inner, padding_free=True, keys={**KEYS, "weights": SAMPLE})(NESTED)["weights"].shape == (2, 6)
+
+
+def test_a_flat_row_without_the_padding_of_its_sample():
+    """LLaMA-Factory on flash attention drops the padding that its packed sample came with, and the mask."""
+    sample = {"input_ids": [1, 2, 3, 4, 5, EOS, EOS], "attention_mask": [1, 1, 1, 2, 2, 0, 0]}
+    ids, positions = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])
+    batch = wrap_collator(lambda features: {"input_ids": ids, "position_ids": positions})([sample])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    more = {"input_ids": [6, 7, EOS], "attention_mask": [1, 1, 0]}
+    batch = wrap_collator(lambda features: {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7]])})([sample, more])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7]
+
+
+def test_padding_inside_a_nested_sample_is_no_sequence():
+    hole = {"input_ids": ROWS[1], "attention_mask": [1, 0]}
+    batch = wrap_collator(packing(), attention_mask="2d")([[NESTED[0][0], hole], NESTED[1]])
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 0, 0], [1, 1, 1, 1, 0, 0]]
+
+
+def test_samples_are_read_before_the_inner_collator_writes_into_them():
+    def writing(features):
+        for feature in features:
+            feature["input_ids"] = feature["input_ids"] + [EOS] * (4 - len(feature["input_ids"]))
+        return {"input_ids": torch.tensor([feature["input_ids"] for feature in features])}
+
+    batch = wrap_collator(writing, attention_mask="2d")([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6]}])
+    assert batch["attention_mask"].sum(1).tolist() == [2, 4]
+
+
+# --- rows that are not ours to see
+
+
+def test_rows_put_together_behind_the_collator_are_refused():
+    with pytest.raises(CollateError, match=r"chosen_input_ids, rejected_input_ids.* behind the collator"):
+        wrap_collator(lambda features: {"chosen_input_ids": 1, "rejected_input_ids": 2})([{"chosen_ids": [1]}])
+
+
+def test_second_rows_do_not_get_the_positions_of_the_first():
+    def inner(features, side="left"):
+        return Inner("2d", side=side)(features) | {"KL_input_ids": torch.ones(2, 7), "KL_attention_mask": torch.ones(2, 7)}
+
+    dense_model = SimpleNamespace(layer_types=["full_attention"])
+    with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* with position_ids of the first"):
+        wrap_collator(inner, consumer="transformers", model=dense_model)(samples(3, 5))
+    right = wrap_collator(inner, consumer="transformers", model=dense_model)(samples(3, 5), side="right")
+    assert right["KL_attention_mask"].shape == (2, 7)
 
 
 # --- settings

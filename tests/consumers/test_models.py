@@ -41,6 +41,14 @@ class Peft(nn.Module):
         return self.base_model
 
 
+class ValueHead(nn.Module):
+    """TRL's before 1.0."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.pretrained_model = model
+
+
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_stack_is_told_by_the_classes_a_module_derives_from(stack):
     model = class_of("users", "Mine", STACKS[stack])()
@@ -49,6 +57,7 @@ def test_a_stack_is_told_by_the_classes_a_module_derives_from(stack):
         assert unwrap(wrapped) is model
     assert consumer_of(Peft(Wrapper(model))) == stack
     assert consumer_of(torch.compile(Wrapper(Peft(model)))) == stack
+    assert consumer_of(Wrapper(ValueHead(Peft(model)))) == stack
 
 
 @pytest.mark.parametrize(

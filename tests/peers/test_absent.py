@@ -11,13 +11,15 @@ BLOCKED = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("swift", "mcore_bridge", "megatron", "transformer_engine"):
+        if name.partition(".")[0] in ("swift", "mcore_bridge", "megatron", "transformer_engine", "trl"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.mark.parametrize("module", ["swift", "swift.masks", "megatron", "megatron.mcore_bridge", "verl.engine", "twinkle"])
+@pytest.mark.parametrize(
+    "module", ["swift", "swift.masks", "megatron", "megatron.mcore_bridge", "verl.engine", "twinkle", "trl"]
+)
 def test_importing_an_integration_imports_no_trainer(module):
     code = f"{BLOCKED}\nimport collate_npu.integrations.{module}\nassert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

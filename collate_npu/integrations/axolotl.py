@@ -1,0 +1,46 @@
+"""axolotl 0.19.0: one line of its YAML, `plugins: [collate_npu.integrations.axolotl.CollatePlugin]`.
+
+axolotl makes its plugins by name and calls `post_trainer_create` with the trainer it built (train.py:607). Whatever
+collator it chose is wrapped there; the trainers of `rl:` make rows behind theirs, so there each forward is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+
+from collate_npu.collate.wrapping import WrappedCollator, wrap_collator
+from collate_npu.consumers.models import needs_mask_2d, unwrap
+from collate_npu.integrations.trl import adapt_forward
+
+PACKAGE, TESTED = "axolotl", "0.19.0"
+
+
+class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there when types are checked
+    """Every batch of an axolotl run is proved, made right for its model, or refused.
+
+    With `sample_packing`, recurrent models and flash attention get one flat row with its offsets; sdpa and eager keep rows.
+    """
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Wrap the collators of a trainer, or watch the forwards of one whose rows are made behind its collator."""
+        if cfg.rl:
+            for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+                adapt_forward(model)
+            return
+        for name, packs in (("data_collator", cfg.sample_packing), ("eval_data_collator", cfg.eval_sample_packing)):
+            if (inner := getattr(trainer, name, None)) is not None:
+                setattr(trainer, name, _wrapped(inner, trainer.model, bool(packs)))
+
+
+def _wrapped(inner: Any, model: Any, packs: bool) -> WrappedCollator:
+    if packs and _is_patched(model):  # its layers read where sequences begin from the positions of one flat row
+        return wrap_collator(inner, padding_free=True)
+    flash = "flash" in str(getattr(unwrap(model).config, "_attn_implementation", ""))
+    return wrap_collator(inner, model=model, padding_free=packs and (flash or needs_mask_2d(model)))
+
+
+def _is_patched(model: Any) -> bool:
+    """Did axolotl put its own recurrent layers in? It does so where there is CUDA alone (loaders/patch_manager.py:573)."""
+    return any(type(module).forward.__module__.startswith("axolotl.monkeypatch") for module in model.modules())

@@ -1,0 +1,287 @@
+"""TRL's trainers, from their constructors, on a CPU: what each layer received, and each sequence against itself alone.
+
+TRL's own collators pad right with a 2D mask, which is right on every model here; a collator of the user's (`Left`) is not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+import trl
+from datasets import Dataset
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.utils import DPODataCollatorWithPadding
+from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
+from watching import Watch, with_kernels
+
+from collate_npu import CollateError, PaddingCollator, UnsupportedFormError, wrap_collator
+from collate_npu.integrations.trl import adapt_forward
+from collate_npu.testing import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+PAD = TOKENIZER.pad_token_id
+TEXTS = ["one, a short text", "two is a longer text than the one before it", "three", "four has some words"]
+PAIRS = {
+    "prompt": ["the sky is", "2 and 2"],
+    "chosen": [" blue and very wide", " are 4"],
+    "rejected": [" a cat", " is 5, they say"],
+}
+RIGHT, WRONG = 1e-5, 0.05
+MODELS = ["qwen3_next", "qwen3"]
+
+
+def settings(tmp_path, **more):
+    common = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "learning_rate": 0.0, "logging_steps": 1}
+    quiet = {"save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
+    return {"output_dir": str(tmp_path), **common, **quiet, "per_device_train_batch_size": 2, **more}
+
+
+def build(name):
+    model = tiny_model(name, vocab_size=len(TOKENIZER))
+    model.config.router_aux_loss_coef = 0.0  # the router's loss and a dense mask do not go together, and say so
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # else a batch differs from itself
+            module.p = 0.0
+    return model
+
+
+class Left:
+    """A user's own collator: TRL's batch moved to the right end, and a correct 4D mask, which recurrent layers skip."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, samples):
+        batch = dict(self.inner(samples))
+        keep = batch["attention_mask"].bool()
+        for key in ("input_ids", "attention_mask", "completion_mask"):
+            if key in batch:
+                batch[key] = torch.stack([row.roll(int((~k).sum())) for row, k in zip(batch[key], keep)])
+        causal = torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril()
+        return batch | {"attention_mask": batch["attention_mask"].bool()[:, None, None] & causal}
+
+
+def trained(trainer_class, model, args, data, collator, *more):
+    data = Dataset.from_dict(data)
+    return trainer_class(model, *more, args, train_dataset=data, processing_class=TOKENIZER, data_collator=collator)
+
+
+def dpo(model, tmp_path, collator):
+    args = trl.DPOConfig(**settings(tmp_path), max_length=80)
+    trainer = trained(trl.DPOTrainer, model, args, PAIRS, collator, build(model.name))
+    sequences = [row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
+    return trainer, sequences
+
+
+def kto(model, tmp_path, collator):
+    data = {
+        "prompt": PAIRS["prompt"] * 2,
+        "completion": PAIRS["chosen"] + PAIRS["rejected"],
+        "label": [True, True, False, False],
+    }
+    args = trl.KTOConfig(**settings(tmp_path, per_device_train_batch_size=4), max_length=80)
+    trainer = trained(trl.KTOTrainer, model, args, data, collator, build(model.name))
+    sequences = [
+        row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("completion_ids", "KL_completion_ids")
+    ]
+    return trainer, [list(ids) for ids in {tuple(ids) for ids in sequences}]
+
+
+def reward(model, tmp_path, collator):
+    from transformers import AutoModelForSequenceClassification
+
+    model.config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(model.config)
+    classifier.base_model.load_state_dict(model.base_model.state_dict())
+    args = trl.RewardConfig(**settings(tmp_path), max_length=80)
+    data = {key: [p + c for p, c in zip(PAIRS["prompt"], PAIRS[key])] for key in ("chosen", "rejected")}
+    trainer = trained(trl.RewardTrainer, classifier, args, data, collator)
+    return trainer, [row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
+
+
+PREFERENCE = {
+    "dpo": (dpo, dpo_trainer.DataCollatorForPreference),
+    "kto": (kto, kto_trainer.DataCollatorForUnpairedPreference),
+    "reward": (reward, reward_trainer.DataCollatorForPreference),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", PREFERENCE)
+def test_preference_trainers(kind, name, tmp_path):
+    """TRL's own collator is right; a left-padding one with a 4D mask is wrong on a hybrid model, and right when wrapped."""
+    make, collator = PREFERENCE[kind]
+    errors = {}
+    for case in ("own", "own wrapped", "left", "left wrapped", "left adapted"):
+        model = build(name)
+        model.name = name
+        inner = collator(pad_token_id=PAD) if case.startswith("own") else Left(collator(pad_token_id=PAD))
+        chosen = wrap_collator(inner, model=model) if case.endswith("wrapped") else inner
+        trainer, sequences = make(model, tmp_path, chosen)
+        if case == "left adapted":
+            adapt_forward(trainer.model)
+        with Watch(trainer.model) as seen:
+            if (kind, case) == ("kto", "left wrapped"):  # its second rows would get the positions of the first
+                with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or leave that collator"):
+                    trainer.train()
+                continue
+            trainer.train()
+        errors[case], compared = seen.error(sequences)
+        print(kind, name, case, f"{errors[case]:.1e}", compared, seen.masks)
+        assert compared >= len(sequences)
+        if case.endswith(("wrapped", "adapted")) and name == "qwen3_next":
+            assert all(form.startswith("int64") for form in seen.masks["linear_attn"])
+    assert (errors.pop("left") > WRONG) == (name == "qwen3_next")
+    assert max(errors.values()) < RIGHT
+
+
+def test_a_collator_for_rows_says_what_preference_data_needs(tmp_path):
+    model = build("qwen3_next")
+    model.name = "qwen3_next"
+    trainer, _ = dpo(model, tmp_path, PaddingCollator(TOKENIZER, model=model))
+    with pytest.raises(CollateError, match=r"samples of prompt_ids, chosen_ids, rejected_ids.* Wrap the collator"):
+        trainer.train()
+
+
+# --- trainers that take no collator
+
+
+def sft(model, tmp_path, **more):
+    args = trl.SFTConfig(**settings(tmp_path, per_device_train_batch_size=4), **more)
+    trainer = trained(trl.SFTTrainer, model, args, {"text": TEXTS}, None)
+    return trainer, [TOKENIZER(text)["input_ids"] for text in TEXTS]
+
+
+FLAT = {"packing": {"packing": True, "max_length": 64}, "padding_free": {"padding_free": True, "max_length": None}}
+
+
+@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize("name", MODELS)
+def test_flat_rows_of_sft(kind, name, tmp_path, monkeypatch):
+    """TRL refuses a collator there; the forward is adapted, and TRL still counts tokens, not entries of a mask."""
+    args = trl.SFTConfig(**settings(tmp_path), **FLAT[kind])
+    with pytest.raises(ValueError, match="custom data collator is not supported"):
+        trained(trl.SFTTrainer, build(name), args, {"text": TEXTS}, PaddingCollator(TOKENIZER))
+    model = with_kernels(monkeypatch, build(name))
+    trainer, sequences = sft(model, tmp_path, **FLAT[kind])
+    adapt_forward(trainer.model)
+    with Watch(trainer.model) as seen:
+        trainer.train()
+    error, compared = seen.error(sequences)
+    print(kind, name, f"{error:.1e}", compared, seen.masks)
+    assert compared == len(TEXTS)
+    assert error < RIGHT
+    assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in sequences)  # TRL adds an eos
+    if name == "qwen3_next":
+        assert seen.masks["linear_attn"] == {"None + cu_seq_lens_q + seq_idx"}
+
+
+def test_a_flat_row_without_kernels_or_with_a_routers_loss_is_refused(tmp_path):
+    trainer, _ = sft(build("qwen3_next"), tmp_path, **FLAT["packing"], router_aux_loss_coef=0.01)
+    hook = adapt_forward(trainer.model)
+    with pytest.raises(UnsupportedFormError, match="router's aux loss"):
+        trainer.train()
+    hook.remove()
+    trainer, _ = sft(build("qwen3_next"), tmp_path, **FLAT["packing"])
+    adapt_forward(trainer.model)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):  # transformers' own words
+        trainer.train()
+
+
+def test_a_family_whose_states_run_on_is_refused(tmp_path):
+    trainer, _ = sft(build("jamba"), tmp_path, **FLAT["packing"])
+    adapt_forward(trainer.model)
+    with pytest.raises(UnsupportedFormError, match="recurrent layers of jamba do not ask"):
+        trainer.train()
+
+
+def grpo(model, tmp_path):
+    short = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0, "per_device_train_batch_size": 4}
+    args = trl.GRPOConfig(**settings(tmp_path, **short))
+    prompts = Dataset.from_dict({"prompt": ["the", "a much longer prompt than that"] * 2})
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=args,
+        train_dataset=prompts,
+        processing_class=TOKENIZER,
+    )
+    scored, score = [], trainer._get_per_token_logps_and_entropies
+
+    def note(model, ids, mask, *args, **kwargs):
+        scored.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask))
+        return score(model, ids, mask, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = note
+    return trainer, scored
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "ours"), [("qwen3_next", True, True), ("gpt2", False, True), ("recurrent_gemma", False, None)]
+)
+def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
+    """It takes no collator. A 2D mask alone is wrong where positions are absolute and where a layer reads no mask."""
+    for adapted, right in ((False, own), (True, ours)):
+        model = build(name)
+        trainer, scored = grpo(model, tmp_path)
+        if adapted:
+            adapt_forward(trainer.model)
+        with Watch(trainer.model) as seen:
+            if right is None:
+                with pytest.raises(UnsupportedFormError, match="never reads it"):
+                    trainer.train()
+                continue
+            trainer.train()
+        error, compared = seen.error(scored)
+        print("grpo", name, "adapted" if adapted else "own", f"{error:.1e}", compared, seen.masks)
+        assert compared >= 4
+        assert error < RIGHT if right else error > WRONG
+
+
+def orpo(model, tmp_path, collator=None):
+    args = ORPOConfig(**settings(tmp_path, remove_unused_columns=False), max_length=80)
+    return trained(ORPOTrainer, model, args, PAIRS, collator)
+
+
+def test_orpo_joins_rows_behind_its_collator(tmp_path):
+    model = build("qwen3_next")
+    inner = DPODataCollatorWithPadding(pad_token_id=PAD)
+    with pytest.raises(CollateError, match=r"put together behind the collator.*adapt_forward\(model\)"):
+        orpo(model, tmp_path, wrap_collator(inner, model=model)).train()
+    trainer = orpo(model, tmp_path)
+    adapt_forward(trainer.model)
+    with Watch(trainer.model) as seen:
+        trainer.train()
+    rows = list(trainer.train_dataset)
+    error, compared = seen.error([row[f"{key}_input_ids"] for row in rows for key in ("chosen", "rejected")])
+    print("orpo", f"{error:.1e}", compared, seen.masks)
+    assert (compared, error < RIGHT) == (4, True)
+
+
+# --- adapt_forward itself
+
+
+def test_generation_passes_and_the_hook_comes_off():
+    model = build("qwen3_next").eval()
+    prompts = {"input_ids": torch.tensor([[PAD, 5, 6], [3, 4, 5]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    before = model.generate(**prompts, max_new_tokens=4, do_sample=False)
+    hook = adapt_forward(model)
+    assert torch.equal(model.generate(**prompts, max_new_tokens=4, do_sample=False), before)
+    with pytest.raises(CollateError, match="No key says which tokens are padding"):
+        model(input_ids=prompts["input_ids"])
+    hook.remove()
+    model(input_ids=prompts["input_ids"])
+
+
+def test_positional_arguments_reach_the_adapter():
+    model = build("gpt2").eval()
+    ids, keep = torch.tensor([[PAD, 5, 6], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    alone = model(torch.tensor([[5, 6]])).logits[0]
+    off = model(ids, attention_mask=keep).logits[0, 1:] - alone
+    adapt_forward(model)
+    on = model(ids, attention_mask=keep).logits[0, 1:] - alone
+    assert off.abs().max() > 0.1
+    assert on.abs().max() < 1e-4

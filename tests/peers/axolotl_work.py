@@ -1,0 +1,171 @@
+"""`axolotl train config.yaml`, with stand-ins for what only cards have; `python axolotl_work.py OUT.json FOLDER JOB...`.
+
+A job is "model setting ours|own". `ours` is one more line of the YAML: our plugin. A plugin of the tests hands over the data
+(its own preprocessing forks processes) and watches the model. triton and bitsandbytes are imported by axolotl at its top.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+import torch
+import transformers.trainer  # noqa: F401  these look for the hardware's libraries before others stand in for them
+import trl.trainer.sft_trainer  # noqa: F401
+from torch.utils._triton import has_triton, has_triton_package
+
+has_triton_package(), has_triton()
+
+
+class Anything:
+    def __init__(self, *args, **kwargs): ...
+
+    def __getattr__(self, name):
+        return Anything()
+
+    def __call__(self, *args, **kwargs):
+        return args[0] if args and callable(args[0]) else Anything()
+
+
+def stand_in(name, **held):
+    def missing(attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return Anything()
+
+    module = ModuleType(name)
+    module.__spec__, module.__path__, module.__getattr__ = ModuleSpec(name, None), [], missing
+    module.__dict__.update(held)
+    sys.modules[name] = module
+
+
+LINEAR = {name: type(name, (torch.nn.Linear,), {}) for name in ("Linear4bit", "Linear8bitLt")}
+stand_in("triton", __version__="3.4.0")
+stand_in("triton.language")
+stand_in("bitsandbytes", __version__="0.50.2")
+stand_in("bitsandbytes.nn", Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
+stand_in("bitsandbytes.functional", QuantState=type("QuantState", (), {}))
+
+import yaml
+from axolotl.cli.main import main
+from axolotl.common.datasets import TrainDatasetMeta
+from axolotl.integrations.base import BasePlugin, PluginManager
+from datasets import Dataset
+from watching import Watch
+
+from collate_npu.testing import byte_tokenizer, tiny_model
+
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+SETTINGS = {
+    "plain": {"sample_packing": False, "micro_batch_size": 4},
+    "packed": {"sample_packing": True, "micro_batch_size": 1, "pad_to_sequence_len": True},
+    "rows": {"sample_packing": True, "micro_batch_size": 2, "pad_to_sequence_len": True},
+    "patched": {"sample_packing": True, "micro_batch_size": 2, "pad_to_sequence_len": True},
+    "dpo": {"rl": "dpo", "micro_batch_size": 2, "sample_packing": False},
+}
+SEEN = {}
+
+
+def cuda_patch():
+    """What axolotl does where torch.cuda.is_available(), with stand-ins for fla's kernels: sequence by sequence."""
+    from axolotl.monkeypatch.models.qwen3_next import modeling
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    def convolve(x, weight, bias, activation, cu_seqlens):
+        assert (len(x), activation) == (1, "silu")
+        rows = [torch.nn.functional.pad(x[:, a:b].mT, (weight.shape[1] - 1, 0)) for a, b in pairwise(cu_seqlens.tolist())]
+        outs = [torch.nn.functional.conv1d(row, weight[:, None], bias, groups=len(weight)) for row in rows]
+        return torch.nn.functional.silu(torch.cat(outs, 2).mT), None
+
+    def delta_rule(*args, cu_seqlens, **kwargs):
+        assert len(args[0]) == 1
+        cut = {name: kwargs.pop(name) for name in ("g", "beta")}
+        parts = [
+            torch_chunk_gated_delta_rule(
+                *(x[:, a:b] for x in args), **{name: x[:, a:b] for name, x in cut.items()}, **kwargs
+            )
+            for a, b in pairwise(cu_seqlens.tolist())
+        ]
+        return torch.cat([part[0] for part in parts], 1), None
+
+    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, delta_rule
+    modeling.patch_qwen3_next_modeling_packing()
+
+
+class Data(BasePlugin):
+    """The tokenized data, and a Watch on the model."""
+
+    def load_datasets(self, cfg, preprocess=False):
+        rows = [byte_tokenizer()(text)["input_ids"] for text in TEXTS] * 2
+        table = {"input_ids": rows, "labels": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        table |= {"position_ids": [list(range(len(row))) for row in rows], "length": list(map(len, rows))}
+        if cfg.rl:
+            table = {"prompt": ["say "] * 4, "chosen": TEXTS, "rejected": TEXTS[::-1]}
+            rows = [byte_tokenizer()("say " + text)["input_ids"] for text in TEXTS]
+        SEEN["rows"] = {tuple(row) for row in rows}
+        return TrainDatasetMeta(train_dataset=Dataset.from_dict(table), eval_dataset=None, total_num_steps=1)
+
+    def post_trainer_create(self, cfg, trainer):
+        SEEN["trainer"] = trainer
+        SEEN["watch"] = Watch(trainer.model).__enter__()
+
+
+def saved_model(folder, name):
+    if not (folder / name).exists():
+        tokenizer = byte_tokenizer()
+        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def config(folder, model, setting, who):
+    plugins = ["axolotl_work.Data", *(["collate_npu.integrations.axolotl.CollatePlugin"] if who == "ours" else [])]
+    data = {"datasets": [{"path": str(folder / "none.jsonl"), "ds_type": "json", "type": "completion"}], "val_set_size": 0}
+    quiet = {"logging_steps": 1, "saves_per_epoch": 0, "save_strategy": "no", "output_dir": str(folder / "out")}
+    fixed = {"sequence_len": 64, "max_steps": 1, "num_epochs": 1, "learning_rate": 0.0, "optimizer": "adamw_torch"}
+    plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
+    more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
+    whole = {"base_model": saved_model(folder, model), "plugins": plugins, **data, **quiet, **fixed, **plain, **more}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(whole | SETTINGS[setting]), encoding="utf-8")
+    return str(path)
+
+
+def run(folder, model, setting, who):
+    SEEN.clear()
+    PluginManager.get_instance().plugins.clear()
+    if setting == "patched":
+        cuda_patch()
+    sys.argv = ["axolotl", "train", config(folder, model, setting, who), "--launcher", "python"]
+    refused = ""
+    try:
+        main()
+    except SystemExit as done:  # click ends so
+        refused = "" if not done.code else f"exit {done.code}"
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    watch = SEEN["watch"]
+    watch.__exit__()
+    watch.base.eval()
+    error, compared = watch.error(SEEN["rows"])
+    masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
+    collator = type(SEEN["trainer"].data_collator).__name__
+    return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+
+
+if __name__ == "__main__":
+    sys.modules["axolotl_work"] = sys.modules["__main__"]  # the plugin manager imports it by this name
+    out, folder, *jobs = sys.argv[1:]
+    found = {}
+    for job in jobs:
+        found[job] = run(Path(folder), *job.split())
+        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -1,0 +1,154 @@
+"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML, and its collators wrapped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("axolotl")
+from axolotl.utils.collators import (
+    BatchSamplerDataCollatorForSeq2Seq,
+    DataCollatorForSeq2Seq,
+    MambaDataCollator,
+    V2BatchSamplerDataCollatorForSeq2Seq,
+)
+from watching import gradient_error
+
+from collate_npu import CollateError, UnsupportedFormError, wrap_collator
+from collate_npu.testing import byte_tokenizer, tiny_model
+
+HERE = Path(__file__).parent
+RIGHT, WRONG = 1e-5, 0.05
+JOBS = ["qwen3_next plain ours", "qwen3 rows ours", "qwen3_next packed own", "qwen3_next packed ours", "qwen3_next dpo ours"]
+JOBS += ["qwen3_next patched ours"]  # the last: axolotl never takes that patch back
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every job gave; one process, one training step each."""
+    folder = tmp_path_factory.mktemp("axolotl")
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "axolotl_work.py"), str(folder / "out.json"), str(folder), *JOBS]
+    env = {**os.environ, **quiet, "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+
+
+def saw(runs, job):
+    found = runs[job]
+    print(job, f"{found['error']:.1e}", found["compared"], found["masks"], found["collator"], found["refused"][-300:])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("job", "collator"),
+    [
+        ("qwen3_next plain ours", "WrappedCollator"),
+        ("qwen3 rows ours", "WrappedCollator"),
+        ("qwen3_next patched ours", "WrappedCollator"),
+        ("qwen3_next dpo ours", "DataCollatorForPreference"),  # there the forward is watched
+    ],
+)
+def test_with_the_plugin_each_sequence_is_as_alone(runs, job, collator):
+    found = saw(runs, job)
+    assert (found["refused"], found["collator"]) == ("", collator)
+    assert found["compared"] >= 4
+    assert found["error"] < RIGHT
+
+
+def test_sample_packing_runs_states_together_in_silence_without_cuda_and_is_refused(runs):
+    own, ours = saw(runs, "qwen3_next packed own"), saw(runs, "qwen3_next packed ours")
+    assert own["refused"] == ""
+    assert own["error"] > WRONG
+    assert "The state of a recurrent layer may run from one sequence of a flat row into the next" in ours["refused"]
+    assert "Give each sequence its own row" in ours["refused"]  # sample_packing: false, which is `plain` above
+
+
+# --- the collators
+
+PACKERS = [BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq]
+SEQUENCES = [[5, 9, 2, 77, 3], [40, 41, 42], [7, 1, 8, 3, 200, 31, 64, 12, 6]]
+IDS = [SEQUENCES[:2], SEQUENCES[2:]]
+
+
+def samples(masked=True):
+    """Rows of samples, as axolotl's multipack sampler hands them over; its collators write into them."""
+    for row in IDS:
+        yield [
+            {"input_ids": list(ids), "labels": list(ids), "position_ids": list(range(len(ids)))}
+            | ({"attention_mask": [1] * len(ids)} if masked else {})
+            for ids in row
+        ]
+
+
+@torch.no_grad()
+def worst(model, batch, rows, side):
+    logits, gaps = model(**batch).logits, []
+    for b, row in enumerate(rows):
+        at = 0 if side == "right" else logits.shape[1] - sum(map(len, row))
+        for ids in row:
+            gaps.append(logits[b, at : at + len(ids)] - model(input_ids=torch.tensor([ids])).logits[0])
+            at += len(ids)
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("packer", PACKERS)
+def test_packed_rows(packer, masked, side):
+    tokenizer = byte_tokenizer(padding_side=side)
+    model = tiny_model("qwen3", vocab_size=len(tokenizer))
+    inner = packer(tokenizer, pad_to_multiple_of=8)
+    batch = wrap_collator(inner, model=model)(list(samples(masked)))
+    assert worst(model, batch, IDS, side) < 1e-4
+    assert gradient_error(model, batch, SEQUENCES) < 1e-5
+    flat = wrap_collator(inner, model=model, padding_free=True)(list(samples(masked)))
+    assert flat["input_ids"].shape == (1, 17)
+    assert worst(model, flat, [SEQUENCES], "right") < 1e-4
+    assert gradient_error(model, flat, SEQUENCES) < 1e-5
+    hybrid = tiny_model("qwen3_next", vocab_size=len(tokenizer))
+    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+        wrap_collator(inner, model=hybrid)(list(samples(masked)))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3"])
+def test_padded_rows(name, side):
+    tokenizer = byte_tokenizer(padding_side=side)
+    model = tiny_model(name, vocab_size=len(tokenizer))
+    features = [sample for row in samples() for sample in row]
+    batch = wrap_collator(DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8), model=model)(features)
+    assert worst(model, batch, [[ids] for ids in SEQUENCES], side) < 1e-4
+    assert gradient_error(model, batch, SEQUENCES) < 1e-5
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_alone_their_labels_train_one_sequence_to_begin_the_next(packer):
+    """Why the first label of every sequence is ignored: with the very same mask the gradient is another one."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model("qwen3", vocab_size=len(tokenizer))
+    inner = packer(tokenizer, pad_to_multiple_of=8)
+    ours, own = wrap_collator(inner, model=model)(list(samples())), inner(list(samples()))
+    assert gradient_error(model, {**ours, "labels": own["labels"]}, SEQUENCES) > 0.05
+
+
+def test_the_collator_for_mamba_has_no_mask():
+    """Its rows are told by the samples."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model("mamba2", vocab_size=len(tokenizer))
+    features = [sample for row in samples() for sample in row]
+    batch = wrap_collator(MambaDataCollator(tokenizer), model=model)(features)
+    assert batch["attention_mask"].sum(1).tolist() == [5, 3, 9]
+    assert worst(model, batch, [[ids] for ids in SEQUENCES], "right") < 1e-4
+    with pytest.raises(CollateError):
+        wrap_collator(
+            lambda features: MambaDataCollator(tokenizer)([{**f, "input_ids": f["input_ids"][1:]} for f in features])
+        )(features)

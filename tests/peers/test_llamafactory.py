@@ -1,0 +1,184 @@
+"""LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows and with images."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("llamafactory")
+HERE = Path(__file__).parent
+if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no sound is heard here
+    sys.modules["torchaudio"] = ModuleType("torchaudio")
+    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
+sys.path.insert(0, str(HERE.parent / "integration"))
+
+# ruff: noqa: E402
+from llamafactory.data import collator as theirs
+from tiny_vision import VOCAB, alone, sample, vision_model
+from watching import gradient_error
+
+from collate_npu import UnsupportedFormError, needs_mask_2d, wrap_collator
+from collate_npu.testing import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+RIGHT, WRONG = 1e-5, 0.05
+JOBS = [f"{stage} qwen3_next plain {who}" for stage in ("sft", "dpo", "kto", "rm") for who in ("own", "ours")]
+JOBS += ["sft qwen3_next neat own", "sft qwen3_next neat ours", "sft qwen3_next flat ours"]
+JOBS += ["sft qwen3 neat own", "sft qwen3 neat ours", "sft qwen3 flat ours", "sft qwen3_next lora ours"]  # PEFT last
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every job gave; one process, one training step each."""
+    if version("transformers") > "5.6.1":
+        pytest.skip("llamafactory 0.9.5 trains with transformers up to 5.6.0")
+    folder = tmp_path_factory.mktemp("llamafactory")
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "llamafactory_work.py"), str(folder / "out.json"), str(folder), *JOBS]
+    env = {**os.environ, **quiet, "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+
+
+def saw(runs, job):
+    found = runs[job]
+    print(job, f"{found['error']:.1e}", found["compared"], found["masks"], found["refused"][:120])
+    return found
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if "plain" in job or "lora" in job])
+def test_padded_rows_are_right(runs, job):
+    found = saw(runs, job)
+    assert not found["refused"]
+    assert found["compared"] >= 4
+    assert found["error"] < RIGHT
+    assert {form.split()[0] for form in found["masks"]["linear_attn"]} == {"int64"}
+
+
+def test_neat_packing_runs_states_together_in_silence_and_is_refused(runs):
+    own, ours = saw(runs, "sft qwen3_next neat own"), saw(runs, "sft qwen3_next neat ours")
+    assert own["collator"] == ours["collator"] == "SFTDataCollatorWith4DAttentionMask"
+    assert not own["refused"]
+    assert own["error"] > WRONG
+    assert "carries its state from one sequence of a row into the next" in ours["refused"]
+    assert "Give each sequence its own row" in ours["refused"]  # neat_packing: false, which is `plain` above
+    assert "before transformers 5.20" in saw(runs, "sft qwen3_next flat ours")["refused"]
+
+
+@pytest.mark.parametrize("who", ["neat own", "neat ours", "flat ours"])
+def test_neat_packing_of_attention_alone_is_right(runs, who):
+    found = saw(runs, f"sft qwen3 {who}")
+    assert (found["refused"], found["compared"]) == ("", 4)
+    assert found["error"] < RIGHT
+
+
+# --- the collators
+
+
+def template(plugin=None):
+    silent = SimpleNamespace(image_token=None, audio_token=None, get_mm_inputs=lambda *args: {})
+    return SimpleNamespace(mm_plugin=plugin or silent)
+
+
+def packed(lengths, width=16):
+    """A row as `PackedSupervisedDatasetProcessor` makes it: numbers, positions, and padding up to the cutoff."""
+    ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in enumerate(lengths, 1)]
+    fill, joined = width - sum(lengths), [token for row in ids for token in row]
+    return ids, {
+        "input_ids": joined + [TOKENIZER.pad_token_id] * fill,
+        "labels": joined + [-100] * fill,
+        "attention_mask": [n for n, row in enumerate(ids, 1) for _ in row] + [0] * fill,
+        "position_ids": [i for row in ids for i in range(len(row))] + [0] * fill,
+    }
+
+
+def sft(model, attn="sdpa", dtype=torch.float32):
+    return theirs.SFTDataCollatorWith4DAttentionMask(
+        tokenizer=TOKENIZER,
+        template=template(),
+        model=model,
+        pad_to_multiple_of=8,
+        block_diag_attn=True,
+        neat_packing=True,
+        attn_implementation=attn,
+        compute_dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def worst(model, batch, rows):
+    logits = model(**batch).logits
+    pieces = [(b, at, ids) for b, row in enumerate(rows) for at, ids in zip(starts(row), row)]
+    gaps = [logits[b, at : at + len(ids)] - model(input_ids=torch.tensor([ids])).logits[0] for b, at, ids in pieces]
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+def starts(row):
+    return [sum(map(len, row[:n])) for n in range(len(row))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_4d_of_neat_packing(dtype):
+    rows, features = zip(*map(packed, ([5, 3], [4, 2, 1])))
+    model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
+    batch = wrap_collator(sft(model, dtype=dtype), model=model)(list(features))
+    assert batch["attention_mask"].shape == (2, 1, 16, 16)
+    assert worst(model, batch, rows) < 1e-4
+    assert gradient_error(model, batch, [ids for row in rows for ids in row]) < 1e-5
+    hybrid = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
+    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+        wrap_collator(sft(hybrid, dtype=dtype), model=hybrid)(list(features))
+
+
+def test_the_flat_row_of_neat_packing_on_flash_attention():
+    """It drops the padding and the mask, and leaves positions alone: the offsets that kernels read are added."""
+    rows, feature = packed([5, 3])
+    model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
+    batch = wrap_collator(sft(model, "flash_attention_2"), model=model)([feature])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    assert worst(model, batch, [rows]) < 1e-4
+
+
+class Images:
+    """The processor's part: here the pixels were made by hand."""
+
+    image_token = audio_token = None
+
+    def get_mm_inputs(self, images, *rest):
+        pixels, grids = zip(*images)
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
+
+
+def with_images(features):
+    for feature in features:
+        ids = feature["input_ids"]
+        images = [(feature["pixel_values"], feature["image_grid_thw"])]
+        yield {"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids), "images": images}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
+def test_multimodal_positions_are_kept(name, side):
+    model, tokenizer = vision_model(name), byte_tokenizer(padding_side=side)
+    samples = [sample(9, seed=1), sample(14, seed=2, image=(4, 8))]
+    inner = theirs.MultiModalDataCollatorForSeq2Seq(tokenizer=tokenizer, template=template(Images()), model=model)
+    tokenizer.pad_token_id = VOCAB - 1
+    own, ours = inner(list(with_images(samples))), wrap_collator(inner, model=model)(list(with_images(samples)))
+    assert ours["position_ids"].shape == own["position_ids"].shape == (4, *ours["input_ids"].shape)
+    assert torch.equal(ours["position_ids"], own["position_ids"])
+    with torch.no_grad():
+        logits = model(**{key: value for key, value in ours.items() if key not in ("labels", "rope_deltas")}).logits
+    for row, keep, feature in zip(logits, ours["attention_mask"].bool(), samples):
+        assert (row[keep] - alone(model, feature)).abs().max() < 1e-4
+    assert needs_mask_2d(model) == (name == "qwen3_5")

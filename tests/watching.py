@@ -1,0 +1,108 @@
+"""Watching a trainer's model: what its layers received, and how far each sequence is from the same sequence alone.
+
+Also stand-ins for the CUDA kernels of packed rows: transformers' own functions, run sequence by sequence where offsets say.
+Legend: B rows, S width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from itertools import pairwise
+
+import torch
+
+KERNELS = {"causal_conv1d_fn": ("seq_idx", 2), "torch_chunk_gated_delta_rule": ("cu_seqlens", 1)}
+
+
+class Watch:
+    """Hooks on a transformers model, from `with Watch(model) as seen`: the hidden states of each forward that trains."""
+
+    def __init__(self, model):
+        self.base = model.base_model
+        self.rows, self.masks = [], {}
+
+    def __enter__(self):
+        self.handles = [self.base.register_forward_hook(self._saw, with_kwargs=True)]
+        for name, module in self.base.named_modules():
+            if name.endswith(("linear_attn", "self_attn")):
+                self.handles.append(module.register_forward_pre_hook(self._layer(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *error):
+        for handle in self.handles:
+            handle.remove()
+
+    def _saw(self, module, args, kwargs, output):
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        if not kwargs.get("use_cache"):
+            self.rows += zip(ids.tolist(), output.last_hidden_state.detach().clone())
+
+    def _layer(self, name):
+        def note(module, args, kwargs):
+            mask = kwargs.get("attention_mask")
+            form = "None" if mask is None else f"{str(mask.dtype)[6:]} {list(mask.shape)}"
+            told = [key for key in ("cu_seq_lens_q", "seq_idx") if kwargs.get(key) is not None]
+            self.masks.setdefault(name.rpartition(".")[2], set()).add(" + ".join([form, *told]))
+
+        return note
+
+    @torch.no_grad()
+    def error(self, sequences):
+        """The largest difference of a hidden state to the sequence alone, over its size; and how many were compared."""
+        worst, found = 0.0, 0
+        for ids in map(list, sequences):
+            alone = None
+            for row, hidden in self.rows:
+                for at in (at for at in range(len(row) - len(ids) + 1) if row[at : at + len(ids)] == ids):
+                    if alone is None:
+                        one = torch.tensor([ids])
+                        alone = self.base(input_ids=one, attention_mask=torch.ones_like(one), use_cache=False)
+                        alone = alone.last_hidden_state[0]
+                    gap = (hidden[at : at + len(ids)] - alone).abs().max() / alone.abs().max()
+                    worst, found = max(worst, float(gap.nan_to_num(nan=torch.inf))), found + 1
+        return worst, found
+
+
+def gradient_error(model, batch, sequences):
+    """How far the gradient of the summed loss of a batch is from the sequences' own, relative to its size."""
+    apart = [{"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])} for ids in sequences]
+    own = sum(_gradient(model, one) for one in apart)
+    return float((_gradient(model, batch) - own).norm() / own.norm())
+
+
+def _gradient(model, batch):
+    model.zero_grad()
+    labels = batch["labels"][:, 1:].flatten()
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def with_kernels(monkeypatch, model):
+    """The model, with the functions that give way to a CUDA kernel run sequence by sequence."""
+    module = importlib.import_module(type(model).__module__)
+    for name, (key, axis) in KERNELS.items():
+        if (function := getattr(module, name, None)) is not None:
+            monkeypatch.setattr(module, name, _kernel(inspect.unwrap(function), key, axis))
+    return model
+
+
+def _kernel(plain, key, axis):
+    def run(*args, **kwargs):
+        if (told := kwargs.get(key)) is None:
+            return plain(*args, **kwargs)
+        length = args[0].shape[axis]
+        cuts = told.tolist() if key == "cu_seqlens" else [0, *(1 + told[0].diff().nonzero().flatten()).tolist(), length]
+
+        def cut(x, a, b):
+            tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[axis] == length
+            return x.narrow(axis, a, b - a) if tokens else x
+
+        parts = [
+            plain(*(cut(x, a, b) for x in args), **{k: cut(x, a, b) for k, x in kwargs.items()}) for a, b in pairwise(cuts)
+        ]
+        outs = [part[0] if isinstance(part, tuple) else part for part in parts]
+        return (torch.cat(outs, axis), parts[-1][1]) if isinstance(parts[0], tuple) else torch.cat(outs, axis)
+
+    return run
