@@ -238,6 +238,19 @@ PACKED_RECURRENT = Refusal(
 )
 
 
+def _holes(case: Case) -> str:
+    rows = [] if case.padding_free or not case.recurrent else list(case.segments.hole_rows)
+    return f"rows {rows[:8]} have padding between their tokens" if rows else ""
+
+
+HOLES_RECURRENT = Refusal(
+    of="padding inside a sequence, on recurrent layers",
+    when=_holes,
+    rule="The state of a recurrent layer decays over a hole, and its convolution reaches into it; {why}.",
+    remedy="Move the padding to one side of the tokens, or drop those tokens from the sample.",
+)
+
+
 def not_exact(case: Case) -> str:
     """Why None is wrong; "" where it is exact, or the row is flat."""
     return "" if case.padding_free or case.exact else case.exact.why

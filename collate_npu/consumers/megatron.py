@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from collate_npu.consumers import mindspeed
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Consumer, Form, Refusal, not_exact, route
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal, not_exact, route
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
@@ -24,7 +24,7 @@ MEGATRON = Consumer(
             when=lambda case: case.exact.why,
         ),
     ),
-    refuses=(PACKED_RECURRENT,),
+    refuses=(PACKED_RECURRENT, HOLES_RECURRENT),
     source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
     "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
 )

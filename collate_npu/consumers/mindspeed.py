@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
 
 TransformerEngine = Literal["own", "local", "separate"]
@@ -63,6 +63,7 @@ MINDSPEED_DENSE = Consumer(
     forms=(Form(form="masked", reads="bool [B, 1, S, S], True = blocked, always; padding that sees no key sees itself"),),
     refuses=(
         PACKED_RECURRENT,
+        HOLES_RECURRENT,
         _WINDOW,
         Refusal(
             of="flat rows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.mindspeed import NOT_EXACT
 
 
@@ -17,6 +17,7 @@ VERL = Consumer(
     forms=(Form(form="keep_2d", reads="bool [B, S], True = real"),),
     refuses=(
         PACKED_RECURRENT,
+        HOLES_RECURRENT,
         Refusal(
             of="several sequences in a row, and patterns other than causal",
             when=_more_than_2d,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.find import segments_from_batch, token_shape
 
 PACKAGE, TESTED = "trl", "1.16.0"
 
@@ -34,7 +34,7 @@ def adapt_forward(model: nn.Module, **settings: Any) -> RemovableHandle:
         batch = {**dict(zip(names, args)), **kwargs}
         if _decodes(batch):
             return None
-        flat = batch.get("attention_mask") is None and len(batch["input_ids"]) == 1
+        flat = batch.get("attention_mask") is None and token_shape(batch)[0] == 1
         segments = segments_from_batch(batch, polarity=adapter.polarity, pattern=adapter.declared, padding_free=flat)
         return (), adapter.render(batch, segments, padding_free=flat)
 
@@ -43,6 +43,6 @@ def adapt_forward(model: nn.Module, **settings: Any) -> RemovableHandle:
 
 def _decodes(batch: dict[str, Any]) -> bool:
     """Is this a step of generation whose cache holds the tokens before it? Its mask, if any, covers those too."""
-    mask, width = batch.get("attention_mask"), batch["input_ids"].shape[1]
+    mask, width = batch.get("attention_mask"), token_shape(batch)[1]
     cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
     return cached and (width == 1 or (mask is not None and mask.shape[-1] > width))

@@ -24,7 +24,7 @@ from swift_world import arguments  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, dense  # noqa: E402
+from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery, dense  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
 
@@ -165,7 +165,20 @@ def main() -> dict[str, Any]:
     for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
         swift.install() if who == "ours" else swift.uninstall()
         out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: world.build(name, cp=cp))
-    return out | (holes() | lookahead() if world.NATIVE else {})
+    return out | delivery() | (holes() | lookahead() if world.NATIVE else {})
+
+
+def delivery() -> dict[str, Any]:
+    """What `check_delivery` says of a left-padded batch, with what recurrent layers read and without it."""
+    swift.install()
+    (model,) = world.build("qwen3_next")
+    data, truth = wire("left")
+    batch = prepared("qwen3_next", "local", data)
+    bare = {key: value for key, value in batch.items() if key != "extra_block_kwargs"}
+    found = {"delivered": said(lambda: check_delivery(model, batch, segments=truth))}
+    found["not delivered"] = said(lambda: check_delivery(model, bare, segments=truth))
+    swift.uninstall()
+    return found
 
 
 def lookahead() -> dict[str, Any]:

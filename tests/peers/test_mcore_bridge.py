@@ -112,6 +112,13 @@ def test_routers_losses_do_not_count_padding_whatever_is_recomputed(found):
         assert found["native"][f"router losses, {method}, upstream"] > 0.1
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_check_delivery_asks_these_models_too(found, layer):
+    assert found[layer]["delivered"] == ""
+    said = found[layer]["not delivered"]
+    assert ("decoder.layers.0.self_attention" in said) == (layer == "native"), said  # transformers' reads the dense one
+
+
 # --- power: the same models without us
 
 
@@ -148,8 +155,8 @@ def test_upstream_a_layer_that_is_handed_the_2d_mask_raises(found):
 def test_a_hole_is_refused_because_it_would_be_wrong(found):
     by_gpt_batch, by_swift = found["native"]["hole, refused"]
     for text in (by_gpt_batch, by_swift):
-        assert "UnsupportedFormError: attention_mask_2d: got Segments(B=1, S=8" in text
-        assert "decays over a hole, and rows [0] have one" in text
+        assert "UnsupportedFormError: attention_mask" in text
+        assert "rows [0] have padding between their tokens" in text
     assert found["native"]["hole, not refused"] > 1e-2
     assert found["native"]["padding on both sides"] <= EXACT  # and this one is no hole
 

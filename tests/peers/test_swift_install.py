@@ -16,6 +16,7 @@ if importlib.util.find_spec("swift") is None:
 import te_stub  # noqa: E402, F401
 
 # isort: split  (the stand-ins stand before Megatron is imported)
+import torch  # noqa: E402
 from mcore_bridge.model.modules import TransformerLayer  # noqa: E402
 from swift.megatron.trainers import base, utils  # noqa: E402
 from swift.utils import import_external_file, patch_dataloader_external_plugins  # noqa: E402
@@ -46,6 +47,21 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
     swift.uninstall()
     assert base.prepare_batch is utils.prepare_batch is original
     swift.uninstall()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
+def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
+    """The names of the metrics, at every step: `all_gather_object` over HCCL takes device memory in silence."""
+    seen = []
+    world.npu(there)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda values, value, group=None: seen.append(group))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(swift, "gloo_group", lambda group: f"gloo of {group}")
+    swift.install()
+    torch.distributed.all_gather_object([None], "loss", group="dp and cp")
+    swift.uninstall()
+    torch.distributed.all_gather_object([None], "loss", group="dp and cp")
+    assert seen == ["gloo of dp and cp" if there else "dp and cp", "dp and cp"]
 
 
 def test_your_own_install_of_mcore_bridge_survives_ours_and_the_other_way_round():

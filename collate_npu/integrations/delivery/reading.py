@@ -75,12 +75,17 @@ class Judge:
         return "no 2D mask, and padding stands before real tokens" if self.case.inside else ""
 
     def _keep_of(self, received: Received) -> Tensor | None:
-        """The 2D mask this layer reads. Megatron's own GatedDeltaNet reads none (core/ssm/gated_delta_net.py), and
-        transformers' layers none under another name."""
-        module = type(received.module).__module__
-        given = [received.attention_mask] if module.startswith("transformers.") else [received.keep, received.attention_mask]
-        found = next((mask for mask in given if isinstance(mask, Tensor) and mask.ndim == 2), None)
-        return None if module.startswith("megatron.") else found
+        """The 2D mask this layer is masked by. Megatron's own GatedDeltaNet reads none (core/ssm/gated_delta_net.py), and
+        transformers' layers none under another name; mcore-bridge's get theirs from the layer around (`mcore_bridge`)."""
+        bases = [base.__module__.partition(".")[0] for base in type(received.module).__mro__]
+        keep, given = received.keep, received.attention_mask
+        if bases[0] in ("megatron", "transformers"):
+            keep = None
+        if keep is None and bases[0] == "mcore_bridge" and isinstance(given, Tensor) and given.ndim == 4:
+            return ~given[:, 0].all(dim=1) if "transformers" in bases else None  # gpts/qwen3_next.py:58-66 of 1.6.5
+        if keep is None and bases[0] != "megatron" and isinstance(given, Tensor) and given.ndim == 2:
+            keep = given
+        return keep
 
     def _told_offsets(self, received: Received) -> bool:
         """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`; Megatron's layers one object."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,9 +68,15 @@ def received_calls(model: nn.Module) -> Iterator[dict[str, Received]]:
 
 
 def by_readers(received: Mapping[str, Received]) -> dict[str, Received]:
-    """Those of the innermost modules: what stands around them hands a mask on."""
-    around = {name[:end] for name in received for end, letter in enumerate(name) if letter == "."}
-    return {name: what for name, what in received.items() if name not in around}
+    """Those of the innermost modules: what stands around them hands a mask on, or acts on `attention_mask_2d` for them."""
+    around = {name: [name[:end] for end, letter in enumerate(name) if letter == "."] for name in received}
+    readers = received.keys() - {outer for names in around.values() for outer in names}
+    return {name: _with_keep(what, received, around[name]) for name, what in received.items() if name in readers}
+
+
+def _with_keep(what: Received, received: Mapping[str, Received], around: list[str]) -> Received:
+    given = [what.keep, *(received[name].keep for name in around if name in received)]
+    return replace(what, keep=next((keep for keep in given if keep is not None), None))
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def _hooks(model: nn.Module, record: Callable[[str, Received], None]) -> Iterato
     handles = [
         module.register_forward_pre_hook(_hook(name, record), with_kwargs=True)
         for name, module in model.named_modules()
-        if name.count(".") > 1 and "attention_mask" in inspect.signature(module.forward).parameters
+        if name.count(".") > 1 and _may_take_masks(module)
     ]
     try:
         yield
@@ -87,10 +93,20 @@ def _hooks(model: nn.Module, record: Callable[[str, Received], None]) -> Iterato
             handle.remove()
 
 
+def _may_take_masks(module: nn.Module) -> bool:
+    if type(module).__name__.startswith("Identity"):  # Megatron's, in the place of a cross attention that is not there
+        return False
+    parameters = inspect.signature(module.forward).parameters
+    return "attention_mask" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def _hook(name: str, record: Callable[[str, Received], None]) -> Any:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        signature = inspect.signature(module.forward)
+        takes, bound = signature.parameters, signature.bind_partial(*args, **kwargs)
         named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        if "attention_mask" not in takes and not {"attention_mask", KEEP_KEY} & named.keys():
+            return
         first = next((value for value in named.values() if isinstance(value, Tensor)), None)
         offsets = {key: named[key] for key in of_kind(KEYS, "offsets") if named.get(key) is not None}
         record(

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.consumers.consumer import PACKED_RECURRENT
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
@@ -62,14 +62,10 @@ def masks_padding(mcore_model_type: str | None) -> bool:
 
 def refuse_unmaskable(segments: Segments) -> None:
     """Raise where no zeroed input helps a recurrent layer: several sequences in a row, or padding inside one."""
-    if segments.packed:
-        rows = [b for b, row in enumerate(segments.lengths) if len(row) > 1]
-        rule = PACKED_RECURRENT.rule.format(why=f"rows {rows[:8]} hold several sequences")
-        raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, PACKED_RECURRENT.remedy))
-    if holes := segments.hole_rows:
-        rule = f"The state of a recurrent layer decays over a hole, and rows {list(holes[:8])} have one."
-        remedy = "Move the padding to one side of the tokens, or leave these tokens out of the row."
-        raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), rule, remedy))
+    case = Case(segments=segments, model=Model(needs_mask_2d=True))
+    for refusal in (PACKED_RECURRENT, HOLES_RECURRENT):
+        if why := refusal.when(case):
+            raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), refusal.rule.format(why=why), refusal.remedy))
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:

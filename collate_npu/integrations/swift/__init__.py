@@ -26,6 +26,7 @@ from collate_npu.integrations.swift.pooling import get_last_tokens, pooled
 from collate_npu.integrations.swift.transformers_backend import check_batch
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.polarity import Polarity
+from collate_npu.parallel import gloo_group
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
@@ -46,16 +47,26 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
     if trainers:
         from swift.megatron.trainers import base, utils
+        from transformers.utils import is_torch_npu_available
 
         ours = _Trainers(mask_2d=mask_2d, polarity=polarity)
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
+        if is_torch_npu_available():
+            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
 
 
 def uninstall() -> None:
     """Give back what `install` took, and leave every other patch in place: your own `mcore_bridge.install()` too."""
     patching.release(PACKAGE)
+
+
+def _by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
+    """Python objects never meet HCCL: ms-swift gathers the names of its metrics at every step (trainers/trainer.py:108)."""
+    ranks = torch.distributed.group.WORLD if group is None else group
+    here = torch.distributed.get_rank(ranks) >= 0
+    return original(values, value, group=gloo_group(ranks) if here else ranks)
 
 
 class _OnMeta(TorchFunctionMode):
