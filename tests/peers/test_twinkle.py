@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from twinkle_rows import feature, features, grid, npu, platform, processor  # noqa: F401
 
-from collate_npu import CollateError, ContextParallel, Segments, dense, last_token
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense, last_token
 from collate_npu.integrations import twinkle
 from collate_npu.parallel import join_shards, query_rows
 
@@ -73,16 +73,15 @@ def test_flat_rows_are_twinkles():
     assert "attention_mask_2d" not in ours
 
 
-# --- padding side, zeros inside a mask, both multiples
+# --- padding side, zeros of a mask, both multiples
 
 
 @given(st.data(), st.sampled_from(["left", "right"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_side_zeros_and_multiples(data, side, tp, cp):
     lengths = data.draw(LENGTHS)
-    masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
-    for mask in masks:
-        mask[0] = 1
+    reals = [data.draw(st.integers(1, n)) for n in lengths]
+    masks = [[1] * real + [0] * (n - real) for n, real in zip(lengths, reals)]
     rows = [feature(n, 10 * (b + 1), mask) for b, (n, mask) in enumerate(zip(lengths, masks))]
     mesh = grid(tp, cp)
     multiple = tp * (2 * cp if cp > 1 else 1)
@@ -104,6 +103,14 @@ def test_side_zeros_and_multiples(data, side, tp, cp):
         assert torch.equal(out["attention_mask"], dense(truth, polarity="masked", rows=rows_of_rank))
     else:
         assert truth.padding_side in ("none", "right")
+
+
+def test_zeros_inside_a_mask_are_a_hole_that_attention_passes_over_and_a_state_does_not():
+    rows = [feature(6, 10), feature(5, 50, [1, 1, 0, 1, 1])]
+    masked = processor(needs=False)(copy.deepcopy(rows))[0]["attention_mask"]
+    assert torch.equal(masked, dense(Segments.from_keep([[1] * 6, [1, 1, 0, 1, 1, 0]]), polarity="masked"))
+    with pytest.raises(UnsupportedFormError, match="decays over a hole"):
+        processor()(rows)
 
 
 def test_every_token_key_keeps_its_places_under_cp():

@@ -41,7 +41,7 @@ class Hybrid(nn.Module):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_hybrid_model_computes_each_sample_alone(side, tp):
-    rows = [feature(6, 10), feature(3, 30), feature(5, 50, [1, 1, 0, 1, 1])]
+    rows = [feature(6, 10), feature(3, 30), feature(5, 50, [1, 1, 1, 1, 0])]
     out = processor(grid(tp), padding_side=side)(copy.deepcopy(rows))[0]
     model = Hybrid()
     logits = model(**{key: value for key, value in out.items() if key != "labels"})
