@@ -3,6 +3,7 @@ they can inside a test (CI runs the two of the set-up literally)."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.models
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "collate_npu" / "guide").glob("*.md"))
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.M | re.S)
 PYTHON = [
     (code, BLOCKS[i + 1][1] if BLOCKS[i + 1 : i + 2] and BLOCKS[i + 1][0] == "text" else "")
@@ -65,15 +67,15 @@ def test_the_table_of_consumers_is_what_they_say_of_themselves():
     assert shown[1] == table()
 
 
-def test_every_name_of_ours_in_the_text_is_real():
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_every_name_of_ours_in_the_text_is_real(page):
     """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""
-    prose = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
-    names = set(re.findall(r"`(?:collate_npu\.)?((?:integrations|kernels|consumers|masks)\.[\w.]+)", prose))
-    assert len(names) >= 8
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"\b(?:collate_npu\.)?((?:integrations|kernels|consumers|masks)\.[\w.]+\w)", text))
+    assert names
     for name in names:
-        assert is_ours(name.rstrip(".").split(".")), name
-    files = set(re.findall(r"`((?:collate_npu|tests|benchmarks)/[\w./-]+)`", prose))
-    assert files
+        assert is_ours(name.split(".")), name
+    files = set(re.findall(r"`((?:collate_npu|tests|benchmarks)/[\w./-]+)`", text))
     assert all((ROOT / file).exists() for file in files)
 
 
@@ -114,3 +116,19 @@ def test_installs_name_real_extras():
         words = shlex.split(line)
         for extra in re.findall(r"(?:collate-npu|\.)\[(\w+)\]", " ".join(words)):
             assert re.search(rf"^{extra} = \[", project, flags=re.M)
+
+
+def test_every_link_of_the_readme_leads_to_a_page_and_every_page_is_linked():
+    linked = {ROOT / path for path in re.findall(r"\]\((collate_npu/[^)#]+)\)", TEXT)}
+    assert all(path.exists() for path in linked)
+    assert linked >= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_of_a_page_import_what_is_there(page):
+    """They need the stacks themselves, whose peer tests run the same calls; here, their syntax and our names."""
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collate_npu."):
+                home = str(node.module).split(".")[1:]
+                assert all(is_ours([*home, name.name]) for name in node.names), code
