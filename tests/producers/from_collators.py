@@ -15,7 +15,7 @@ from producing import Producer, emitted
 from verdicts import Case
 
 HF = ("transformers",)
-TRL = ("trl",)
+TRL = ("trl>=1",)
 EOS = 1
 FLAT = ("none", "packed")
 
