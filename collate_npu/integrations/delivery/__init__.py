@@ -7,14 +7,16 @@ modules (ms-swift's too)::
     guard_first_batch(model)            # the first forward is checked, then the guard is gone
     check_delivery(model, batch)        # or by hand, with the arguments of model(**batch)
 
-Costs one forward pass without gradients, with `alone=True` five.
+A check by hand costs one forward pass without gradients, with `alone=True` five; the guard looks at the trainer's own.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -45,8 +47,9 @@ class Delivery:
     """How far two sequences are from themselves alone; None where that was not asked."""
 
     def __str__(self) -> str:
-        told = "\n".join(f"{name}: {what}" for name, what in self.layers.items())
-        return told if self.alone is None else f"{told}\n{self.alone}"
+        counts = Counter(self.layers.values())
+        told = "; ".join(f"{what} to {times} layers" for what, times in counts.items())
+        return f"collate_npu: every layer got what the batch says: {told}{'' if self.alone is None else f'; {self.alone}'}"
 
 
 def check_delivery(
@@ -72,42 +75,68 @@ def check_delivery(
     if stack not in ("transformers", "megatron"):
         rule = "Layers are known of transformers and Megatron-core modules."
         raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself, unwrapped."))
-    if stack == "megatron" and (late := start_problem()):
-        rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
-        raise CollateError(explain("mindspeed", late, rule, "Mend the order of imports, and start again."))
+    _check_start(inner)
     forward = forward or _forward(inner, stack)
-    case = _case(inner, batch, segments, pattern)
+    case = _case(inner, batch, {"segments": segments, "pattern": pattern})
     with received_calls(inner) as received:
         logits = run(inner, forward, batch)
-    readers = by_readers(received)
-    _raise_wrong(Judge(model=inner, case=case, cp=context_parallel), readers)
-    layers = {name: str(what) for name, what in readers.items()}
-    return Delivery(layers=layers, alone=check_alone(inner, batch, case, logits, forward) if alone else None)
+    found = _judged(inner, case, received, context_parallel)
+    return replace(found, alone=check_alone(inner, batch, case, logits, forward)) if alone else found
 
 
-def guard_first_batch(model: Any, **settings: Any) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it, before it runs; the guard is then gone.
+def guard_first_batch(
+    model: Any, *, alone: bool = False, report: Callable[[Delivery], object] = print, **settings: Any
+) -> Callable[[], None]:
+    """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
 
-    `settings` are those of `check_delivery`. Returns a function that takes the guard off earlier. Every rank guards, or
-    none: the check runs the model, collectives and all.
+    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
+    rank must guard. `settings` are those of `check_delivery`. What was proved goes to `report`. The guard is then gone;
+    the function that this returns takes it off earlier.
     """
     inner = unwrap(model)
     names = list(inspect.signature(inner.forward).parameters)
+    held = ExitStack()
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        check_delivery(inner, {**dict(zip(names, args)), **kwargs}, **settings)
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = {**dict(zip(names, args)), **kwargs}
+        if alone:
+            held.close()
+            report(check_delivery(inner, batch, alone=True, **settings))
+        else:
+            _check_start(inner)
+            received = held.enter_context(received_calls(inner))
+            after = inner.register_forward_hook(lambda *_: judge(batch, received), always_call=False)
+            held.callback(after.remove)
+            first.remove()
 
-    handle = inner.register_forward_pre_hook(check, with_kwargs=True)
-    remove: Callable[[], None] = handle.remove
-    return remove
+    def judge(batch: dict[str, Any], received: dict[str, Received]) -> None:
+        held.close()
+        report(_judged(inner, _case(inner, batch, settings), received, settings.get("context_parallel")))
+
+    first = inner.register_forward_pre_hook(before, with_kwargs=True)
+    held.callback(first.remove)
+    return held.close
 
 
-def _case(model: nn.Module, batch: Mapping[str, Any], segments: Segments | None, pattern: str | Pattern | None) -> Case:
-    about = Model.of(model)
+def _check_start(model: nn.Module) -> None:
+    if consumer_of(model) == "megatron" and (late := start_problem()):
+        rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
+        raise CollateError(explain("mindspeed", late, rule, "Mend the order of imports, and start again."))
+
+
+def _judged(model: nn.Module, case: Case, received: Mapping[str, Received], cp: ContextParallel | None) -> Delivery:
+    readers = by_readers(received)
+    _raise_wrong(Judge(model=model, case=case, cp=cp), readers)
+    return Delivery(layers={name: str(what) for name, what in readers.items()}, alone=None)
+
+
+def _case(model: nn.Module, batch: Mapping[str, Any], settings: Mapping[str, Any]) -> Case:
+    about, truth, pattern = Model.of(model), settings.get("segments"), settings.get("pattern")
     declared = pattern or ("bidirectional" if about.pattern == "bidirectional" else None)
-    flat = token_shape(batch)[0] == 1 and any(batch.get(key) is not None for key in of_kind(batch, "offsets"))
-    truth = segments or segments_from_batch(batch, pattern=declared, padding_free=flat)
+    rows = token_shape(batch)[0] if truth is None else len(truth.ids)
+    flat = rows == 1 and any(batch.get(key) is not None for key in of_kind(batch, "offsets"))
+    if truth is None:
+        truth = segments_from_batch(batch, pattern=declared, padding_free=flat)
     return Case(segments=truth, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
 
 
