@@ -91,9 +91,10 @@ def test_megatron_sft_on_an_npu_hands_both_masks_to_the_layers_that_read_them(he
     folder, data = here
     words = (*MEGATRON, *data, "--attention_backend", "local", "--global_batch_size", "3", "--dataloader_num_workers", "1")
     words += ("--external_plugins", PLUGIN, RECORDER)
-    env = {"USE_MCORE_GDN": "0", "SWIFT_NPU": "1", "SWIFT_LEFT": "1"}
+    env = {"USE_MCORE_GDN": "0", "SWIFT_NPU": "1", "SWIFT_LEFT": "1", "COLLATE_NPU_GUARD": "1"}
     code, said, ran = run("megatron", *words, record=folder / "npu", ranks=1, **env)
     assert code == 0, said[-3000:]
+    assert said.count("collate_npu: every layer got what the batch says: ") == 1
     assert len(ran[0]["steps"]) == 2
     for step in ran[0]["steps"]:
         width, keep = max(step["lengths"]), rows_of(step["lengths"], max(step["lengths"]))
@@ -111,8 +112,10 @@ def test_megatron_sft_on_two_ranks_gives_none_and_the_routers_their_padding(here
     """ms-swift's defaults: flash attention, Megatron's own Gated DeltaNet; two workers a rank."""
     folder, data = here
     words = (*MEGATRON, *data, "--global_batch_size", "6", "--dataloader_num_workers", "2", "--train_iters", "1")
-    code, said, ran = run("megatron", *words, "--external_plugins", PLUGIN, RECORDER, record=folder / "two", ranks=2)
+    words += ("--external_plugins", PLUGIN, RECORDER)
+    code, said, ran = run("megatron", *words, record=folder / "two", ranks=2, COLLATE_NPU_GUARD="1")
     assert code == 0, said[-3000:]
+    assert said.count("collate_npu: every layer got what the batch says: ") == 2
     assert len(ran) == 2
     for process in ran:
         (step,) = process["steps"]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.integrations.swift import guard
 from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.integrations.swift.pooling import get_last_tokens, pooled
 from collate_npu.integrations.swift.transformers_backend import check_batch
@@ -39,7 +40,7 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `mask_2d` is
     what a context-parallel rank gets: Gated DeltaNet takes "local", from megatron-core 0.18 on (before, it has no context
     parallelism). `polarity` declares the 4D masks of a custom collator; undeclared, it is proved. A second call takes the
-    place of the first. Undone by `uninstall`.
+    place of the first. Undone by `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guard.py`).
     """
     uninstall()
     from swift.template.base import Template
@@ -53,6 +54,8 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
+        if guard.wanted():
+            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", guard.guarded)
         if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
 

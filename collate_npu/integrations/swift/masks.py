@@ -54,7 +54,7 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     from transformers.utils import is_torch_npu_available
 
     device = next(value.device for value in out.values() if isinstance(value, Tensor))
-    cp, npu, info = _context_parallel(args, mask_2d), bool(is_torch_npu_available()), getattr(args, "model_info", None)
+    cp, npu, info = context_parallel(args, mask_2d), bool(is_torch_npu_available()), getattr(args, "model_info", None)
     config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
     # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
     kernel = kernel_of_args(args)
@@ -113,7 +113,8 @@ def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
         raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
-def _context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
+def context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
+    """This rank's place among those that share a row, as ms-swift cuts it; None alone."""
     if args.context_parallel_size == 1:
         return None
     from megatron.core import mpu

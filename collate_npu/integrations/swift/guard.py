@@ -1,0 +1,35 @@
+"""`COLLATE_NPU_GUARD=1`: the first batch of each model of a Megatron trainer of ms-swift is checked while it is trained on.
+
+Its trainers prepare a batch and run the model with it next (4.6.0 megatron/trainers/base.py:1108-1113), so the guard is set
+in between, with the truth of that batch. See `integrations.delivery`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from collate_npu.integrations.delivery import guard_first_batch
+from collate_npu.integrations.swift import masks as swift_masks
+
+_GUARDED: WeakSet[Any] = WeakSet()
+
+
+def wanted() -> bool:
+    """Did the user ask for it?"""
+    return os.environ.get("COLLATE_NPU_GUARD", "0").lower() not in ("0", "false", "no", "off", "")
+
+
+def guarded(original: Callable[..., Any], trainer: Any, data: Any, vp_stage: int | None = None) -> Any:
+    """In place of a trainer's `_prepare_batch`. Flat rows are left to ms-swift, and so are not looked at."""
+    model = trainer.unwrapped_models[vp_stage or 0]
+    if trainer.args.padding_free or model in _GUARDED:
+        return original(trainer, data, vp_stage)
+    _GUARDED.add(model)
+    segments = swift_masks.segments_from_swift(trainer.args, data)
+    cp = swift_masks.context_parallel(trainer.args, "local")
+    prepared = original(trainer, data, vp_stage)
+    guard_first_batch(model, segments=segments, context_parallel=cp)
+    return prepared
