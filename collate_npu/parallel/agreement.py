@@ -96,7 +96,9 @@ class _Meeting:
         if shape in self.seen:
             return
         count = self.say({name: value if isinstance(value, str) else value() for name, value in facts.items()})
-        self._check(self._heard(count, timeout))
+        heard = self._heard(count, timeout)
+        self._forget(count - 1)  # who has said this has heard the one before
+        self._check(heard)
         self.seen.add(shape)
 
     def _heard(self, count: int, timeout: timedelta) -> dict[int, dict[str, str]]:
@@ -115,6 +117,12 @@ class _Meeting:
             remedy = "Look at what they printed: they raised, or still hold a shape that all ranks had before."
             raise CollateError(explain("context parallel", f"no word of ranks {silent}", rule, remedy))
         return heard
+
+    def _forget(self, count: int) -> None:
+        import torch.distributed as dist
+
+        if count:
+            _store().delete_key(self._key(count, dist.get_rank()))
 
     def _check(self, heard: dict[int, dict[str, str]]) -> None:
         names = dict.fromkeys(name for facts in heard.values() for name in facts)

@@ -73,3 +73,16 @@ def messages(times: int) -> int:
         rows = [{"input_ids": [row, 2, 3, 4, 5]}, {"input_ids": [6, row]}]
         entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(rows), cp)
     return agreement._MEETINGS[ranks].count - before
+
+
+def kept(shapes: int) -> int:
+    """How many messages of this rank are still in the store, after so many new shapes."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    ranks = tuple(range(dist.get_world_size()))
+    for times in range(20, 20 + shapes):
+        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=times * cp.multiple)(ROWS), cp)
+    dist.barrier()
+    meeting = agreement._meeting(dist.group.WORLD)
+    keys = [meeting._key(count, dist.get_rank()) for count in range(1, meeting.count + 1)]
+    assert meeting.ranks == ranks
+    return sum(agreement._store().check([key]) for key in keys[-shapes:])

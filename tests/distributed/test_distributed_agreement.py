@@ -47,3 +47,7 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
 
 def test_a_shape_that_was_seen_costs_no_message(pair):
     assert pair(work.messages, 3) == [0, 0]
+
+
+def test_the_store_does_not_fill_up(pair):
+    assert pair(work.kept, 4) == [1, 1]
