@@ -428,6 +428,12 @@ REMEDIES = {
         lambda: adapt(RIGHT, HYBRID, "torchtitan"),
         lambda got: got["attention_masks"].shape == (2, 1, 5, 5),
     ),
+    "a hole on recurrent layers of Megatron": (
+        lambda: adapt(HOLE, HYBRID),
+        "Move the padding to one side of the tokens, or drop those tokens from the sample",
+        lambda: (adapt(LEFT, HYBRID), adapt(Segments([[1, 1, 1, 1]]), HYBRID)),
+        lambda got: torch.equal(got[0]["attention_mask_2d"], LEFT.keep) and got[1]["attention_mask"] is None,
+    ),
     "a hole on recurrent layers": (
         lambda: adapt(HOLE, HYBRID, "transformers"),
         "drop the tokens of a hole from the sample; padding_free=True does both",
