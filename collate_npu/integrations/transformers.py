@@ -10,7 +10,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from collate_npu.errors import CollateError, explain
+from collate_npu.integrations.delivery import check_delivery as check_delivery
 from collate_npu.integrations.delivery import guard_first_batch
+from collate_npu.integrations.delivery import received_masks as received_masks
 from collate_npu.keys import KEYS, of_kind
 
 PACKAGE, TESTED = "transformers", "5.23.0"

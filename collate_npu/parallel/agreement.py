@@ -1,9 +1,10 @@
 """Agreement: ranks that share a row compare what they hold, before any of them hands data to the others.
 
 A rank with another layout, width or truth makes wrong data on every rank, or a collective that never ends, without an
-error. So each rank says what it holds, once for each new shape, and all of them raise where two differ. A rank that raises
-says that too, and takes those who wait for it along. Costs one small message a rank through the store that
-`init_process_group` met by (no device, no collective of any backend), and nothing for a shape that was seen before.
+error. So each rank says at every call what it holds, and one that holds a new shape waits to hear the others: where two
+differ, it raises before any data moves. Where the shape is new to all, all of them raise. A rank that raises says that
+too, and takes those who wait for it along. Costs one small message through the store that `init_process_group` met by (no
+device, no collective of any backend), and the wait once for each new shape.
 """
 
 from __future__ import annotations
@@ -83,25 +84,29 @@ class _Meeting:
     seen: set[str] = field(default_factory=set)
     open: Facts | None = None
 
-    def say(self, facts: Mapping[str, str]) -> int:
-        """Leave this rank's facts for the others; they are the `count`-th it has left."""
+    def say(self, message: Mapping[str, Any]) -> int:
+        """Leave the `count`-th message of this rank for the others, and take away one that nobody waits for any more."""
         import torch.distributed as dist
 
+        store, rank = _store(), dist.get_rank()
         self.count += 1
-        _store().set(self._key(self.count, dist.get_rank()), json.dumps(facts))
+        store.set(self._key(self.count, rank), json.dumps(message))
+        if self.count > _KEPT:
+            store.delete_key(self._key(self.count - _KEPT, rank))
         return self.count
 
     def compare(self, facts: Facts, timeout: timedelta) -> None:
-        shape = json.dumps({name: value for name, value in facts.items() if isinstance(value, str)})
+        """Say what this rank holds, and hear the others where its shape is new."""
+        plain = {name: value for name, value in facts.items() if isinstance(value, str)}
+        shape = json.dumps(plain)
         if shape in self.seen:
+            self.say({"facts": plain})
             return
-        count = self.say({name: value if isinstance(value, str) else value() for name, value in facts.items()})
-        heard = self._heard(count, timeout)
-        self._forget(count - 1)  # who has said this has heard the one before
-        self._check(heard)
+        digests = {name: value() for name, value in facts.items() if not isinstance(value, str)}
+        self._check(self._heard(self.say({"facts": plain, "digests": digests}), timeout))
         self.seen.add(shape)
 
-    def _heard(self, count: int, timeout: timedelta) -> dict[int, dict[str, str]]:
+    def _heard(self, count: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
         store, heard = _store(), {}
         silent: list[int] = []
         for rank in self.ranks:
@@ -113,26 +118,20 @@ class _Meeting:
                 continue
             heard[rank] = json.loads(store.get(key))
         if silent:
-            rule = f"Before new shapes are exchanged every rank says what it holds, and these did not in {timeout}."
-            remedy = "Look at what they printed: they raised, or still hold a shape that all ranks had before."
+            rule = f"Every rank says what it holds before data is exchanged, and these did not in {timeout}."
+            remedy = "Look at what they printed: they raised, or did not come to this step."
             raise CollateError(explain("context parallel", f"no word of ranks {silent}", rule, remedy))
         return heard
 
-    def _forget(self, count: int) -> None:
-        import torch.distributed as dist
-
-        if count:
-            _store().delete_key(self._key(count, dist.get_rank()))
-
-    def _check(self, heard: dict[int, dict[str, str]]) -> None:
-        names = dict.fromkeys(name for facts in heard.values() for name in facts)
-        raised = {rank: facts["raised"] for rank, facts in heard.items() if "raised" in facts}
+    def _check(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
+        raised = {rank: message["raised"] for rank, message in heard.items() if "raised" in message}
         if raised:
             listed = "; ".join(f"rank {rank} raised {text}" for rank, text in raised.items())
             rule = "Ranks that share a row go on together or not at all."
             raise CollateError(explain("context parallel", listed, rule, "Mend what that rank says."))
-        apart = [f"{name} {_by_value(name, heard)}" for name in names if len({f.get(name) for f in heard.values()}) > 1]
-        if apart:
+        said = {rank: message["facts"] for rank, message in heard.items()}
+        digests = {rank: message["digests"] for rank, message in heard.items() if "digests" in message}
+        if apart := [*_apart(said), *_apart(digests)]:
             rule = "Ranks that share a row hold one batch: the same keys, shapes, tokens, truth and layout."
             remedy = "Give these ranks the same samples (a sampler by data-parallel rank) and settings, and pad alike."
             raise CollateError(explain("context parallel", "; ".join(apart), rule, remedy))
@@ -141,13 +140,26 @@ class _Meeting:
         return f"collate_npu/agreement/{'-'.join(map(str, self.ranks))}/{count}/{rank}"
 
 
-def _by_value(name: str, heard: Mapping[int, Mapping[str, str]]) -> str:
-    """`int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, facts in heard.items():
-        ranks.setdefault(facts.get(name, "absent"), []).append(rank)
-    return ", ".join(f"{value} on ranks {held}" for value, held in ranks.items())
+def _apart(said: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """What differs: `labels int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
+    names = dict.fromkeys(name for facts in said.values() for name in facts)
+    found = {name: _ranks_by_value(name, said) for name in names}
+    return [
+        f"{name} {', '.join(f'{value} on ranks {held}' for value, held in ranks.items())}"
+        for name, ranks in found.items()
+        if len(ranks) > 1
+    ]
 
+
+def _ranks_by_value(name: str, said: Mapping[int, Mapping[str, str]]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in said.items():
+        ranks.setdefault(facts.get(name, "absent"), []).append(rank)
+    return ranks
+
+
+_KEPT = 1024
+"""Messages of a rank that stay in the store: how many calls it may be ahead of one that waits."""
 
 _MEETINGS: dict[tuple[int, ...], _Meeting] = {}
 

@@ -63,26 +63,43 @@ def silent(seconds: float) -> str:
     return "went on alone"
 
 
-def messages(times: int) -> int:
-    """How many messages so many steps of one shape cost, after the first."""
+def waits(times: int) -> int:
+    """How often this rank waits for the others in so many steps of one shape, after the first."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    ranks = tuple(range(dist.get_world_size()))
     entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(ROWS), cp)
-    before = agreement._MEETINGS[ranks].count
-    for row in range(times):
-        rows = [{"input_ids": [row, 2, 3, 4, 5]}, {"input_ids": [6, row]}]
-        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(rows), cp)
-    return agreement._MEETINGS[ranks].count - before
+    heard, waited = agreement._Meeting._heard, []
+    agreement._Meeting._heard = lambda *given: waited.append(1) or heard(*given)
+    try:
+        for row in range(times):
+            rows = [{"input_ids": [row, 2, 3, 4, 5]}, {"input_ids": [6, row]}]
+            entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(rows), cp)
+    finally:
+        agreement._Meeting._heard = heard
+    return len(waited)
 
 
-def kept(shapes: int) -> int:
-    """How many messages of this rank are still in the store, after so many new shapes."""
+def new_to_one() -> str:
+    """A shape that all have seen; then the last rank comes with another one, alone. What it says."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    ranks = tuple(range(dist.get_world_size()))
-    for times in range(20, 20 + shapes):
-        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=times * cp.multiple)(ROWS), cp)
-    dist.barrier()
+    entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=5 * cp.multiple)(ROWS), cp)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=(6 if last else 5) * cp.multiple)(ROWS), cp)
+    except CollateError as error:
+        return str(error)
+    return ""
+
+
+def kept(calls: int, most: int) -> int:
+    """How many messages of this rank are in the store after so many calls, where `most` are kept."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    before, agreement._KEPT = agreement._KEPT, most
+    try:
+        for times in range(20, 20 + calls):
+            entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=times * cp.multiple)(ROWS), cp)
+    finally:
+        agreement._KEPT = before
     meeting = agreement._meeting(dist.group.WORLD)
-    keys = [meeting._key(count, dist.get_rank()) for count in range(1, meeting.count + 1)]
-    assert meeting.ranks == ranks
-    return sum(agreement._store().check([key]) for key in keys[-shapes:])
+    keys = [meeting._key(count, dist.get_rank()) for count in range(meeting.count - calls + 1, meeting.count + 1)]
+    dist.barrier()
+    return sum(agreement._store().check([key]) for key in keys)

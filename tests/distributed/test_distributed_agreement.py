@@ -45,9 +45,17 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
         pool.close()
 
 
-def test_a_shape_that_was_seen_costs_no_message(pair):
-    assert pair(work.messages, 3) == [0, 0]
+def test_a_shape_that_was_seen_is_not_waited_for(pair):
+    assert pair(work.waits, 3) == [0, 0]
+
+
+def test_a_shape_that_is_new_to_one_rank_alone_is_told_at_once(pool):
+    """The others hold a shape they have seen, and wait for nobody; the odd rank raises before any data moves."""
+    *others, odd = pool(work.new_to_one, seconds=20)
+    assert others == [""] * (pool.size - 1)
+    assert f"on ranks [{pool.size - 1}]" in odd
+    assert "input_ids int64 [2, " in odd
 
 
 def test_the_store_does_not_fill_up(pair):
-    assert pair(work.kept, 4) == [1, 1]
+    assert pair(work.kept, 6, 2) == [2, 2]
