@@ -17,7 +17,7 @@ import te_stub  # noqa: E402, F401
 # isort: split  (the stand-ins stand before Megatron is imported)
 import torch  # noqa: E402
 from megatron.core import mpu  # noqa: E402
-from swift_fixtures import KINDS, LENGTHS, as_kind  # noqa: E402
+from swift_fixtures import KINDS, LENGTHS, LOCAL, as_kind  # noqa: E402
 from swift_world import (  # noqa: E402
     MODEL_TYPES,
     MULTIMODAL,
@@ -29,7 +29,7 @@ from swift_world import (  # noqa: E402
 
 from collate_npu import Segments, dense, split_batch  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.parallel import ContextParallel, query_rows  # noqa: E402
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor  # noqa: E402
 
 pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -112,6 +112,20 @@ def test_local_kernels_read_a_dense_mask_of_this_ranks_rows(world, kind, side, l
         assert ("attention_mask_2d" in batch) == (model_type in NEEDS_2D)
         if model_type in NEEDS_2D:
             assert torch.equal(batch["attention_mask_2d"], split_batch({"x": truth.keep, "input_ids": truth.ids}, cp)["x"])
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 2)], ids=lambda place: f"rank {place[0]} of {place[1]}")
+@pytest.mark.usefixtures("installed")
+def test_padding_before_a_row_is_not_asked_for_its_first_token(world, place):
+    """Labels are rolled by ms-swift: where the first token is learned, the place before it would be asked for it."""
+    world.npu()
+    world.rank(*place)
+    args = arguments("qwen3", cp=place[1], **LOCAL)
+    data, truth = as_kind(args, "2d", side="left")
+    labels = reaches_model(args, data)["labels"]
+    rolled = torch.where(truth.keep, data["labels"].roll(-1, dims=-1), -100)
+    assert torch.equal(labels, split_tensor(rolled, ContextParallel(place[1], place[0])))
+    assert (data["labels"].roll(-1, dims=-1)[~truth.keep] != -100).any(), "upstream asks"
 
 
 @pytest.mark.usefixtures("installed")

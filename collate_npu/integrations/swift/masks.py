@@ -22,7 +22,7 @@ from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import dense
 from collate_npu.masks.polarity import Polarity
-from collate_npu.parallel import ContextParallel, query_rows
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
@@ -61,6 +61,7 @@ def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Sc
     consumer = kernel if kernel == "mindspeed_dense" else "megatron"
     adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer=consumer, **config)
     _refuse_lookahead(args, out.get("labels"), segments)
+    out = {**out, **_asked_of_real_tokens(out.get("labels"), segments, cp)}
     wants_dense = _wants_dense(args, segments, kernel, npu, recurrent=adapter.route(segments).keeps_mask_2d)
     masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
     extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
@@ -94,6 +95,15 @@ def _wants_dense(args: Any, segments: Segments, kernel: str, npu: bool, *, recur
         )
         raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
     return mlp or bool(backend == "local" and kernel != "mindspeed")
+
+
+def _asked_of_real_tokens(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
+    """ms-swift rolls labels one place to the left, so that the padding before a row's tokens is asked for the first of them
+    (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Alone nothing is: padding is asked for nothing here."""
+    keep = segments.keep if cp is None else split_tensor(segments.keep, cp)
+    if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # of a classifier, or of another pipeline stage
+        return {}
+    return {"labels": labels.masked_fill(~keep.to(labels.device), -100)}
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
