@@ -18,7 +18,7 @@ from from_collators import EOS, joined, placed
 from producing import BIDIRECTIONAL, CAUSAL, Producer, case, emitted, keep_2d, there
 from verdicts import Case
 
-if there("mcore_bridge"):
+if there("swift"):
     sys.path.append(str(Path(__file__).parents[1] / "peers"))
     import te_stub  # noqa: F401  (its stand-ins come before megatron.core is imported)
 
