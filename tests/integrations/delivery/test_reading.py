@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu import ContextParallel, Segments, dense
+from collate_npu import ContextParallel, Segments, block_mask, dense
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.integrations.delivery.reading import Judge
 from collate_npu.integrations.delivery.received import Received
@@ -95,3 +95,36 @@ def test_packed_rows_of_recurrent_layers_need_their_offsets():
 def test_other_batches_of_the_same_model_are_not_asked():
     wrong = Received(module=nn.Module(), attention_mask=None, keep=None, offsets={}, hidden=(8, 7, 4), crosses=False)
     assert judge(LEFT).why_wrong("vision.core_attention", wrong) == ""
+
+
+def transformers_judge(segments, attn):
+    model = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})()
+    return Judge(model=model, case=Case(segments=segments, model=Model(needs_mask_2d=False, attn_implementation=attn)))
+
+
+def of_transformers(mask):
+    return Received(module=nn.Module(), attention_mask=mask, keep=None, offsets={}, hidden=(2, 8, 4), crosses=False)
+
+
+def test_a_block_mask_is_read_by_what_it_says_of_each_row():
+    asked = transformers_judge(LEFT, "flex_attention")
+    assert asked.why_wrong("self_attn", of_transformers(block_mask(LEFT))) == ""
+    assert "row 1 attends padding" in asked.why_wrong("self_attn", of_transformers(block_mask(RIGHT)))
+    assert "row 0 attends more than causal" in asked.why_wrong("self_attn", of_transformers(None))
+
+
+def test_what_a_dense_mask_means_depends_on_the_implementation():
+    keep, bias = dense(LEFT), dense(LEFT, polarity="bias")
+    for attn, mask, said in (
+        ("sdpa", keep, ""),
+        ("sdpa", bias, ""),
+        ("eager", bias, ""),
+        ("eager", keep, "which eager adds"),
+        ("sdpa", keep.long(), "which sdpa adds"),
+        ("sdpa", ~keep, "attends"),
+        ("flash_attention_2", LEFT.keep.long(), ""),
+        ("flash_attention_2", RIGHT.keep.long(), "other tokens"),
+        ("flash_attention_2", None, "row 1 attends padding"),
+    ):
+        told = transformers_judge(LEFT, attn).why_wrong("self_attn", of_transformers(mask))
+        assert (said in told) if said else told == "", (attn, told)
