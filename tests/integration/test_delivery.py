@@ -161,7 +161,8 @@ def test_the_layers_of_a_vision_tower_are_not_asked():
     images = {"pixel_values": torch.randn(1, 3, 8, 8)}
     inputs = BatchAdapter(model)(batch)
     found = check_delivery(model, inputs | images)
-    assert any("vision" in name for name in found.layers)
+    assert found.layers
+    assert not any("vision" in name for name in found.layers)
     with pytest.raises(CollateError, match="images of one row"):
         check_delivery(model, inputs | images, alone=True)
 
@@ -210,6 +211,12 @@ def test_the_model_is_left_as_it_was():
     check_delivery(model, BatchAdapter(model)(wire()), alone=True)
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_module_of_no_known_stack_is_refused_by_both():
+    for ask in (lambda model: check_delivery(model, {}), guard_first_batch):
+        with pytest.raises(CollateError, match="Layers are known of transformers and Megatron-core"):
+            ask(torch.nn.Linear(2, 2))
 
 
 def test_the_guard_looks_once_and_at_positional_arguments_too():

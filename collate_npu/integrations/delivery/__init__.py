@@ -70,13 +70,9 @@ def check_delivery(
     themselves and must give the same logits. `forward(**batch) -> logits [B, S, V]` stands for `model(**batch)` where
     that is not how the model is called; it must run the modules of `model`.
     """
-    inner = unwrap(model)
-    stack = consumer_of(model)
-    if stack not in ("transformers", "megatron"):
-        rule = "Layers are known of transformers and Megatron-core modules."
-        raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself, unwrapped."))
+    inner = _known(model)
     _check_start(inner)
-    forward = forward or _forward(inner, stack)
+    forward = forward or _forward(inner)
     case = _case(inner, batch, {"segments": segments, "pattern": pattern})
     with received_calls(inner) as received:
         logits = run(inner, forward, batch)
@@ -93,7 +89,7 @@ def guard_first_batch(
     rank must guard. `settings` are those of `check_delivery`. What was proved goes to `report`. The guard is then gone;
     the function that this returns takes it off earlier.
     """
-    inner = unwrap(model)
+    inner = _known(model)
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 
@@ -105,7 +101,7 @@ def guard_first_batch(
         else:
             _check_start(inner)
             received = held.enter_context(received_calls(inner))
-            after = inner.register_forward_hook(lambda *_: judge(batch, received), always_call=False)
+            after = inner.register_forward_hook(lambda *_: judge(batch, received))
             held.callback(after.remove)
             first.remove()
 
@@ -118,6 +114,14 @@ def guard_first_batch(
     return held.close
 
 
+def _known(model: Any) -> nn.Module:
+    inner: nn.Module = unwrap(model)
+    if consumer_of(model) not in ("transformers", "megatron"):
+        rule = "Layers are known of transformers and Megatron-core modules."
+        raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself."))
+    return inner
+
+
 def _check_start(model: nn.Module) -> None:
     if consumer_of(model) == "megatron" and (late := start_problem()):
         rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
@@ -125,8 +129,9 @@ def _check_start(model: nn.Module) -> None:
 
 
 def _judged(model: nn.Module, case: Case, received: Mapping[str, Received], cp: ContextParallel | None) -> Delivery:
-    readers = by_readers(received)
-    _raise_wrong(Judge(model=model, case=case, cp=cp), readers)
+    judge = Judge(model=model, case=case, cp=cp)
+    readers = {name: what for name, what in by_readers(received).items() if judge.asks(what)}
+    _raise_wrong(judge, readers)
     return Delivery(layers={name: str(what) for name, what in readers.items()}, alone=None)
 
 
@@ -140,8 +145,8 @@ def _case(model: nn.Module, batch: Mapping[str, Any], settings: Mapping[str, Any
     return Case(segments=truth, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
 
 
-def _forward(model: nn.Module, stack: str) -> Callable[..., Any]:
-    if stack == "transformers":
+def _forward(model: nn.Module) -> Callable[..., Any]:
+    if consumer_of(model) == "transformers":
         return lambda **batch: model(**batch).logits
     if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
         rule = "A stage of a pipeline runs by its schedule alone."
@@ -157,7 +162,7 @@ def _raise_wrong(judge: Judge, received: Mapping[str, Received]) -> None:
         if why := judge.why_wrong(name, what):
             faults.setdefault(why, []).append(name)
     if not received and (judge.case.inside or judge.case.segments.packed):
-        faults["no layer takes attention_mask"] = [type(judge.model).__name__]
+        faults["no layer of these tokens takes attention_mask"] = [type(judge.model).__name__]
     if faults:
         listed = "; ".join(f"{_few(names)}: {why}" for why, names in faults.items())
         rule = f"Each layer is told which tokens are real ({judge.case.segments!r}), in the form it reads."

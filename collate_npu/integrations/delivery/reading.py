@@ -38,8 +38,6 @@ class Judge:
 
     def why_wrong(self, name: str, received: Received) -> str:
         """Why this layer computes something else than the batch says; "" where it does not."""
-        if received.crosses or not self._of_these_tokens(received):
-            return ""
         if self._is_recurrent(name, received):
             return self._why_recurrent_wrong(received)
         return self._why_attention_wrong(received)
@@ -54,8 +52,10 @@ class Judge:
         keep = self.case.segments.keep
         return keep if self.cp is None else split_tensor(keep, self.cp)
 
-    def _of_these_tokens(self, received: Received) -> bool:
-        """A vision tower's layers, say, are not."""
+    def asks(self, received: Received) -> bool:
+        """Does this layer work on the tokens of this batch? A vision tower's does not, nor does cross attention."""
+        if received.crosses:
+            return False
         B, S = self.local_keep.shape
         shape = received.hidden[:2] if self.reader == "transformers" else received.hidden[1:2]
         return shape == ((B, S) if self.reader == "transformers" else (B,))

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from types import CodeType
 from typing import Any
@@ -55,7 +56,7 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
         if guard.wanted():
-            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", guard.guarded)
+            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guard.guarded, mask_2d, polarity))
         if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
 

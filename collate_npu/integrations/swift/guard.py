@@ -13,6 +13,8 @@ from weakref import WeakSet
 
 from collate_npu.integrations.delivery import guard_first_batch
 from collate_npu.integrations.swift import masks as swift_masks
+from collate_npu.masks.polarity import Polarity
+from collate_npu.parallel.layout import Scope
 
 _GUARDED: WeakSet[Any] = WeakSet()
 
@@ -22,14 +24,21 @@ def wanted() -> bool:
     return os.environ.get("COLLATE_NPU_GUARD", "0").lower() not in ("0", "false", "no", "off", "")
 
 
-def guarded(original: Callable[..., Any], trainer: Any, data: Any, vp_stage: int | None = None) -> Any:
+def guarded(
+    mask_2d: Scope,
+    polarity: Polarity | None,
+    original: Callable[..., Any],
+    trainer: Any,
+    data: Any,
+    vp_stage: int | None = None,
+) -> Any:
     """In place of a trainer's `_prepare_batch`. Flat rows are left to ms-swift, and so are not looked at."""
     model = trainer.unwrapped_models[vp_stage or 0]
     if trainer.args.padding_free or model in _GUARDED:
         return original(trainer, data, vp_stage)
     _GUARDED.add(model)
-    segments = swift_masks.segments_from_swift(trainer.args, data)
-    cp = swift_masks.context_parallel(trainer.args, "local")
+    segments = swift_masks.segments_from_swift(trainer.args, data, polarity)
+    cp = swift_masks.context_parallel(trainer.args, mask_2d)
     prepared = original(trainer, data, vp_stage)
     guard_first_batch(model, segments=segments, context_parallel=cp)
     return prepared

@@ -94,7 +94,8 @@ def test_packed_rows_of_recurrent_layers_need_their_offsets():
 
 def test_other_batches_of_the_same_model_are_not_asked():
     wrong = Received(module=nn.Module(), attention_mask=None, keep=None, offsets={}, hidden=(8, 7, 4), crosses=False)
-    assert judge(LEFT).why_wrong("vision.core_attention", wrong) == ""
+    assert not judge(LEFT).asks(wrong)
+    assert judge(LEFT).asks(received())
 
 
 def transformers_judge(segments, attn):
