@@ -229,6 +229,17 @@ def test_the_guard_looks_once_and_at_positional_arguments_too():
     model(batch["input_ids"], dense(truth_of(batch), polarity="masked"))
 
 
+def test_the_guard_waits_for_the_batch_whose_truth_it_holds():
+    """ms-swift's KTO runs another batch in between."""
+    model, batch, said = model_of("qwen3"), BatchAdapter(model_of("qwen3"))(wire()), []
+    ids = batch["input_ids"]
+    guard_first_batch(model, segments=truth_of(wire()), report=said.append, only=lambda given: given["input_ids"] is ids)
+    model(input_ids=ids[:1].clone())
+    assert not said
+    model(**batch)
+    assert len(said) == 1
+
+
 def train(tmp_path, model, collator, **settings):
     arguments = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=3)
     return Trainer(model, arguments, train_dataset=ROWS, **{"data_collator": collator, **settings})

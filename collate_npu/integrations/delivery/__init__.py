@@ -81,13 +81,19 @@ def check_delivery(
 
 
 def guard_first_batch(
-    model: Any, *, alone: bool = False, report: Callable[[Delivery], object] = print, **settings: Any
+    model: Any,
+    *,
+    alone: bool = False,
+    report: Callable[[Delivery], object] = print,
+    only: Callable[[Mapping[str, Any]], bool] = lambda batch: True,
+    **settings: Any,
 ) -> Callable[[], None]:
     """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. `settings` are those of `check_delivery`. What was proved goes to `report`. The guard is then gone;
-    the function that this returns takes it off earlier.
+    rank must guard. `settings` are those of `check_delivery`; where they hold the Segments of one batch, `only` says of the
+    arguments of a forward whether they are that batch. What was proved goes to `report`. The guard is then gone; the
+    function that this returns takes it off earlier.
     """
     inner = _known(model)
     names = list(inspect.signature(inner.forward).parameters)
@@ -95,6 +101,8 @@ def guard_first_batch(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = {**dict(zip(names, args)), **kwargs}
+        if not only(batch):
+            return
         if alone:
             held.close()
             report(check_delivery(inner, batch, alone=True, **settings))

@@ -1,7 +1,7 @@
 """`COLLATE_NPU_GUARD=1`: the first batch of each model of a Megatron trainer of ms-swift is checked while it is trained on.
 
-Its trainers prepare a batch and run the model with it next (4.6.0 megatron/trainers/base.py:1108-1113), so the guard is set
-in between, with the truth of that batch. See `integrations.delivery`.
+Its trainers prepare a batch and then run the model with it (4.6.0 megatron/trainers/base.py:1108-1113), so the guard is set
+in between, with the truth of that batch and for its forward alone. See `integrations.delivery`.
 """
 
 from __future__ import annotations
@@ -40,5 +40,6 @@ def guarded(
     segments = swift_masks.segments_from_swift(trainer.args, data, polarity)
     cp = swift_masks.context_parallel(trainer.args, mask_2d)
     prepared = original(trainer, data, vp_stage)
-    guard_first_batch(model, segments=segments, context_parallel=cp)
+    ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
+    guard_first_batch(model, segments=segments, context_parallel=cp, only=lambda batch: batch.get("input_ids") is ids)
     return prepared
