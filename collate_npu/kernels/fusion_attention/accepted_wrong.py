@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import shape_of
+from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention import refused
 from collate_npu.kernels.fusion_attention.blocked_scores import BLOCK_SCORES, dense_blocks, skipped_scores
 from collate_npu.kernels.fusion_attention.geometry import TRIANGLE, band_leaves_rows_empty, prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.operator_call import Breach, Call
+from collate_npu.kernels.fusion_attention.operator_call import Call
 
 MAX_HEADS = 256
 MAX_LENGTH = MAX_TOKENS = 2**20

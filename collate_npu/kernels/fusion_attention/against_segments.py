@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention.blocked_scores import blocked_scores, query_blocks
-from collate_npu.kernels.fusion_attention.operator_call import Breach, Call
+from collate_npu.kernels.fusion_attention.operator_call import Call
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments

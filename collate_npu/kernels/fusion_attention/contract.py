@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention import accepted_wrong, against_segments, refused
-from collate_npu.kernels.fusion_attention.operator_call import Breach, Call, Sizes
+from collate_npu.kernels.fusion_attention.operator_call import Call, Sizes
 from collate_npu.masks.forms import varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments

@@ -1,4 +1,4 @@
-"""One call of the operator as its host code sees it, and what a call can break.
+"""One call of the operator as its host code sees it.
 
 Legend: B batch, N query heads, Sq/Skv query and key rows, D head size, Tq/Tkv packed tokens (layout TND).
 
@@ -67,22 +67,6 @@ class Sizes:
     Skv: int | None = None
     Tq: int | None = None
     Tkv: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
-    """One rule that a call breaks. `silent`: the operator takes the call and computes something else."""
-
-    rule: str
-    where: str
-    got: str
-    says: str
-    remedy: str
-    source: str
-    silent: bool = False
-
-    def __str__(self) -> str:
-        return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from collate_npu.errors import shape_of
+from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention.geometry import PREFIX_TRIANGLE, TRIANGLE
-from collate_npu.kernels.fusion_attention.operator_call import Breach, Call
+from collate_npu.kernels.fusion_attention.operator_call import Call
 
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 TRIANGLE_MODES = (2, 3, 4, 7, 8)

@@ -1,0 +1,23 @@
+"""What a call of a kernel can break, in the words of an error message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collate_npu.errors import explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breach:
+    """One rule that a call breaks. `silent`: the kernel takes the call and computes something else."""
+
+    rule: str
+    where: str
+    got: str
+    says: str
+    remedy: str
+    source: str
+    silent: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
