@@ -6,7 +6,7 @@ Groups build on one another: the first that is broken ends the reading, because 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from collate_npu.kernels.gated_delta.chunks import chunk_indices, cumsum_block
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, UnreadableError, numbers
 
 _BOUNDARY = re.compile(
-    r"(?<!max_)(seq_?lens?|seqlens)|cu_|seq_idx|mask|chunk_ind|start_loc|seq_length|segment_id|position_id"
+    r"seq_?lens?|cu_|seq_idx|mask|chunk_ind|start_loc|seq_length|segment_id|position_id|total_tokens|qkv_format"
 )
 """Argument names that look like boundaries, tables or masks."""
 UNREADABLE = frozenset({"container", "count", "falling"})
@@ -70,7 +70,7 @@ def _without_boundaries(call: Call) -> Iterator[Breach]:
         if name in call.arguments and "cp_context" not in call.arguments:
             says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
             yield call.breach("alone", name, _short(call.get(name)), says, silent="missing" not in row.checks)
-    if row.offsets and set(row.offsets) <= row.needs:
+    if row.offsets and row.offsets[0] in row.needs:
         yield call.breach("missing", row.offsets[0], "nothing", "The operator takes no call without it.")
 
 
@@ -82,18 +82,21 @@ def _remedy(call: Call) -> str:
 
 
 def _containers(call: Call) -> Iterator[Breach]:
-    where = call.where
-    if where and (got := _unreadable(lambda: call.given)):
-        yield call.breach("container", where, got, "The operator takes no other form of the same numbers.")
-    if call.operator.numbers and (got := _unreadable(lambda: call.numbers_BT)):
-        yield call.breach("container", call.operator.numbers, got, "The operator takes no other form of the same numbers.")
-    if where and (count := len(call.given) if not got else 2) < (1 if call.operator.form in ("lengths", "ends") else 2):
-        says = (
-            "The first entry is not a sequence." if call.operator.form == "prefix and lengths" else "Offsets begin with 0."
-        )
-        yield call.breach("count", where, f"{count} entries", f"{says} At least one sequence follows.")
-    if call.where.endswith("_padded") and "cu_seqlens_q" in call.arguments and (got := _unreadable(lambda: _actual(call))):
-        yield call.breach("container", "cu_seqlens_q", got, "The operator takes no other form of the same numbers.")
+    read: dict[str, Callable[[], Any]] = {call.where: lambda: call.given, call.operator.numbers: lambda: call.numbers_BT}
+    if call.where.endswith("_padded") and "cu_seqlens_q" in call.arguments:
+        read["cu_seqlens_q"] = lambda: numbers(call, "cu_seqlens_q", host=False)
+    unreadable = {name: got for name, reader in read.items() if name and (got := _unreadable(reader))}
+    for name, got in unreadable.items():
+        yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
+    if call.where and not unreadable:
+        least = 1 if call.operator.form in ("lengths", "ends") else 2
+        if len(call.given) < least:
+            says = (
+                "The first entry is no sequence, and at least one follows."
+                if least == 2
+                else "There is at least one sequence."
+            )
+            yield call.breach("count", call.where, f"{len(call.given)} entries", says)
 
 
 def _unreadable(read: Any) -> str:
@@ -102,10 +105,6 @@ def _unreadable(read: Any) -> str:
     except UnreadableError as error:
         return str(error)
     return ""
-
-
-def _actual(call: Call) -> tuple[int, ...]:
-    return numbers(call, "cu_seqlens_q", host=False)
 
 
 # --- the sequences

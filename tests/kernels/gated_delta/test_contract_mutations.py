@@ -1,0 +1,142 @@
+"""No wrong call passes with the Segments at hand, and no right one is refused: judged by readings that are not the check."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from contract_mutations import mutations
+from kernel_readings import RANKS, RefusedError, WildError, alone, computed, values
+
+from collate_npu import ContextParallel, Segments, UnsupportedFormError
+from collate_npu.kernels.gated_delta import check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
+from collate_npu.kernels.gated_delta.arguments import Kernel
+
+KERNELS = get_args(Kernel)
+INFERENCE = ("fla_npu_recurrent", "torch_npu")
+NEWEST = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1", "megatron": "0.19.0"}
+DECODED = 8
+
+
+def drawn(draw: random.Random, longest: int) -> Segments:
+    """Rows padded on a side, packed rows, rows with gaps and holes."""
+    rows = draw.choice((1, 1, 1, 2, 3))
+    kind = draw.choice(("padded", "packed", "packed", "gaps", "holes"))
+    ids: list[list[int]] = []
+    for _ in range(rows):
+        row: list[int] = []
+        for n in range(1, draw.randint(1, 1 if kind == "padded" else 4) + 1):
+            row += [0] * draw.randint(0, 2) if kind in ("gaps", "holes") else []
+            length = draw.randint(1, draw.choice((3, 8, longest)))
+            hole = draw.randint(1, length) if kind == "holes" and draw.random() < 0.3 else length
+            row += [n] * hole + [0] * (hole < length) + [n] * (length - hole)
+        ids.append(row)
+    width = max(map(len, ids)) + draw.choice((0, 0, 1, 3))
+    left = draw.random() < 0.4
+    return Segments(torch.tensor([[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in ids]))
+
+
+class Spelled:
+    """A right call: a batch, a kernel, its arguments, and the tensor that they speak of."""
+
+    def __init__(self, draw: random.Random, kernel: str) -> None:
+        chunk = draw.choice({"fla": (16, 32, 64), "fla_npu": (64, 128)}.get(kernel, (64,)))
+        batch = drawn(draw, DECODED if kernel == "fla_npu_recurrent" else draw.choice((8, 40, 150)))
+        keep, padding, tables = draw.choice((None, None, False, True)), draw.choice(("own", "behind")), draw.random() < 0.5
+        self.kernel, self.batch, self.chunk = kernel, batch, chunk
+        self.kwargs: dict[str, Any] = gated_delta_kwargs(
+            batch,
+            kernel=kernel,  # type: ignore[arg-type]
+            chunk_size=chunk,
+            keep_padding=keep,
+            padding=padding,  # type: ignore[arg-type]
+            tables=tables,
+        )
+        B, S = batch.shape
+        rows = "attention_mask" in self.kwargs
+        whole = rows or keep or (keep is None and B == 1)
+        self.places = np.arange(B * S) if whole else np.flatnonzero(batch.array)
+        self.B, self.T = (B, S) if rows else (1, len(self.places))
+        if kernel == "fla_cp" and self.T % RANKS:
+            raise UnsupportedFormError("the row cannot be shared out")
+
+    @property
+    def says(self) -> dict[str, Any]:
+        ranks = {"context_parallel": ContextParallel(RANKS, 0, layout="contiguous")} if self.kernel == "fla_cp" else {}
+        training = self.kernel not in INFERENCE
+        sizes = {"B": self.B, "T": self.T, "chunk_size": self.chunk}
+        return ranks | sizes | {"kernel": self.kernel, "training": training, "versions": NEWEST}
+
+    def broken(self, kwargs: dict[str, Any]) -> set[str]:
+        """The rules that the check finds broken, none where it passes the call."""
+        found = gated_delta_breaches(kwargs, segments=self.batch, **self.says)
+        assert all(breach.remedy and breach.source for breach in found)
+        return {breach.rule for breach in found}
+
+    def wrong(self, kwargs: dict[str, Any]) -> bool:
+        """Does the kernel refuse it, leave something unwritten, or give a real token another output?"""
+        conv = self.kernel.endswith(("conv", "conv1d")) or self.kernel == "transformers"
+        rule = not self.kernel.endswith(("conv", "conv1d"))
+        x, decay = (a[self.places] for a in values(self.batch.array.size))
+        right = alone(self.batch, self.places, rule, conv)
+        try:
+            out = computed(self.kernel, kwargs, x, decay, B=self.B, T=self.T, chunk=self.chunk)
+        except (RefusedError, WildError):
+            return True
+        real = ~np.isnan(right)
+        return bool(np.isnan(out).any()) or not np.allclose(out[real], right[real], atol=1e-9, rtol=0)
+
+
+def calls(kernel: str, seed: int) -> Iterator[tuple[random.Random, Spelled]]:
+    draw = random.Random(f"{kernel} {seed}")
+    while True:
+        try:
+            yield draw, Spelled(draw, kernel)
+        except UnsupportedFormError:
+            continue
+
+
+def elsewhere(call: Spelled) -> Iterator[dict[str, Any]]:
+    """The arguments of other batches of as many tokens, and of other kernels."""
+    for n in {1, call.T // 2} - {0, call.T}:
+        other = Segments.from_lengths([[n, call.T - n]])
+        for kernel in ("fla", "causal_conv1d", "torch_npu", call.kernel):
+            try:
+                yield gated_delta_kwargs(other, kernel=kernel, chunk_size=call.chunk)  # type: ignore[arg-type]
+            except UnsupportedFormError:
+                continue
+
+
+STRICTER = {"copy", "numbers-return", "mask-rank", "mask-values", "hole", "pair"}
+"""Refused although the outcome may be right: two sources of one call that differ, numbers that come back in padding, masks
+in a form that nobody reads as it is meant or that call padding real, and half a pair that divides padding alone."""
+MUTATIONS, EACH, HARMLESS = 1000, 40, 15
+"""Of each kernel, at least; ten thousand in all."""
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_wrong_call_passes_and_no_right_one_is_refused(kernel: str) -> None:
+    counts: Counter[str] = Counter()
+    strict: Counter[str] = Counter()
+    for draw, call in calls(kernel, 0):
+        assert not call.wrong(call.kwargs), "the judge must know a right call"
+        check_gated_delta_contract(call.kwargs, segments=call.batch, **call.says)
+        check_gated_delta_contract(call.kwargs, **call.says)
+        counts["right, passed"] += 1
+        others = list(elsewhere(call))
+        found = list(mutations(call.kwargs, draw, call.T, call.chunk, others))
+        for what, kwargs in draw.sample(found, min(len(found), EACH)):
+            wrong, broken = call.wrong(kwargs), call.broken(kwargs)
+            assert broken or not wrong, (what, kwargs, call.batch.array.tolist())
+            assert wrong or broken <= STRICTER, (what, broken, kwargs, call.batch.array.tolist())
+            counts[f"{'wrong' if wrong else 'same'}, {'refused' if broken else 'passed'}"] += 1
+            strict.update(broken if not wrong else ())
+        if sum(counts.values()) - counts["right, passed"] >= MUTATIONS:
+            break
+    print(f"{kernel}: {dict(counts)}; harmless but refused by {dict(strict)}")
+    assert counts["same, passed"] >= HARMLESS, "a check that refuses all is no check"
