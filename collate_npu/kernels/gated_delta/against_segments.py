@@ -17,9 +17,9 @@ import numpy as np
 
 from collate_npu.host import Array
 from collate_npu.kernels.breach import Breach
+from collate_npu.kernels.gated_delta.fla_rules import taps
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.padding_rules import kept
-from collate_npu.kernels.gated_delta.stack_rules import taps
 from collate_npu.segments import Segments
 
 LISTED = 8

@@ -20,7 +20,7 @@ from collate_npu.kernels.gated_delta import (
     tensor_rules,
 )
 from collate_npu.kernels.gated_delta.operator_call import Call, known_context
-from collate_npu.kernels.gated_delta.operators import operator_named
+from collate_npu.kernels.gated_delta.operator_names import operator_named
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.segments import Segments
 
@@ -40,9 +40,9 @@ def check_gated_delta_contract(
     """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
 
     `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
-    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operators.py`. B and T
-    are the sizes of its tensors, B None where they have no batch dimension; under context parallelism T and the boundaries
-    are those of the whole row, and zigzag means each sequence of a packed row by itself. `chunk_size` is the rule's.
+    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operator_names.py`.
+    B and T are the sizes of its tensors, B None where they have no batch dimension; under context parallelism T and the
+    boundaries are those of the whole row, and zigzag means each sequence of a packed row by itself. `chunk_size` is the rule's.
 
     With `segments` the sequences as the kernel reads them are compared with the truth at every real token: no wrong call
     passes. The tensors are then the rows, the rows one behind the other, or those of `unpad`, which B and T tell. Without

@@ -13,7 +13,7 @@ from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.operator_call import Call
 
-_KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
+KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
 _CONV_LAYOUTS = {"BSND": "BTHK", "BSH": "BTD", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
 TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
 
@@ -35,13 +35,15 @@ def _shapes(call: Call) -> Mapping[str, str]:
     """The order of dimensions of each tensor; for FNPU's KDA and convolution it follows from the call."""
     name = call.operator.name
     if "kda" in name and call.operator.host:
-        order = _KDA_LAYOUTS.get(str(call.get("layout") or "BSND"), "")
+        order = KDA_LAYOUTS.get(str(call.get("layout") or "BSND"), "")
         return {x: order for x in ("q", "k") if order}
     if name in ("fla_npu.causal_conv1d", "fla_npu.causal_conv1d_bwd"):
         x = call.get("x")
         layout = call.get("input_layout")
         order = _CONV_LAYOUTS.get(str(layout), "") if layout else "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD"
         return {"x": order, "weight": "WD", "bias": "D"}
+    if name == "fla_npu.chunk_local_cumsum" and call.get("head_first") is False:
+        return {"g": "BTN"}
     return call.operator.shapes
 
 
