@@ -42,7 +42,7 @@ def check_gated_delta_contract(
     `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
     read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operator_names.py`.
     B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
-    context parallelism T and the boundaries are those of the whole row; zigzag is of each sequence of a packed row by itself.
+    context parallelism T and the boundaries are those of the whole row; in packed rows zigzag is of each sequence.
 
     With `segments` the sequences as the kernel reads them are compared with the truth at every real token: no wrong call
     passes. The tensors are then the rows, the rows one behind the other, or those of `unpad`, which B and T tell. Without

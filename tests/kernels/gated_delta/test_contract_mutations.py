@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 import torch
 from contract_mutations import mutations
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_readings import RANKS, RefusedError, WildError, alone, computed, values
+from strategies import segments
 
-from collate_npu import ContextParallel, Segments, UnsupportedFormError
-from collate_npu.kernels.gated_delta import check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError
+from collate_npu.kernels.gated_delta import (
+    check_gated_delta_contract,
+    gated_delta_breaches,
+    gated_delta_kwargs,
+    reference_causal_conv1d,
+    reference_gated_delta_rule,
+)
 from collate_npu.kernels.gated_delta.arguments import Kernel
 
 KERNELS = get_args(Kernel)
@@ -140,3 +149,97 @@ def test_no_wrong_call_passes_and_no_right_one_is_refused(kernel: str) -> None:
             break
     print(f"{kernel}: {dict(counts)}; harmless but refused by {dict(strict)}")
     assert counts["same, passed"] >= HARMLESS, "a check that refuses all is no check"
+
+
+# --- right calls
+
+
+@settings(max_examples=300, deadline=None)
+@given(segments(), st.sampled_from(KERNELS), st.data())
+def test_what_the_library_makes_passes(batch: Segments, kernel: str, data: st.DataObject) -> None:
+    chunk = data.draw(st.sampled_from({"fla": (16, 32, 64), "fla_npu": (64, 128)}.get(kernel, (64,))))
+    keep, padding = data.draw(st.sampled_from((None, False, True))), data.draw(st.sampled_from(("own", "behind")))
+    try:
+        kwargs = gated_delta_kwargs(
+            batch,
+            kernel=kernel,  # type: ignore[arg-type]
+            chunk_size=chunk,
+            keep_padding=keep,
+            padding=padding,  # type: ignore[arg-type]
+            tables=data.draw(st.booleans()),
+        )
+    except UnsupportedFormError:
+        return
+    B, S = batch.shape
+    whole = keep or (keep is None and B == 1)
+    rows, T = (B, S) if "attention_mask" in kwargs else (1, B * S if whole else batch.num_tokens)
+    says: dict[str, Any] = {"B": rows, "T": T, "chunk_size": chunk, "training": kernel not in INFERENCE, "versions": NEWEST}
+    check_gated_delta_contract(kwargs, kernel=kernel, segments=batch, **says)
+    check_gated_delta_contract(kwargs, kernel=kernel, **says)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    segments(), st.sampled_from(("fla", "fla_conv", "fla_npu", "fla_npu_conv", "megatron", "transformers", "causal_conv1d"))
+)
+def test_rows_without_boundaries_pass_where_they_are_right(batch: Segments, kernel: str) -> None:
+    if not batch.num_tokens:
+        return
+    B, S = batch.shape
+    x, decay = values(B * S)
+    conv, rule = kernel.endswith(("conv", "conv1d", "transformers")), not kernel.endswith(("conv", "conv1d"))
+    right = alone(batch, np.arange(B * S), rule, conv)
+    out = computed(kernel, {}, x, decay, B=B, T=S, chunk=64)
+    wrong = not np.allclose(out[~np.isnan(right)], right[~np.isnan(right)], atol=1e-9, rtol=0)
+    assert bool(gated_delta_breaches({}, kernel=kernel, B=B, T=S, segments=batch, versions=NEWEST)) == wrong
+
+
+# --- the judge
+
+
+@pytest.mark.parametrize("kernel", ["fla", "fla_conv"])
+def test_the_references_judge_alike(kernel: str) -> None:
+    """The rule and the convolution in full, over offsets as given, say of a mutated call what the judge says."""
+    counts: Counter[bool] = Counter()
+    for draw, call in calls(kernel, 1):
+        if call.T > 60:
+            continue
+        for _, kwargs in draw.sample(list(mutations(call.kwargs, draw, call.T, call.chunk, [])), 10):
+            offsets = kwargs.get("cu_seqlens")
+            form = isinstance(offsets, torch.Tensor) and (offsets.ndim, offsets.dtype, offsets.is_meta)
+            if set(kwargs) == {"cu_seqlens", "cu_seqlens_cpu"} and form == (1, torch.int64, False):
+                differs = referred(call, offsets)
+                assert differs is None or differs == call.wrong(kwargs | {"cu_seqlens_cpu": None})
+                counts[bool(differs)] += 1
+        if min(counts[True], counts[False]) >= 15:
+            return
+
+
+def referred(call: Spelled, offsets: torch.Tensor) -> bool | None:
+    """Do the references give real tokens another output than alone? None where they refuse the offsets."""
+    generator = torch.Generator().manual_seed(3)
+    B, S = call.batch.shape
+    draw = (torch.randn(1, B * S, 2, 3, dtype=torch.float64, generator=generator) for _ in range(4))
+    q, k, v, z = draw
+    g, beta = -z[..., 0].abs(), z[..., 1].sigmoid()
+    weight = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+
+    def layer(at: torch.Tensor, cu: torch.Tensor | None) -> torch.Tensor:
+        if call.kernel == "fla_conv":
+            return reference_causal_conv1d(v[:, at].flatten(2), weight, cu_seqlens=cu)[0]
+        return reference_gated_delta_rule(*(x[:, at] for x in (q, k, v, g, beta)), cu_seqlens=cu)[0][0].flatten(1)
+
+    try:
+        out = layer(torch.from_numpy(call.places), offsets)
+    except CollateError:
+        return None
+    if bool(out.isnan().any()):
+        return True
+    flat = torch.zeros(B * S, 6, dtype=torch.float64)
+    flat[call.places] = out
+    for b, ids in enumerate(call.batch.ids):
+        for n in range(1, int(ids.max()) + 1):
+            at = b * S + (ids == n).nonzero()[:, 0]
+            if not torch.allclose(flat[at], layer(at, None), atol=1e-9, rtol=0):
+                return True
+    return False

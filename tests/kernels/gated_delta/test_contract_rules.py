@@ -252,8 +252,8 @@ def test_the_message_names_tokens_and_releases() -> None:
         check_gated_delta_contract({"cu_seqlens": dev(0, 4, 73)}, kernel="fla", B=1, T=73, segments=PACKED)
     assert str(error.value) == (
         "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) reads (0, 2), and is the first of "
-        "its sequence. The segments say otherwise. Use gated_delta_kwargs(segments, kernel='fla'), or unpad() the batch and its "
-        "tensors; or pass the segments that this call is for. (Segments)"
+        "its sequence. The segments say otherwise. Use gated_delta_kwargs(segments, kernel='fla'), or unpad() the batch and "
+        "its tensors; or pass the segments that this call is for. (Segments)"
     )
     (breach,) = gated_delta_breaches(BOTH, kernel="transformers", B=1, T=73, versions={"transformers": "5.9.1"})
     assert "transformers 5.9.1" in breach.says
