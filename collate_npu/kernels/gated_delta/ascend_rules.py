@@ -32,15 +32,15 @@ def npu(call: Call) -> Iterator[Breach]:
     if name == "chunk_kda_fwd" and call.wants_gradients and len(call.lengths) > 64:
         says = "chunk_kda_bwd_intra takes 64 sequences, the forward 1024: this call fails in its backward."
         yield call.breach("limit", call.where, f"{len(call.lengths)} sequences", says, "Pack fewer sequences.", silent=False)
-    if name == "solve_tri" and call.where and str(call.get("layout") or "bsnd").lower() not in ("tnd", "ntd"):
+    if name == "solve_tri" and call.where and call.word("layout", "bsnd").lower() not in ("tnd", "ntd"):
         says = "Boundaries are read in layouts tnd and ntd alone; in others they are not used."
-        got = f"layout {call.get('layout') or 'bsnd'!r}"
+        got = f"layout {call.word('layout', 'bsnd')!r}"
         yield call.breach("layout", "layout", got, says, "Pass layout='tnd' and [T, H, BT].", silent=True)
 
 
 def _kda_layout(call: Call, name: str) -> Iterator[Breach]:
     taken = ("TND", "BSND") if name == "chunk_kda_bwd_intra" and call.where else ("BSND", "BNSD", "TND", "NTD")
-    layout = call.get("layout") or "BSND"
+    layout = call.word("layout", "BSND")
     if layout not in taken:
         says, remedy = f"With boundaries it takes {', '.join(taken)}.", "Pass layout='TND' and tensors [T, H, D]."
         yield call.breach("layout", "layout", repr(layout), says, remedy)
@@ -65,7 +65,7 @@ def _kda_backward(call: Call) -> Iterator[Breach]:
         remedy = "Pad each sequence to a multiple of 64, gated_delta_kwargs(..., padding='behind')."
         silent = call.get("disable_recompute") is not False
         yield call.breach("tails", call.where, f"lengths {tails[:8]}", says, remedy, silent=silent)
-    q, order = call.get("q"), KDA_LAYOUTS.get(str(call.get("layout") or "BSND"), "")
+    q, order = call.get("q"), KDA_LAYOUTS.get(call.word("layout", "BSND"), "")
     if isinstance(q, Tensor) and q.ndim == len(order) and call.T * (heads := q.shape[order.index("H")]) >= 2**21:
         says, remedy = "T * H is below 2**21 (#699).", "Use shorter rows."
         yield call.breach("limit", "q", str(call.T * heads), says, remedy)
@@ -73,7 +73,7 @@ def _kda_backward(call: Call) -> Iterator[Breach]:
 
 def npu_conv(call: Call) -> Iterator[Breach]:
     x, backward = call.get("x"), call.operator.name.endswith("_bwd")
-    layout = str(call.get("input_layout") or "")
+    layout = call.word("input_layout")
     flat = layout in ("TND", "NTD") if layout or backward else isinstance(x, Tensor) and x.ndim == 2
     if flat and not call.where:
         says, remedy = "A flat x needs its boundaries.", "Pass query_start_loc."
@@ -134,7 +134,8 @@ def torch_npu_chunk(call: Call) -> Iterator[Breach]:
 
 
 def masked_conv(call: Call) -> Iterator[Breach]:
-    taps = call.get("weight").shape[0] if isinstance(call.get("weight"), Tensor) else 3
+    weight = call.get("weight")
+    taps = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 3
     if taps != 3:
         yield call.breach("taps", "weight", f"{taps} taps", "It takes 3.", "Use another convolution.")
     value = call.get("mask")

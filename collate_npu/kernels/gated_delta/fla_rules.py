@@ -34,7 +34,7 @@ def fla(call: Call) -> Iterator[Breach]:
 
 
 def fla_conv(call: Call) -> Iterator[Breach]:
-    backend = call.get("backend") or "triton"
+    backend = call.word("backend", "triton")
     if backend in ("cuda", "mix") and call.is_set("initial_state") and call.where:
         says, remedy = "The cuda backend takes no initial state with offsets.", "Use backend='triton'."
         yield call.breach("cuda-state", "initial_state", f"backend {backend!r}", says, remedy)

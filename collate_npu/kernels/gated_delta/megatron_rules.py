@@ -8,6 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from collate_npu.errors import shape_of
+from collate_npu.host import whole_number
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.operator_call import FIELDS, Call, UnreadableError, numbers
 
@@ -22,13 +23,14 @@ def megatron(call: Call) -> Iterator[Breach]:
 
 def fields(call: Call) -> Iterator[Breach]:
     """`PackedSeqParams`: its format, its padded and actual offsets, its totals."""
-    layout, total = call.get("qkv_format"), call.get("total_tokens")
-    if call.where and layout not in (None, "thd"):
+    layout = call.word("qkv_format")
+    total = whole_number("total_tokens", call.get("total_tokens")) if "total_tokens" in call.arguments else call.T
+    if call.where and layout not in ("", "thd"):
         says, remedy = "Boundaries are read of qkv_format 'thd' alone.", "Pass qkv_format='thd'."
         yield call.breach("format", "qkv_format", repr(layout), says, remedy)
     if layout == "thd" and not call.where:
         yield call.breach("missing", "cu_seqlens_q", "nothing", "qkv_format 'thd' needs boundaries.", silent=False)
-    if call.where and total is not None and total != call.T:
+    if call.where and total != call.T:
         says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
         yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.", silent=True)
     if (call.is_set("deterministic") or call.is_set("deterministic_mode")) and call.where:
@@ -91,8 +93,8 @@ def mindspeed_llm(call: Call) -> Iterator[Breach]:
 
 
 def bridge_next(call: Call) -> Iterator[Breach]:
-    held = call.get("num_samples")
-    if call.where and held is not None and held != len(call.lengths):
+    held = whole_number("num_samples", call.get("num_samples")) if "num_samples" in call.arguments else len(call.lengths)
+    if call.where and held != len(call.lengths):
         says = f"The offsets hold {len(call.lengths)} sequences; others are computed as samples."
         yield call.breach("samples", "num_samples", str(held), says, "Pass their number.", silent=True)
     yield from fields(call)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.host import Array, whole_number
+from collate_npu.host import Array, host_tensor, whole_number
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.operators import Operator
 from collate_npu.kernels.gated_delta.releases import Releases
@@ -64,13 +64,17 @@ class Call:
         context_parallel: ContextParallel | None,
         trusted: bool,
     ) -> Call:
-        """Raises `CollateError` for sizes that are no whole numbers."""
-        arguments = {ALIASES.get(name, name): value for name, value in kwargs.items() if value is not None}
+        """Raises `CollateError` for sizes that are no whole numbers, and for nested tensors."""
+        arguments = {ALIASES.get(name, str(name)): value for name, value in kwargs.items() if value is not None}
         for holder in HOLDERS:
             for name in FIELDS:
                 held = _field(kwargs.get(holder), name)
                 if held is not None:
                     arguments.setdefault(name, held)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.is_nested:
+                rule, remedy = "Recurrent kernels take dense tensors.", "Pass values() and offsets."
+                raise CollateError(explain(name, "a nested tensor", rule, remedy))
         rows = 1 if B is None else whole_number("B", B, least=1)
         own = arguments.get("chunk_size", chunk_size) if operator.chunk_sizes else chunk_size
         chunk = whole_number("chunk_size", own, least=1)
@@ -93,6 +97,11 @@ class Call:
     def is_set(self, name: str) -> bool:
         """Given, and neither None nor False."""
         return name in self.arguments and self.arguments[name] is not False
+
+    def word(self, name: str, default: str = "") -> str:
+        """A setting that is text; the name of its type where it is not."""
+        value = self.arguments.get(name, default)
+        return value if isinstance(value, str) else _kind(value)
 
     @property
     def total(self) -> int:
@@ -149,7 +158,7 @@ class Call:
             return np.zeros((0, 0), np.int64)
         if not isinstance(given, Tensor) or given.is_floating_point() or given.is_meta:
             raise UnreadableError(f"{shape_of(given)}: it takes a tensor of whole numbers with values")
-        array: Array = given.detach().cpu().numpy().astype(np.int64)
+        array: Array = host_tensor(self.operator.numbers, given).numpy().astype(np.int64)
         return array
 
 
@@ -173,7 +182,7 @@ def numbers(call: Call, name: str, *, host: bool) -> tuple[int, ...]:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in call.operator.dtypes:
         raise UnreadableError(f"{dtype}: it takes {' or '.join(call.operator.dtypes)}")
-    return tuple(value.tolist())
+    return tuple(host_tensor(name, value).tolist())
 
 
 def _is_whole(n: Any) -> bool:

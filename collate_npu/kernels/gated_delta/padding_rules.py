@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.errors import CollateError, shape_of
-from collate_npu.host import Array
+from collate_npu.host import Array, host_tensor
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.masks.derive import derive_segments
@@ -55,7 +55,7 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 
 def _values(value: Tensor) -> Array:
-    array: Array = value.detach().cpu().float().numpy()
+    array: Array = host_tensor("the mask", value).float().numpy()
     return array
 
 

@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from types import NoneType
+
+from collate_npu.errors import CollateError, explain
 
 Release = tuple[float, ...]
 
@@ -40,9 +43,12 @@ class Releases:
     @classmethod
     def of(cls, versions: Mapping[str, str] | None) -> Releases:
         """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
+        if not isinstance(versions, (Mapping, NoneType)):
+            rule = "Releases are a dict by package."
+            raise CollateError(explain("versions", type(versions).__name__, rule, "Pass {'transformers': '5.23.0'}."))
         named: dict[str, str | None] = {}
         for package, version in (versions or {}).items():
-            name = package.replace("-", "_").lower()
+            name = str(package).replace("-", "_").lower()
             absent = version is None or str(version).strip().lower() in _ABSENT
             named[_SPELLINGS.get(name, name)] = None if absent else str(version)
         if named.get("fla") and "transformers" in named:

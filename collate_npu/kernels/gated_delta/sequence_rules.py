@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.errors import shape_of
+from collate_npu.host import host_tensor
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.chunks import chunk_indices, cumsum_block
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, UnreadableError, numbers
@@ -178,7 +179,7 @@ def _empties(call: Call) -> Iterator[Breach]:
 
 
 def _rows(call: Call) -> Iterator[Breach]:
-    if call.B == 1 or call.operator.folds or (call.total == call.B * call.T and call.get("backend") in (None, "triton")):
+    if call.B == 1 or call.operator.folds or (call.total == call.B * call.T and call.word("backend", "triton") == "triton"):
         return
     says = "Offsets are of one flat row." + (
         " The convolution's weight gradient is summed over memory nobody wrote."
@@ -237,17 +238,11 @@ def _tables(call: Call) -> Iterator[Breach]:
 
 
 def _copy(call: Call, name: str) -> Iterator[Breach]:
-    value = call.get(name)
-    if name.endswith("_host") and isinstance(value, (list, tuple)):
-        copy: tuple[int, ...] = tuple(int(n) for n in value)
-    elif got := _unreadable(lambda: numbers(call, name, host=False)):
-        yield call.breach("container", name, got, "The copy is a tensor on the host.", silent=False)
+    host = name.endswith("_host")
+    if got := _unreadable(lambda: numbers(call, name, host=host)):
+        yield call.breach("container", name, got, "The copy lies on the host.", silent=False)
         return
-    else:
-        copy = numbers(call, name, host=False)
-        if value.device.type != "cpu":
-            says, remedy = "The copy is there to be read without a sync.", "Pass cu_seqlens.cpu()."
-            yield call.breach("container", name, f"a tensor on {value.device}", says, remedy, silent=False)
+    copy = numbers(call, name, host=host)
     if copy != call.given:
         says = f"It is a copy of {call.where}, {list(call.given[:8])}; tables follow the one, lengths the other."
         yield call.breach("copy", name, str(list(copy[:12])), says)
@@ -256,23 +251,23 @@ def _copy(call: Call, name: str) -> Iterator[Breach]:
 def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
     right = chunk_indices(call.offsets, block)
     value = call.get(name)
-    says = (
-        f"It holds (sequence, chunk) for each piece of {block} tokens, in the order of the tokens: {len(right)} pairs here"
-    )
+    says = f"It holds (sequence, chunk) for each piece of {block} tokens in their order, {len(right)} pairs here"
     if call.operator.host:
         if got := _unreadable(lambda: numbers(call, name, host=True)):
             yield call.breach("container", name, got, f"{says}, as one flat list.")
-        elif (table := numbers(call, name, host=True)) != tuple(right.reshape(-1).tolist()):
-            rule = "table-odd" if len(table) % 2 else "table"
+        elif (flat := numbers(call, name, host=True)) != tuple(right.reshape(-1).tolist()):
+            rule = "table-odd" if len(flat) % 2 else "table"
             says = f"{says}, {right[:4].reshape(-1).tolist()} ..."
-            yield call.breach(rule, name, f"{list(table[:12])}, {len(table)} numbers", says)
-    elif not isinstance(value, Tensor) or value.is_meta or value.is_floating_point():
+            yield call.breach(rule, name, f"{list(flat[:12])}, {len(flat)} numbers", says)
+        return
+    if not isinstance(value, Tensor) or value.is_meta or value.is_floating_point():
         yield call.breach("container", name, _short(value), f"{says}, as a tensor [{len(right)}, 2].", silent=False)
-    elif tuple(value.shape) != right.shape or not np.array_equal(value.cpu().numpy(), right):
+        return
+    table = host_tensor(name, value).numpy()
+    if table.shape != right.shape or not np.array_equal(table, right):
+        got, says = f"{shape_of(value)} {table[:4].tolist() if table.ndim else table}", f"{says}: {right[:4].tolist()} ..."
         remedy = f"Leave it out, or pass chunk_indices(offsets, {block}) of kernels.gated_delta."
-        yield call.breach(
-            "table", name, f"{shape_of(value)} {value[:4].tolist()}", f"{says}: {right[:4].tolist()} ...", remedy
-        )
+        yield call.breach("table", name, got, says, remedy)
 
 
 def _short(value: Any) -> str:

@@ -6,6 +6,7 @@ Legend: B rows, T tokens, H query and key heads, N value heads, K and V head siz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 
 from torch import Tensor
 
@@ -35,12 +36,12 @@ def _shapes(call: Call) -> Mapping[str, str]:
     """The order of dimensions of each tensor; for FNPU's KDA and convolution it follows from the call."""
     name = call.operator.name
     if "kda" in name and call.operator.host:
-        order = KDA_LAYOUTS.get(str(call.get("layout") or "BSND"), "")
+        order = KDA_LAYOUTS.get(call.word("layout", "BSND"), "")
         return {x: order for x in ("q", "k") if order}
     if name in ("fla_npu.causal_conv1d", "fla_npu.causal_conv1d_bwd"):
         x = call.get("x")
-        layout = call.get("input_layout")
-        order = _CONV_LAYOUTS.get(str(layout), "") if layout else "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD"
+        layout = call.word("input_layout")
+        order = _CONV_LAYOUTS.get(layout, "") if layout else "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD"
         return {"x": order, "weight": "WD", "bias": "D"}
     if name == "fla_npu.chunk_local_cumsum" and call.get("head_first") is False:
         return {"g": "BTN"}
@@ -53,7 +54,7 @@ def _shape(call: Call, name: str, order: str, sizes: dict[str, int]) -> Iterator
     if order == "S..." or not order:
         return
     if name == "x" and order == "BTD" and len(shape) > 3:
-        shape = (*shape[:2], int(call.get(name)[0, 0].numel()))  # fla flattens what stands behind the tokens
+        shape = (*shape[:2], prod(shape[2:]))  # fla flattens what stands behind the tokens
     listed = "[" + ", ".join(order) + "]"
     if len(shape) != len(order):
         yield call.breach("shape", name, shape_of(call.get(name)), f"It is {listed}.", TOKENS_FIRST)

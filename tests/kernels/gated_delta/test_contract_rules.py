@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from contract_cases import (
@@ -40,13 +43,14 @@ from contract_cases import (
     thd,
 )
 
-from collate_npu import ContextParallel, Segments, UnsupportedFormError
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError
 from collate_npu.kernels.gated_delta import (
     check_gated_delta_contract,
     chunk_indices,
     gated_delta_breaches,
     gated_delta_kwargs,
 )
+from collate_npu.kernels.gated_delta.operator_names import OPERATORS
 
 PACKED = Segments.from_lengths([[3, 70]])
 BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
@@ -234,14 +238,15 @@ def test_what_is_right_passes(operator: str, kwargs: dict[str, Any], says: dict[
 
 
 def test_names_that_are_not_known_say_which_are_near() -> None:
-    from collate_npu import CollateError
-
     with pytest.raises(CollateError, match=r"'fla_con'.*Close to it: .*fla_conv"):
         check_gated_delta_contract({}, kernel="fla_con", B=1, T=3)
     with pytest.raises(CollateError, match="Close to it"):
         check_gated_delta_contract({}, kernel="", B=1, T=3)
     for wrong in ({"T": 0}, {"B": 0}, {"T": 2.5}, {"chunk_size": "64"}, {"context_parallel": 2}):
         with pytest.raises(CollateError):
+            check_gated_delta_contract({}, **({"kernel": "fla", "B": 1, "T": 3} | wrong))  # type: ignore[arg-type]
+    for wrong in ({"versions": "0.5.2"}, {"versions": ["fla"]}):
+        with pytest.raises(CollateError, match="versions"):
             check_gated_delta_contract({}, **({"kernel": "fla", "B": 1, "T": 3} | wrong))  # type: ignore[arg-type]
     with pytest.raises(CollateError, match="kwargs"):
         check_gated_delta_contract([("cu_seqlens", 3)], kernel="fla", B=1, T=3)  # type: ignore[arg-type]
@@ -267,3 +272,58 @@ def test_arguments_are_only_read() -> None:
     check_gated_delta_contract(kwargs, kernel="fla", B=1, T=73, segments=PACKED, context_parallel=ContextParallel(1, 0))
     assert kwargs.keys() == before.keys()
     assert all(torch.equal(kwargs[name], value) for name, value in before.items())
+
+
+ODD: dict[str, Any] = {
+    "text": "0 3 73",
+    "an object": object(),
+    "a number": 3,
+    "true": True,
+    "ragged lists": [[0], [3, 73]],
+    "None in a list": [0, None, 73],
+    "floats": torch.tensor([0.0, 3.0, 73.0]),
+    "bools": torch.tensor([True, False]),
+    "complex": torch.zeros(3, dtype=torch.complex64),
+    "sparse": torch.tensor([0, 3, 73]).to_sparse(),
+    "meta": torch.empty(3, dtype=torch.int64, device="meta"),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "no dimension": torch.tensor(3),
+    "a matrix": torch.zeros(73, 73, dtype=torch.int64),
+    "an array": np.array([0, 3, 73]),
+    "an empty list": [],
+    "an empty tensor": torch.zeros(0, dtype=torch.int64),
+    "huge": torch.tensor([0, 2**62]),
+}
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS])
+def test_odd_values_are_read_or_refused_never_a_raw_error(operator: str) -> None:
+    own = OPERATORS[operator]
+    settings = (
+        "chunk_size",
+        "layout",
+        "input_layout",
+        "qkv_format",
+        "backend",
+        "total_tokens",
+        "num_samples",
+        "activation_mode",
+    )
+    tensors = (
+        "q",
+        "x",
+        "weight",
+        "initial_state",
+        "state",
+        "ssm_state_indices",
+        "dht",
+        "dy",
+        "initial_state_mode",
+        "cp_context",
+    )
+    names = {*own.offsets, *own.copies, *own.tables, *own.reads, own.numbers, *own.shapes, *settings, *tensors} - {""}
+    right = {"cu_seqlens": [0, 3, 73]} if own.host else {name: i32(0, 3, 73) for name in own.offsets[:1]}
+    for name, value in itertools.product(sorted(names), ODD.values()):
+        for kwargs, segments in (({name: value}, PACKED), (right | {name: value}, None), (right | {name: value}, PACKED)):
+            with contextlib.suppress(CollateError):
+                gated_delta_breaches(kwargs, kernel=operator, B=1, T=73, segments=segments, versions=FULL | MAIN)
