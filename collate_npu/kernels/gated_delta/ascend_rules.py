@@ -81,7 +81,7 @@ def npu_conv(call: Call) -> Iterator[Breach]:
     if backward and call.where and layout and not flat:
         says, remedy = "Boundaries are for layouts TND and NTD.", "Pass input_layout='TND'."
         yield call.breach("layout", "input_layout", repr(layout), says, remedy)
-    if backward and call.is_set("activation") and call.get("activation") != 0 and "y" not in call.arguments:
+    if backward and _is_on(call, "activation") and "y" not in call.arguments:
         says, remedy = "With an activation the backward needs y.", "Pass y, the output of the forward."
         yield call.breach("missing", "y", "nothing", says, remedy)
     modes = call.get("initial_state_mode")
@@ -92,9 +92,14 @@ def npu_conv(call: Call) -> Iterator[Breach]:
         yield from _history(call)
 
 
+def _is_on(call: Call, name: str) -> bool:
+    value = call.get(name)
+    return value is not None and not (isinstance(value, int) and value == 0)
+
+
 def _history(call: Call) -> Iterator[Breach]:
     """Outside its binding the operator returns a tensor without history: what stands before it learns nothing."""
-    active = call.get("activation_mode") not in (None, 0, False)
+    active = _is_on(call, "activation_mode")
     outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
     unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
     if call.training and unbound and (call.wants_gradients or active):
