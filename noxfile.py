@@ -154,7 +154,7 @@ def peers_fla(session: nox.Session) -> None:
     """flash-linear-attention's Triton kernels, forward and backward, in Triton's interpreter (no card)."""
     install(session, *TEST, "einops==0.8.2")
     session.install("--no-deps", "fla-core==0.5.2", "triton==3.7.0")
-    session.run("pytest", "tests/peers/test_fla.py", *session.posargs, env=ENV)
+    session.run("pytest", "tests/peers/test_fla.py", "tests/peers/test_fla_ranks.py", *session.posargs, env=ENV)
 
 
 @nox.session

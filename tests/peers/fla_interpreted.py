@@ -29,8 +29,13 @@ def counting(*bounds):
     return map(_implicit_cvt, builtins.range(*read))
 
 
+def count_in_triton():
+    """In every module of fla that is imported by now."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla."):
+            module.range = counting
+
+
 for name in ("fla.modules.convolution", "fla.ops.gated_delta_rule"):
     import_module(name)
-for name, module in list(sys.modules.items()):
-    if name.startswith("fla."):
-        module.range = counting
+count_in_triton()
