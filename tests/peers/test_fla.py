@@ -132,6 +132,18 @@ def test_real_tokens_of_a_padded_batch_are_as_alone():
         assert (out[:, start:end] - alone).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 73], [0, 0, 3, 73], [0, 3, 73, 73]], ids=str)
+def test_empty_sequences_change_nothing_since_0_5_1(offsets):
+    """Outputs, gradients and final states; before, the table named the wrong sequence (fla #909)."""
+    inputs, taps, held = rule_inputs(73), conv_inputs(73), torch.tensor(offsets)
+    theirs, states = chunk_gated_delta_rule(*inputs, cu_seqlens=held, output_final_state=True)
+    mine, finals = reference_gated_delta_rule(*inputs, cu_seqlens=held, output_final_state=True)
+    assert apart(mine, theirs, inputs) < 1e-5
+    assert (states - finals).abs().max() < 1e-5
+    convolved = reference_causal_conv1d(*taps, "silu", cu_seqlens=held)
+    assert apart(convolved, convolve(*taps, cu_seqlens=held), taps) < 1e-5
+
+
 # --- what they take in silence
 
 
