@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from collate_npu.consumers.recurrent_kernels import why_state_runs_on
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
 from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
@@ -47,6 +48,9 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
+    state_runs_on: str | None = None
+    """Why the state of its recurrent layers runs from one sequence of a flat row into the next; "" where it does not, None
+    where neither a module nor a config of transformers was there to be asked."""
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class Model:
         if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
             read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "rope_limit": rope_limit(model)}
+            read |= {"state_runs_on": why_state_runs_on(model) if needs_2d else ""}
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
