@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-from collate_npu.consumers.recurrent_kernels import why_state_runs_on
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
 from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
+from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
@@ -48,9 +48,9 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
-    state_runs_on: str | None = None
-    """Why the state of its recurrent layers runs from one sequence of a flat row into the next; "" where it does not, None
-    where neither a module nor a config of transformers was there to be asked."""
+    boundaries_unread: str | None = None
+    """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
+    None where no transformers module was there to be asked: a config does not know what this process resolved."""
 
     @classmethod
     def of(
@@ -70,7 +70,8 @@ class Model:
         if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
             read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "rope_limit": rope_limit(model)}
-            read |= {"state_runs_on": why_state_runs_on(model) if needs_2d else ""}
+        if consumer_of(model) == "transformers" and needs_2d:
+            read["boundaries_unread"] = why_boundaries_unread(model)
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",

@@ -31,7 +31,7 @@ def position_rule(model: Any) -> PositionRule:
     Raises `CollateError` for a config whose modeling code cannot be found.
     """
     model = unwrap(model)
-    classes = model_classes(model)
+    classes = _classes(model)
     if not any("position_ids" in _parameters(cls) for cls in classes):
         return "none"
     sources = [_source(module) for module in {cls.__module__: None for cls in classes}]
@@ -65,7 +65,7 @@ def reads_dense_mask(model: Any) -> bool:
     """
     if getattr(config_of(model), "model_type", "") in _READS_2D_TOO:
         return False
-    sources = [_source(cls.__module__) for cls in model_classes(unwrap(model))]
+    sources = [_source(cls.__module__) for cls in _classes(unwrap(model))]
     return any(name in source for source in sources for name in ("masking_utils", _HELPER))
 
 
@@ -75,7 +75,7 @@ _READS_2D_TOO = frozenset({"bloom", "canine", "esm", "imagegpt", "longformer", "
 _HELPER = "_prepare_4d_causal_attention_mask_with_cache_position"
 
 
-def model_classes(model: Any) -> list[type]:
+def _classes(model: Any) -> list[type]:
     """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
     if not is_transformers(model):
         configs = {id(config): config for config in (model, text_config(model))}.values()
