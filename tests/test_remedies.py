@@ -436,7 +436,7 @@ REMEDIES = {
     ),
     "a hole on recurrent layers": (
         lambda: adapt(HOLE, HYBRID, "transformers"),
-        "drop the tokens of a hole from the sample; padding_free=True does both",
+        "padding_free=True does both, where taken",
         lambda: collate(
             [{"input_ids": [1, 2, 3, 4], "attention_mask": [1, 0, 0, 1]}],
             padding_free=True,

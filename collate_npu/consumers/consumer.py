@@ -240,7 +240,7 @@ PACKED_RECURRENT = Refusal(
     of="several sequences in a row, on recurrent layers",
     when=packed_rows,
     rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
-    remedy="Give each sequence its own row, or use padding_free=True with kernels that read cu_seqlens and seq_idx.",
+    remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
 )
 
 

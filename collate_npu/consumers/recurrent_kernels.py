@@ -102,6 +102,6 @@ def variables_of(function: Any) -> dict[str, Any]:
 
 
 def _of_hub(found: Any) -> Callable[..., Any] | None:
-    """kernels 0.17 layer/layer.py `_replace_forward` binds to that module the forward of the hub's layer, or its own again."""
+    """`_replace_forward` (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to it, or its own again."""
     bound = vars(found).get("forward") if isinstance(found, nn.Module) else None
     return None if bound is None or bound.__func__ is type(found).forward else bound.__func__

@@ -109,6 +109,11 @@ def _flat_state(case: Case) -> str:
     return ""
 
 
+def why_state_runs_on(case: Case) -> str:
+    """Why a recurrent layer computes a flat row wrong although it is told its offsets."""
+    return _flat_state(case) or _missing_kernel(case)
+
+
 def _missing_kernel(case: Case) -> str:
     return case.model.boundaries_unread or "" if _flat_and_recurrent(case) else ""
 
@@ -191,24 +196,24 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers of families that read no offsets, of unknown models, and of configs before 5.20",
+            of="flat rows on recurrent layers of families that read no offsets, of unknown models, of configs before 5.20",
             when=_flat_state,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
             remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=.",
         ),
         Refusal(
-            of="flat rows on recurrent layers without the kernels that read offsets, as on every NPU and CPU (a model is "
-            "asked; with a config alone nothing is looked at, and transformers 5.20 and later raise at the first forward)",
+            of="flat rows on recurrent layers without the kernels that read offsets, as on every NPU (a model is asked; "
+            "with a config alone nothing is looked at, and transformers 5.20 and later raise at the first forward)",
             when=_missing_kernel,
             rule="Without CUDA kernels a state runs from one sequence of a flat row into the next: {why}.",
-            remedy="Give each sequence its own row (padding_free=False); on an NPU only Megatron trainers pack (ms-swift's, "
-            "MindSpeed). On CUDA install flash-linear-attention, causal-conv1d and, for mamba layers, mamba-ssm, then start again.",
+            remedy="Give each sequence its own row (padding_free=False). Packed rows on an NPU: Megatron trainers alone "
+            "(ms-swift, MindSpeed). On CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm).",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
-            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both where it is taken.",
+            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both, where taken.",
         ),
         Refusal(
             of="one row padded left on recurrent layers before 5.15",
@@ -230,7 +235,7 @@ TRANSFORMERS = Consumer(
         ),
         replace(
             PACKED_RECURRENT,
-            remedy="Give each sequence its own row; with CUDA kernels for both halves of a layer padding_free=True works too.",
+            remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
         ),
         Refusal(
             of="windows on flex_attention in packed rows: one BlockMask goes to every layer",

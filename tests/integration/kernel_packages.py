@@ -62,7 +62,7 @@ def seen(name):
     except UnsupportedFormError as error:
         found["refused"] = str(error)
     adapter.model = replace(adapter.model, boundaries_unread="")
-    flat = {"input_ids": torch.tensor([sum((each["input_ids"] for each in features), [])])}
+    flat = {"input_ids": torch.cat([torch.tensor([each["input_ids"]]) for each in features], 1)}
     batch = adapter(flat | {"seq_lens": torch.tensor(ROWS["short"])})
     calls = [call for kernel in FILES if kernel in sys.modules for call in module(kernel).calls]
     found["called"] = sorted({kernel for kernel, _ in calls})

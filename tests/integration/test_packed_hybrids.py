@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, PaddingCollator, UnsupportedFormError
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, UnsupportedFormError, check_delivery
 from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import reference_kernels, tiny_model
 
@@ -174,6 +175,29 @@ def test_kernels_are_put_back():
             raise RuntimeError("mine")
         assert ask(model) == ""
     assert ask(model) == before != ""
+
+
+def test_delivery_tells_that_a_kernel_is_missing():
+    """transformers before 5.20 runs on; later ones raise while the check runs the model."""
+    model, features = built("qwen3_5_text"), samples(ROWS["short"])
+    with reference_kernels(model):
+        batch = without(ours(model)(features), "labels")
+        assert len(check_delivery(model, batch).layers) == 3
+    with reference_kernels(model, without=("causal_conv1d",)):
+        with pytest.raises(CollateError if not LOUD else ValueError, match="without") as caught:
+            check_delivery(model, batch)
+        assert LOUD or "causal_conv1d_fn is plain torch" in str(caught.value)
+
+
+def test_delivery_tells_that_a_kernel_is_not_asked():
+    """Kimi Linear hands its rule `cu_seq_lens_q`, and the kernel takes `cu_seqlens`."""
+    model, features = built("kimi_linear"), samples(ROWS["short"])
+    with reference_kernels(model):
+        adapter = BatchAdapter(model, padding_free=True)
+        adapter.model = replace(adapter.model, model_type="qwen3_next")
+        batch = adapter(without(DataCollatorWithFlattening()(features), "labels"))
+        with pytest.raises(CollateError, match="kimi_linear do not ask where a sequence begins"):
+            check_delivery(model, batch)
 
 
 def ask(model):
