@@ -130,6 +130,8 @@ def peers_swift(session: nox.Session) -> None:
     swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
     names = ("mcore_bridge", "absent", "parallel_peers")
     session.run("pytest", *swift, *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
+    # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
+    session.run("pytest", "tests/integration/test_packed_hybrids.py", "tests/consumers/test_recurrent_kernels.py", env=ENV)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_megatron*.py")), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)

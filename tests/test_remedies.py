@@ -436,7 +436,7 @@ REMEDIES = {
     ),
     "a hole on recurrent layers": (
         lambda: adapt(HOLE, HYBRID, "transformers"),
-        "drop the tokens of a hole from the sample; padding_free=True does both",
+        "padding_free=True does both, where taken",
         lambda: collate(
             [{"input_ids": [1, 2, 3, 4], "attention_mask": [1, 0, 0, 1]}],
             padding_free=True,
@@ -568,9 +568,15 @@ REMEDIES = {
     ),
     "a flat row for nobody knows which model": (
         lambda: flat(None, "transformers", needs_mask_2d=True),
-        "An unknown model: pass model=",
-        lambda: flat(QWEN, "transformers"),
-        lambda got: got["attention_mask"]["full_attention"][0, 0].equal(dense(FLAT)[0, 0]) and "seq_idx" in got,
+        "pass model=",
+        lambda: flat_route(boundaries_unread=""),
+        lambda got: got.form == "mapping",
+    ),
+    "a flat row where a kernel is missing": (
+        lambda: flat_route(boundaries_unread="causal_conv1d_fn is plain torch"),
+        "Give each sequence its own row (padding_free=False)",
+        lambda: (adapt(RIGHT, HYBRID, "transformers"), flat_route(boundaries_unread="")),
+        lambda got: got[0]["attention_mask"].shape == (2, 5) and got[1].form == "mapping",
     ),
     "two readings under a declared pattern": (
         lambda: derive_segments(ENCODER_HOLE, pattern="causal"),
@@ -591,6 +597,12 @@ REMEDIES = {
         lambda got: check_contract(got, N=1, Nkv=1, D=8, segments=HOLE, pattern=SLIDING) is None,
     ),
 }
+
+
+def flat_route(**known):
+    """A flat row on a model that was asked."""
+    asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True, **known)
+    return route_of("transformers", FLAT, model=asked, padding_free=True)
 
 
 def replace_window(size):

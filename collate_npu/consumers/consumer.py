@@ -19,6 +19,7 @@ import torch
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
 from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
+from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
@@ -47,6 +48,9 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
+    boundaries_unread: str | None = None
+    """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
+    None where no transformers module was there to be asked: a config does not know what this process resolved."""
 
     @classmethod
     def of(
@@ -66,6 +70,8 @@ class Model:
         if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
             read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "rope_limit": rope_limit(model)}
+        if consumer_of(model) == "transformers" and needs_2d:
+            read["boundaries_unread"] = why_boundaries_unread(model)
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
@@ -234,7 +240,7 @@ PACKED_RECURRENT = Refusal(
     of="several sequences in a row, on recurrent layers",
     when=packed_rows,
     rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
-    remedy="Give each sequence its own row, or use padding_free=True with kernels that read cu_seqlens and seq_idx.",
+    remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
 )
 
 

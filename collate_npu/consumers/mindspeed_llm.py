@@ -13,6 +13,8 @@ The one mask of mcore goes to attention too, which takes no rank-2 mask: nothing
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
@@ -28,6 +30,7 @@ _FLAT = Refusal(
     rule="MindSpeed-LLM's Gated DeltaNet convolves from one sequence of a flat row into the next: {why}.",
     remedy="Give each sequence its own row, padded right (padding_free=False; no reset_attention_mask).",
 )
+_PACKED = replace(PACKED_RECURRENT, remedy=_FLAT.remedy)
 _NOT_EXACT = Refusal(
     of="every batch where None is not exact",
     when=not_exact,
@@ -38,7 +41,7 @@ _NOT_EXACT = Refusal(
 MINDSPEED_LLM = Consumer(
     name="mindspeed_llm",
     forms=(Form(form="none", reads="None; its recurrent layers ignore a dense mask"),),
-    refuses=(PACKED_RECURRENT, _FLAT, _NOT_EXACT),
+    refuses=(_PACKED, _FLAT, _NOT_EXACT),
     keeps_mask_2d="never",
     source="MindSpeed-LLM c77308a1 tasks/models/transformer/qwen3_next_gated_deltanet_attention.py:47-57, 217-221, 361-362, "
     "401-410; core/transformer/custom_dot_product_attention.py:205-206",
@@ -47,7 +50,7 @@ MINDSPEED_LLM = Consumer(
 MINDSPEED_LLM_FSDP2 = Consumer(
     name="mindspeed_llm_fsdp2",
     forms=(Form(form="keep_2d", reads="the 2D mask, int64, which its router's loss alone reads"),),
-    refuses=(PACKED_RECURRENT, _FLAT, _NOT_EXACT),
+    refuses=(_PACKED, _FLAT, _NOT_EXACT),
     keep_dtype=torch.int64,
     keeps_mask_2d="never",
     source="MindSpeed-LLM c77308a1 fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843, 1239-1248, 1281-1291, 1463-1468",

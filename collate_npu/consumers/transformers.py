@@ -6,6 +6,7 @@ Rules depend on the release installed (4.57 to 5.23 were read and run) and on th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -89,20 +90,36 @@ _STATES_READ_OFFSETS = frozenset(
     {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
     | {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"}
 )
-"""Families whose convolution takes `seq_idx` and whose scan takes `cu_seqlens` or `seq_idx`, as read in 5.23. In the
-others a kernel drops one of them in silence (hub_kernels.py:1053), or no layer ever asks."""
+"""Families whose layers hand `seq_idx` to the convolution and boundaries to the scan. A list, because a layer's own code
+does not tell: Mamba-2 and Inkling ask in the layer, and drop the keys on the way to it (modeling_mamba2.py:905-912,
+modeling_inkling.py:231). Measured on every hybrid family of 5.23 with reference kernels: in all the others states run on."""
 
 
 def _flat_state(case: Case) -> str:
-    """Why the state of a recurrent layer runs from one sequence of a flat row into the next."""
-    if not (case.padding_free and case.recurrent and case.segments.packed):
+    """Why the state of a recurrent layer runs from one sequence of a flat row into the next, whatever is installed."""
+    if not _flat_and_recurrent(case):
         return ""
-    if models.transformers_version() < (5, 20):
-        return "before transformers 5.20 no recurrent layer asks where a sequence begins"
     family = case.model.model_type
     if not family:
         return "nobody said which model it is"
-    return "" if family in _STATES_READ_OFFSETS else f"the recurrent layers of {family} do not ask where a sequence begins"
+    if family not in _STATES_READ_OFFSETS:
+        return f"the recurrent layers of {family} do not ask where a sequence begins"
+    if case.model.boundaries_unread is None and models.transformers_version() < (5, 20):
+        return "before 5.20 transformers trains on where a kernel is missing, and a config does not tell"
+    return ""
+
+
+def why_state_runs_on(case: Case) -> str:
+    """Why a recurrent layer computes a flat row wrong although it is told its offsets."""
+    return _flat_state(case) or _missing_kernel(case)
+
+
+def _missing_kernel(case: Case) -> str:
+    return case.model.boundaries_unread or "" if _flat_and_recurrent(case) else ""
+
+
+def _flat_and_recurrent(case: Case) -> bool:
+    return case.padding_free and case.recurrent and case.segments.packed
 
 
 def _leak(case: Case) -> str:
@@ -179,16 +196,24 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers before transformers 5.20, of families that read no offsets, of unknown models",
+            of="flat rows on recurrent layers of families that read no offsets, of unknown models, of configs before 5.20",
             when=_flat_state,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
-            remedy="Give each sequence its own row (padding_free=False). An unknown model: pass model=.",
+            remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=.",
+        ),
+        Refusal(
+            of="flat rows on recurrent layers without the kernels that read offsets, as on every NPU (a model is asked; "
+            "with a config alone nothing is looked at, and transformers 5.20 and later raise at the first forward)",
+            when=_missing_kernel,
+            rule="Without CUDA kernels a state runs from one sequence of a flat row into the next: {why}.",
+            remedy="Give each sequence its own row (padding_free=False). Packed rows on an NPU: Megatron trainers alone "
+            "(ms-swift, MindSpeed). On CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm).",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
-            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both.",
+            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both, where taken.",
         ),
         Refusal(
             of="one row padded left on recurrent layers before 5.15",
@@ -208,7 +233,10 @@ TRANSFORMERS = Consumer(
             rule="transformers' NPU flash attention drops windows in silence (npu_flash_attention.py:54-104), and {why}.",
             remedy="Use attn_implementation='sdpa', or rows no longer than the window.",
         ),
-        PACKED_RECURRENT,
+        replace(
+            PACKED_RECURRENT,
+            remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
+        ),
         Refusal(
             of="windows on flex_attention in packed rows: one BlockMask goes to every layer",
             when=_window_on_flex,

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 pytest.importorskip("transformers")
-from transformers import DataCollatorWithFlattening
+from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
+from transformers.masking_utils import flash_attention_mask
 
 from collate_npu import BatchAdapter, PaddingCollator, UnsupportedFormError, wrap_collator
-from collate_npu.consumers import transformers
 from collate_npu.consumers.models import transformers_version
-from collate_npu.testing import hybrid_model_types, tiny_model
+from collate_npu.consumers.recurrent_kernels import kernel_calls
+from collate_npu.consumers.transformers import _STATES_READ_OFFSETS
+from collate_npu.testing import hybrid_model_types, reference_kernels, tiny_model
 
 PAD = 256
 IDS = [[5, 9, 2, 77, 3, 8], [7, 1, 8, 3, 200, 31, 64, 12], [40, 41, 42, 43, 44]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
-NEEDS_A_KERNEL = "can't keep packed sequences apart|matC_old has wrong shape"
-"""transformers 5.20 and later refuse a flat row without causal_conv1d."""
 
 
 @torch.no_grad()
@@ -50,53 +51,59 @@ def test_a_flat_row_of_transformers_own_collator_is_the_same_row():
         assert torch.equal(ours[key], theirs[key]), key
 
 
-NEWER = pytest.mark.skipif(transformers_version() < (5, 20), reason="5.20 is the first release that asks")
-
-
 @pytest.mark.parametrize("name", hybrid_model_types())
 def test_recurrent_families_refuse_a_flat_row_here(name):
-    """Without kernels that read offsets nothing keeps the state apart: we say so, or transformers does."""
-    model = build(name)
-    try:
-        batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
-    except UnsupportedFormError:
-        return
-    with pytest.raises(ValueError, match=NEEDS_A_KERNEL):
-        error(model, batch)
+    """Without kernels that read offsets nothing keeps the state apart: we say so where the model is known."""
+    with pytest.raises(UnsupportedFormError, match="padding_free=False"):
+        PaddingCollator(pad_token_id=PAD, model=build(name), padding_free=True)(SAMPLES)
 
 
-KERNELS = {
-    "causal_conv1d_fn": ("seq_idx", 2),
-    "mamba2_chunk_scan": ("seq_idx", 1),
-    "torch_chunk_gated_delta_rule": ("cu_seqlens", 1),
-    "chunk_kimi_delta_attention": ("cu_seqlens", 1),
+NEWER = pytest.mark.skipif(transformers_version() < (5, 19), reason="before 5.19 kernels are resolved in other ways")
+UNMEASURED = {
+    "qwen4_exp_text": "its indexer reads a dense mask of one kind, and so no flat row is taken (modeling_qwen4_exp.py:718)",
+    "xlstm": "its own code fails beside a cache of another batch size (modeling_xlstm.py)",
 }
-"""Functions that give way to a kernel, by what the kernel reads and the axis of its tokens."""
-APART = ["bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 
 
 @NEWER
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", APART)
-def test_with_kernels_that_read_offsets_each_sequence_is_as_alone(monkeypatch, name, attn):
-    model = with_kernels(monkeypatch, build(name, attn_implementation=attn))
-    for collator in (PaddingCollator(pad_token_id=PAD, model=model, padding_free=True), positions_alone(model)):
-        batch = collator(SAMPLES)
-        assert error(model, batch) < 1e-4
-        assert error(model, {**batch, "attention_mask": None}) > 0.1  # the control: attention runs on
-        assert error(model, {**batch, "seq_idx": None}) > 1e-3  # the convolution runs on
+@pytest.mark.parametrize("name", sorted(set(hybrid_model_types()) - set(UNMEASURED)))
+def test_the_families_taken_are_those_that_reference_kernels_make_right(name):
+    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences."""
+    with kernels_of(model := build(name, attn_implementation=BY_OFFSETS)) as taken:
+        adapter = BatchAdapter(model, padding_free=True, attn_implementation="flash_attention_2")
+        flat = DataCollatorWithFlattening()(SAMPLES)
+        if not taken:
+            with pytest.raises(UnsupportedFormError, match="do not ask where a sequence begins"):
+                adapter(flat)
+        adapter.model = replace(adapter.model, boundaries_unread="", model_type=next(iter(_STATES_READ_OFFSETS)))
+        batch = adapter(flat)
+        assert batch["attention_mask"] is None
+        assert error(model, batch) < 1e-4 if taken else error(model, batch) > 0.1
+        assert error(model, {**batch, "seq_idx": None}) > 0.1
 
 
-@NEWER
-@pytest.mark.parametrize("name", ["bailing_hybrid", "kimi_linear", "jamba", "minimax"])
-def test_families_that_are_refused_are_wrong_with_kernels_too(monkeypatch, name):
-    model = with_kernels(monkeypatch, build(name))
-    collator = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)
-    with pytest.raises(UnsupportedFormError, match=f"{name} do not ask where a sequence begins"):
-        collator(SAMPLES)
-    monkeypatch.setattr(transformers, "_STATES_READ_OFFSETS", {name})
-    batch = collator(SAMPLES)
-    assert error(model, batch) > 0.1
+@contextmanager
+def kernels_of(model):
+    """Whether this family is taken; with reference kernels where it calls any."""
+    context = reference_kernels(model) if kernel_calls(model) else nullcontext()
+    with context:
+        yield model.config.get_text_config().model_type in _STATES_READ_OFFSETS
+
+
+BY_OFFSETS = "reads_offsets"
+
+
+def by_offsets(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
+    """As a flash kernel reads a flat row: `[B, H, S, D]`, each sequence attends itself."""
+    heads = query.shape[1] // key.shape[1]
+    ends = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    every = (query, key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1))
+    parts = [sdpa(*(x[:, :, a:b] for x in every), is_causal=True, scale=scaling) for a, b in pairwise(ends)]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(BY_OFFSETS, by_offsets)
+AttentionMaskInterface.register(BY_OFFSETS, flash_attention_mask)
 
 
 def build(name, **settings):
@@ -104,37 +111,3 @@ def build(name, **settings):
         return tiny_model(name, vocab_size=PAD + 1, **settings)
     except (ValueError, TypeError, NotImplementedError) as reason:
         pytest.skip(str(reason)[:100])
-
-
-def positions_alone(model):
-    """transformers' own collator tells positions, unless asked for more."""
-    adapter, flatten = BatchAdapter(model, padding_free=True), DataCollatorWithFlattening()
-    return lambda samples: adapter(flatten(samples))
-
-
-def with_kernels(monkeypatch, model):
-    """The model with stand-ins for the CUDA kernels: its own functions, run sequence by sequence where they are told."""
-    module = importlib.import_module(type(model).__module__)
-    for name, (key, axis) in KERNELS.items():
-        if (function := getattr(module, name, None)) is not None:
-            monkeypatch.setattr(module, name, kernel(inspect.unwrap(function), key, axis))
-    return model
-
-
-def kernel(plain, key, axis):
-    def run(*args, **kwargs):
-        if (told := kwargs.get(key)) is None:
-            return plain(*args, **kwargs)
-        length = args[0].shape[axis]
-        cuts = told.tolist() if key == "cu_seqlens" else [0, *(1 + told[0].diff().nonzero().flatten()).tolist(), length]
-        parts = [
-            plain(*(cut(x, a, b) for x in args), **{k: cut(x, a, b) for k, x in kwargs.items()}) for a, b in pairwise(cuts)
-        ]
-        outs = [part[0] if isinstance(part, tuple) else part for part in parts]
-        return (torch.cat(outs, axis), parts[-1][1]) if isinstance(parts[0], tuple) else torch.cat(outs, axis)
-
-    def cut(x, a, b):
-        tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[axis] == sum(map(len, IDS))
-        return x.narrow(axis, a, b - a) if tokens else x
-
-    return run

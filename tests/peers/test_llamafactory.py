@@ -73,7 +73,7 @@ def test_neat_packing_runs_states_together_in_silence_and_is_refused(runs):
     assert own["error"] > WRONG
     assert "carries its state from one sequence of a row into the next" in ours["refused"]
     assert "Give each sequence its own row" in ours["refused"]  # neat_packing: false, which is `plain` above
-    assert "before transformers 5.20" in saw(runs, "sft qwen3_next flat ours")["refused"]
+    assert "its own row (padding_free=False)" in saw(runs, "sft qwen3_next flat ours")["refused"]
 
 
 @pytest.mark.parametrize("who", ["neat own", "neat ours", "flat ours"])

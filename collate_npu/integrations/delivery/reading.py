@@ -19,6 +19,7 @@ from torch import Tensor
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.models import RECURRENT_KIND, consumer_of, text_config, unwrap, windows
+from collate_npu.consumers.transformers import why_state_runs_on
 from collate_npu.integrations.delivery.received import Received
 from collate_npu.masks.forms import mask_mod
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
@@ -71,7 +72,10 @@ class Judge:
         if keep is not None:
             return "" if torch.equal(keep.cpu() != 0, self.local_keep) else "a 2D mask of other tokens than this batch's"
         if self.case.padding_free or self.case.segments.packed:
-            return "" if self._told_offsets(received) else f"{received}, and the row holds several sequences"
+            told, own = self._told_offsets(received), type(received.module).forward.__module__.startswith("transformers.")
+            if told and own:  # who puts layers of his own in the place of transformers' knows his kernels
+                return why_state_runs_on(self.case)
+            return "" if told else f"{received}, and the row holds several sequences"
         return "no 2D mask, and padding stands before real tokens" if self.case.inside else ""
 
     def _keep_of(self, received: Received) -> Tensor | None:

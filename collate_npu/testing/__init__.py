@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
 from collate_npu.consumers.models import family_needs_mask_2d, text_config
+from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

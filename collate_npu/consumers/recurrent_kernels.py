@@ -1,0 +1,107 @@
+"""Recurrent kernels: whether the functions that a transformers model calls in its recurrent layers can read where a sequence
+of a flat row begins.
+
+transformers resolves such a function when the modeling file is imported: the kernel of its package, else a torch function,
+which knows no sequences (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule
+`cu_seqlens`, and either alone keeps half of the state apart. Where one is missing, transformers 5.20 and later raise at the
+first forward, if that one is told; earlier releases train on. So the model is asked for the functions it has, not the
+environment for its packages. Costs well under a millisecond for each kind of layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from collate_npu.consumers.models import unwrap
+
+READS: Mapping[str, str] = {
+    "causal_conv1d_fn": "seq_idx",
+    "chunk_gated_delta_rule": "cu_seqlens",
+    "chunk_kda": "cu_seqlens",
+    "mamba_chunk_scan_combined": "seq_idx",
+    "mamba_split_conv1d_scan_combined": "seq_idx",
+}
+"""Kernel -> how it is told where a sequence begins. The others of transformers (mamba's selective scan) cannot be told, and
+mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
+
+_STEP = re.compile(r"_update$|^fused_recurrent")
+"""Kernels of one more token in generation: no flat row comes to them."""
+_DISPATCH = {"func_name", "package", "implementation", "is_new_implementation", "applicable_params"}
+"""Variables of transformers' own wrapper around such a function, 5.19 and later (5.16 did not keep the name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A function called in a layer's forward that gives way to a kernel."""
+
+    kernel: str
+    """Its name in its package: `chunk_gated_delta_rule`."""
+    package: str
+    """Where transformers looks for it: `fla`."""
+    function: Callable[..., Any]
+    """transformers' wrapper."""
+    of_hub: Callable[..., Any] | None
+    """What `use_kernels=True` put in its place."""
+
+
+def why_boundaries_unread(model: Any) -> str:
+    """Which functions of this transformers module's recurrent layers cannot read boundaries, and why; "" where all can."""
+    calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
+    if not calls:
+        return "its layers call no function that is known to read where a sequence begins"
+    return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
+
+
+def _why_unread(call: KernelCall) -> str:
+    found, key = variables_of(call.function), READS.get(call.kernel, "boundaries")
+    if call.of_hub is not None:  # its forward takes the rest as **kwargs, and looks for the key among them
+        code = inspect.unwrap(call.of_hub).__code__
+        return "" if key in (*code.co_varnames, *code.co_consts) else f"{call.kernel} of the hub does not read {key}"
+    if not found["is_new_implementation"]:
+        return f"{call.kernel} is plain torch, without the package {call.package}"
+    return "" if key in found["applicable_params"] else f"{call.kernel} of this {call.package} does not take {key}"
+
+
+def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
+    """Every such function in the layers of a transformers module, wrapped or not; none before transformers 5.19."""
+    forwards = dict.fromkeys(_bare(layer.forward) for layer in unwrap(model).modules())
+    return tuple(call for forward in forwards if inspect.isfunction(forward) for call in _calls(forward))
+
+
+def _bare(forward: Any) -> Any:
+    """The function below the wrappers of transformers, accelerate's hooks and torch.compile."""
+    function = inspect.unwrap(forward)
+    return getattr(function, "__func__", function)
+
+
+def _calls(forward: Any) -> list[KernelCall]:
+    named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    pairs = [(found, function) for found in named if (function := _wrapper(found)) is not None]
+    around = [(variables_of(function), function, _of_hub(found)) for found, function in pairs]
+    return [KernelCall(held["func_name"], held["package"], function, of_hub) for held, function, of_hub in around]
+
+
+def _wrapper(found: Any) -> Callable[..., Any] | None:
+    """transformers' wrapper itself. Where the package `kernels` is installed, it stands in a module made of it."""
+    if isinstance(found, nn.Module):
+        found = variables_of(type(found).forward).get("func")
+    return found if variables_of(found).keys() >= _DISPATCH else None
+
+
+def variables_of(function: Any) -> dict[str, Any]:
+    """What a function found around itself when it was made; {} for anything else."""
+    if not inspect.isfunction(function):
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+def _of_hub(found: Any) -> Callable[..., Any] | None:
+    """`_replace_forward` (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to it, or its own again."""
+    bound = vars(found).get("forward") if isinstance(found, nn.Module) else None
+    return None if bound is None or bound.__func__ is type(found).forward else bound.__func__

@@ -1,0 +1,140 @@
+"""Which functions the recurrent layers of a real model call, as they stand in this process."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from collate_npu.consumers.consumer import Model
+from collate_npu.consumers.models import transformers_version
+from collate_npu.consumers.recurrent_kernels import kernel_calls, why_boundaries_unread
+from collate_npu.testing import reference_kernels, tiny_model
+
+pytestmark = pytest.mark.models
+NEWER = pytest.mark.skipif(transformers_version() < (5, 19), reason="before 5.19 kernels are resolved in other ways")
+CALLED = {
+    "qwen3_next": {"causal_conv1d_fn": "causal_conv1d", "chunk_gated_delta_rule": "fla"},
+    "lfm2": {"causal_conv1d_fn": "causal_conv1d"},
+    "jamba": {"causal_conv1d_fn": "causal_conv1d", "selective_scan_fn": "mamba_ssm"},
+    "qwen3": {},
+}
+
+
+@NEWER
+@pytest.mark.parametrize("name", CALLED)
+def test_the_calls_of_a_flat_row(name):
+    model = tiny_model(name, vocab_size=99)
+    found = {call.kernel: call.package for call in kernel_calls(model)}
+    steps = {kernel for kernel in found if "update" in kernel or "fused_recurrent" in kernel}
+    assert {kernel: found[kernel] for kernel in found.keys() - steps} == CALLED[name]
+
+
+@NEWER
+def test_each_missing_kernel_is_named_with_its_package():
+    model = tiny_model("bamba", vocab_size=99)
+    assert why_boundaries_unread(model) == (
+        "mamba_split_conv1d_scan_combined is plain torch, without the package mamba_ssm; "
+        "causal_conv1d_fn is plain torch, without the package causal_conv1d; "
+        "mamba_chunk_scan_combined is plain torch, without the package mamba_ssm"
+    )
+    with reference_kernels(model):
+        assert why_boundaries_unread(model) == ""
+
+
+@NEWER
+def test_a_kernel_that_does_not_take_the_key_does_not_do():
+    """fla before 0.2 named its offsets otherwise, and transformers drops what a kernel does not name."""
+    model = tiny_model("qwen3_next", vocab_size=99)
+    rule = next(call.function for call in kernel_calls(model) if call.kernel == "chunk_gated_delta_rule")
+    with reference_kernels(model):
+        cells = dict(zip(rule.__code__.co_freevars, rule.__closure__))
+        cells["applicable_params"].cell_contents = ("q", "k", "v", "offsets")
+        assert why_boundaries_unread(model) == "chunk_gated_delta_rule of this fla does not take cu_seqlens"
+    model = tiny_model("jamba", vocab_size=99)
+    with reference_kernels(model):
+        assert why_boundaries_unread(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
+
+
+@pytest.mark.skipif(transformers_version() >= (5, 19), reason="later releases are asked")
+def test_older_releases_are_not_known_to_read_boundaries():
+    model = tiny_model("qwen3_next", vocab_size=99)
+    assert kernel_calls(model) == ()
+    assert Model.of(model).boundaries_unread == why_boundaries_unread(model) != ""
+
+
+def test_a_config_is_not_asked():
+    model = tiny_model("qwen3_next", vocab_size=99)
+    assert Model.of(model.config).boundaries_unread is None
+    assert Model.of(tiny_model("qwen3", vocab_size=99)).boundaries_unread is None
+
+
+class Wrapped(torch.nn.Module):
+    """As DDP and FSDP hold a model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@NEWER
+def test_wrappers_of_the_model_and_of_its_layers_do_not_hide_them():
+    model = tiny_model("qwen3_next", vocab_size=99)
+    plain = [call.kernel for call in kernel_calls(model)]
+    assert [call.kernel for call in kernel_calls(Wrapped(torch.compile(model)))] == plain
+    for layer in model.model.layers:
+        mixer = getattr(layer, "linear_attn", None)
+        if mixer is not None:
+            mixer.forward = torch.compile(mixer.forward, backend="eager")
+    assert [call.kernel for call in kernel_calls(model)] == plain
+    accelerate = pytest.importorskip("accelerate")
+    for layer in model.modules():
+        accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
+    assert [call.kernel for call in kernel_calls(model)] == plain
+
+
+# --- with the package `kernels`, a function is a module, whose forward use_kernels=True replaces
+
+
+def as_kernels_does(function):
+    """kernels 0.17 layer/layer.py `_create_func_module`."""
+    func = function
+
+    class Func(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return func(*args, **kwargs)
+
+    return Func()
+
+
+class Deaf(torch.nn.Module):
+    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+        return hidden_states
+
+
+class Reads(torch.nn.Module):
+    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+        return hidden_states, kwargs.pop("seq_idx", None)
+
+
+@NEWER
+def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
+    model = tiny_model("lfm2", vocab_size=99)
+    scope = inspect.unwrap(type(model.model.layers[0].conv).forward).__globals__
+    held = scope["causal_conv1d_fn"]
+    if not isinstance(held, torch.nn.Module):
+        held = as_kernels_does(held)
+        monkeypatch.setitem(scope, "causal_conv1d_fn", held)
+    assert why_boundaries_unread(model) == "causal_conv1d_fn is plain torch, without the package causal_conv1d"
+    with reference_kernels(model):
+        assert why_boundaries_unread(model) == ""
+    held.forward = MethodType(Reads.forward, held)
+    assert why_boundaries_unread(model) == ""
+    held.forward = MethodType(Deaf.forward, held)
+    assert why_boundaries_unread(model) == "causal_conv1d_fn of the hub does not read seq_idx"
+    held.forward = MethodType(type(held).forward, held)  # there is no such kernel for this device
+    assert "is plain torch" in why_boundaries_unread(model)
