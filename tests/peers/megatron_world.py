@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import nullcontext
+from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from collate_npu import Segments, gather_sequence, per_sequence
 from collate_npu.parallel import ContextParallel, token_rows
+
+if int(version("megatron-core").split(".")[1]) >= 18:
+    import triton_stub  # noqa: F401  (before megatron)
 
 VOCABULARY, PAD, HIDDEN = 64, 63, 32
 

@@ -21,8 +21,8 @@ from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
-from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
-from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
+from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
+from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
@@ -89,8 +89,10 @@ def gpt_batch(
         inputs["padding_mask"] = _of_stage(inputs["padding_mask"], model)
     device = row["input_ids"].device
     if padding_free:
-        counts = depths(config) > 0
-        inputs["packed_seq_params"] = packed_seq_params(segments, padding_counts=counts, device=device)
+        ranks = cp or ContextParallel(1, 0)
+        inputs["packed_seq_params"] = packed_seq_params(
+            segments, padding_counts=takes_places(model), context_parallel=ranks, device=device
+        )
     if kernel in ("megatron", "mindspeed_dense"):
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
