@@ -22,7 +22,7 @@ from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
 from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
-from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets, takes_places
+from collate_npu.integrations.megatron.packed import flat_row_offsets, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
@@ -77,7 +77,7 @@ def gpt_batch(
         _refuse_flat(model)
         cp = cp and cp.for_documents()
         row, segments = _shared_out(row, segments, cp)
-        offsets = torch.tensor(physical_offsets(segments))
+        offsets = torch.tensor(flat_row_offsets(segments))
     kernel = "" if padding_free else _kernel(model, segments)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
@@ -147,7 +147,7 @@ def _shared_out(row: dict[str, Any], segments: Segments, cp: ContextParallel | N
     """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
     if cp is None:
         return row, segments
-    offsets = torch.tensor(physical_offsets(segments))
+    offsets = torch.tensor(flat_row_offsets(segments))
     padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
     return {key: padded[key] for key in row}, segments
 
