@@ -212,8 +212,9 @@ def test_the_fields_of_0_19(monkeypatch):
 def test_padding_behind_the_last_sequence_alone_which_transformer_engine_does_not_see(monkeypatch):
     """It compares offsets without the last one, so that nothing may be left for it to see."""
     tail = Segments([[1, 1, 1, 1, 2, 2, 0, 0]])
-    assert packed_seq_params(tail).cu_seqlens_q.tolist() == [0, 4, 8]
-    later(monkeypatch, "pad_between_seqs")
+    if not hasattr(packed_seq_params(tail), "pad_between_seqs"):
+        assert packed_seq_params(tail).cu_seqlens_q.tolist() == [0, 4, 8]
+        later(monkeypatch, "pad_between_seqs")
     params = packed_seq_params(tail)
     assert params.cu_seqlens_q.tolist() == [0, 4, 6]
     assert params.pad_between_seqs is True
