@@ -220,6 +220,7 @@ class DotProductAttention(TEDotProductAttention):
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~allowed, -10000.0).softmax(-1)  # core/transformer/utils.py:54-55
     return torch.einsum("bhqk,kbhd->qbhd", weights, value)

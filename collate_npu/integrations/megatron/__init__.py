@@ -19,7 +19,7 @@ from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
-from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.integrations.megatron import flat_rows, mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
 from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
 from collate_npu.integrations.megatron.packed import flat_row_offsets, packed_seq_params, takes_places
@@ -75,6 +75,8 @@ def gpt_batch(
     offsets = None
     if padding_free:
         _refuse_flat(model)
+        if segments.packed:
+            flat_rows.refuse_unseparated(model.modules())
         cp = cp and cp.for_documents()
         row, segments = _shared_out(row, segments, cp)
         offsets = torch.tensor(flat_row_offsets(segments))
