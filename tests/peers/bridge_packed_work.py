@@ -23,7 +23,7 @@ from bridge_work import Alone, apart, furthest, gradients, loss_of, said  # noqa
 from megatron.core.extensions import transformer_engine_spec_provider as te_specs  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron_world import TEDotProductAttention  # noqa: E402
-from swift_world import PAD, samples  # noqa: E402
+from swift_world import PAD, arguments, collate, prepare, samples  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from collate_npu import PaddingCollator, Segments  # noqa: E402
@@ -169,7 +169,22 @@ def main() -> dict[str, Any]:
             out[f"{name}, {row}"] = found
         if name == "qwen3_next":
             out["traps"] = traps(stages)
+            out["swift, aligned"] = from_swift(stages)
     return out
+
+
+def from_swift(stages: list[Any]) -> dict[str, Any]:
+    """ms-swift's own template and `prepare_batch`, the row aligned to 16 as for fp8; nothing of ours in between."""
+    args = arguments("qwen3_next", padding_free=True, fp8_format="e4m3")
+    batch = prepare(args, collate(args, *ROWS["side by side"][0]))
+    params = batch["packed_seq_params"]
+    truth = Segments.from_lengths([ROWS["side by side"][0]], 16)
+    found = measure(stages, only_tokens(batch), truth, alone(stages, "side by side"))
+    return found | {"offsets": params.cu_seqlens_q.tolist(), "samples": params.num_samples}
+
+
+def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
 
 
 def unseparated(stages: list[Any]) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def test_both_offsets_are_where_the_sequences_stand(found, layer):
         assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ms_swifts_own_flat_rows_are_right_with_padding_in_sequences_of_a_token(found, layer):
+    case = found[layer]["swift, aligned"]
+    assert case["offsets"] == [0, 7, 10, 15, 16]
+    assert case["samples"] == 3
+    assert max(case["logits"], case["gradients"]) <= EXACT
+
+
 # --- offsets of others
 
 

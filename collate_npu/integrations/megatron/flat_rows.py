@@ -46,7 +46,9 @@ def refuse_unseparated(modules: Iterable[Any]) -> None:
     for module in modules:
         if type(module).__name__ == "Qwen3_5MoeGatedDeltaNet" and type(module).__module__.startswith("mcore_bridge"):
             got = f"{os.environ.get('USE_MCORE_GDN', '0')} and a flat row"
-            rule = f"With transformers {version('transformers')} the convolution of {type(module).__name__} is not told where "
+            rule = (
+                f"With transformers {version('transformers')} the convolution of {type(module).__name__} is not told where "
+            )
             rule += "sequences end, and runs across them."
             remedy = "Unset it: Megatron's own layer takes flat rows. Or set padding_free=False."
             raise UnsupportedFormError(explain("USE_MCORE_GDN", got, rule, remedy))
