@@ -35,6 +35,7 @@ from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GD
 
 from collate_npu import CollateError, Segments  # noqa: E402
 from collate_npu.integrations.megatron import packed_seq_params  # noqa: E402
+from collate_npu.integrations.swift.flat import number_sequences  # noqa: E402
 from collate_npu.parallel import ContextParallel, token_rows  # noqa: E402
 
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
@@ -108,6 +109,8 @@ def test_upstream_numbers_more_tokens_than_there_are_where_the_offsets_end_later
     late = PackedSeqParams(cu_seqlens_q=offsets)
     late.total_tokens = 7  # as ms-swift 4.6.0 sets it (megatron/utils/utils.py:272)
     assert late.seq_idx is None
+    number_sequences(late)
+    assert late.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 1]]
 
 
 # --- lengths that ranks cannot share out

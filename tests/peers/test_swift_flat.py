@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from swift_world import World, arguments, collate, prepare  # noqa: E402
 
 from collate_npu import CollateError, Segments  # noqa: E402
 from collate_npu.integrations import swift  # noqa: E402
+from collate_npu.integrations.swift import guard  # noqa: E402
 from collate_npu.integrations.swift.flat import flat_segments  # noqa: E402
 
 LENGTHS = (7, 3, 5)
@@ -108,3 +110,19 @@ def test_offsets_that_do_not_fit_the_samples_are_refused(params, ranks):
 
 def test_and_those_that_fit_are_the_truth():
     assert flat_segments(ROW, Params([0, 7, 10, 16])) == Segments.from_lengths([LENGTHS], 16)
+
+
+def test_the_guard_stops_at_the_first_batch_and_looks_once(capsys):
+    """Two ranks of a row: the offsets are compared, the layers are not watched."""
+    model, row = torch.nn.Linear(1, 1), {**ROW, "input_ids": torch.ones(1, 20)}
+    args = SimpleNamespace(padding_free=True, context_parallel_size=2, cp_partition_mode="zigzag")
+    trainer = SimpleNamespace(unwrapped_models=[model], args=args)
+    for offsets, said in (([0, 7, 10, 20], None), ([0, 8, 12, 20], 1), ([0, 8, 12, 20], 0)):
+        prepare_batch = lambda *_, offsets=offsets: {"packed_seq_params": Params(offsets)}  # noqa: E731
+        if said is None:
+            with pytest.raises(CollateError, match="packed_seq_params"):
+                guard.guarded("local", None, prepare_batch, trainer, row)
+            guard._GUARDED.clear()
+        else:
+            guard.guarded("local", None, prepare_batch, trainer, row)
+            assert capsys.readouterr().out.count("the flat row are those of its 3 samples") == said
