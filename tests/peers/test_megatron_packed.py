@@ -1,4 +1,5 @@
-"""megatron-core 0.16.1: several sequences in a row, with dense masks on local kernels and flat with `PackedSeqParams`."""
+"""megatron-core 0.16.1 and 0.19.2: several sequences in a row, with dense masks on local kernels, and flat with
+`PackedSeqParams`."""
 
 from __future__ import annotations
 

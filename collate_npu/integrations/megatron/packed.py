@@ -33,7 +33,7 @@ def packed_seq_params(
     Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them: the kernels divide the
     offsets themselves. `context_parallel` is Megatron's own where `parallel_state` has one. Raises `CollateError` where its
     ranks cannot share out each sequence: Gated DeltaNet of 0.18 to 0.19.2 asks for lengths % cp alone, and then cuts each
-    sequence into 2 * cp parts (core/ssm/gated_delta_net/common.py:487, 574-599), which is wrong, or an index out of range.
+    sequence into 2 * cp parts (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600), which is no order of the tokens.
 
     `max_seqlen_*` are physical and Python ints, because rotary positions are made for the physical lengths
     (core/models/common/embeddings/rotary_pos_embedding.py:238-241, core/transformer/attention.py:1082-1089).
