@@ -93,9 +93,10 @@ class Params:
     [
         (Params([0, 7, 10, 15]), 1),  # ends early
         (Params([7, 10, 16]), 1),  # ends
+        (Params([1, 8, 11, 16]), 1),  # begins late
         (Params([0, 6, 10, 16]), 1),  # too short for the first
         (Params([0, 7, 16]), 1),  # two sequences for three
-        (Params([0, 7, 10, 10, 16]), 1),  # an empty one
+        (Params([0, 7, 10, 15, 15, 16]), 1),  # an empty one
         (Params([0, 7, 10, 16]), 2),  # not to be shared out
         (Params([0, 7, 10, 16], cu_seqlens_kv=torch.tensor([0, 7, 11, 16])), 1),
         (Params([0, 7, 10, 16], cu_seqlens_q_padded=torch.tensor([0, 8, 11, 16])), 1),
