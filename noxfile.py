@@ -128,13 +128,24 @@ def peers_swift(session: nox.Session) -> None:
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
     session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
     swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
-    names = ("mcore_bridge", "absent", "parallel_peers")
+    names = ("mcore_bridge", "mcore_bridge_packed", "absent", "parallel_peers")
     session.run("pytest", *swift, *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
     session.run("pytest", "tests/integration/test_packed_hybrids.py", "tests/consumers/test_recurrent_kernels.py", env=ENV)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_megatron*.py")), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
+
+
+@nox.session
+def peers_megatron(session: nox.Session) -> None:
+    """The newest megatron-core: its own Gated DeltaNet takes flat rows (triton is a stand-in).
+
+    It asks for Python 3.12 and uses nothing of it here.
+    """
+    install(session, "einops==0.8.1", "packaging", *TEST)
+    session.install("--no-deps", "--ignore-requires-python", "megatron-core==0.19.2")
+    session.run("pytest", "tests/peers/test_megatron_packed.py", "tests/peers/test_megatron_gated_delta.py", env=ENV)
 
 
 @nox.session

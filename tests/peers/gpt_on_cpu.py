@@ -111,8 +111,10 @@ def rows_of(params, *tensors):
         yield [x.squeeze(1)[start:end] if x.ndim == 4 else x[start:end] for x in tensors]
 
 
-def gpt(kinds="aa", *, mtp=0, flash=True, **changed):
-    """A model of these layers: `a` attention, `g` Gated DeltaNet. It needs `patched` and Megatron's groups."""
+def gpt(kinds="aa", *, mtp=0, flash=Attention, **changed):
+    """A model of these layers: `a` attention, `g` Gated DeltaNet. It needs `patched` and Megatron's groups.
+
+    `flash` is the kernel in the place of TransformerEngine's; None leaves Megatron's local attention."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
@@ -121,17 +123,18 @@ def gpt(kinds="aa", *, mtp=0, flash=True, **changed):
 
     torch.manual_seed(0)
     recurrent = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [k == "g" for k in kinds]}
+    recurrent["deterministic_mode"] = True
     config = TransformerConfig(
         num_layers=len(kinds), hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
         hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, init_method_std=0.3,
-        mtp_num_layers=mtp or None, deterministic_mode="g" in kinds, linear_conv_kernel_dim=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, linear_num_key_heads=4, linear_num_value_heads=4,
+        mtp_num_layers=mtp or None, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=4, linear_num_value_heads=4,
         **{**(recurrent if "g" in kinds else {}), **changed},
     )  # fmt: skip
     layer = get_gpt_layer_local_spec(num_experts=changed.get("num_moe_experts"), normalization="RMSNorm")
     if flash:
-        layer.submodules.self_attention.submodules.core_attention = Attention
+        layer.submodules.self_attention.submodules.core_attention = flash
     layers = [gated_delta(layer) if kind == "g" else layer for kind in kinds]
     spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
     more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}

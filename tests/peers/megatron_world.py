@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import nullcontext
+from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from collate_npu import Segments, gather_sequence, per_sequence
 from collate_npu.parallel import ContextParallel, token_rows
+
+if int(version("megatron-core").split(".")[1]) >= 18:
+    import triton_stub  # noqa: F401  (before megatron)
 
 VOCABULARY, PAD, HIDDEN = 64, 63, 32
 
@@ -195,7 +199,7 @@ class TEDotProductAttention(torch.nn.Module):
         group = self.group if size > 1 else None
         flat = packed_seq_params is not None
         cp = ContextParallel(size, rank, layout="document_zigzag" if flat else "zigzag", group=group)
-        bounds = packed_seq_params.cu_seqlens_q_padded if flat else None
+        bounds = _places(packed_seq_params) if flat else None
         keys, values = (gather_sequence(x, cp, dim=0, cu_seqlens=bounds, loss="local") for x in (key, value))
         rows = token_rows(len(keys), cp, bounds)
         if flat:
@@ -215,7 +219,13 @@ class DotProductAttention(TEDotProductAttention):
     reads_dense = True
 
 
+def _places(params: Any) -> Tensor:
+    """Some send no padded offsets (ms-swift): then there is nothing between sequences."""
+    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+
+
 def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~allowed, -10000.0).softmax(-1)  # core/transformer/utils.py:54-55
     return torch.einsum("bhqk,kbhd->qbhd", weights, value)
@@ -226,7 +236,7 @@ def _allowed(params: Any, width: int, size: int) -> Tensor:
 
     What Transformer Engine decides where nobody says it: v2.9 to v2.16, dot_product_attention.py `pad_between_seqs is None`.
     """
-    real, physical = params.cu_seqlens_q.tolist(), params.cu_seqlens_q_padded.tolist()
+    real, physical = params.cu_seqlens_q.tolist(), _places(params).tolist()
     told = getattr(params, "pad_between_seqs", None)
     between = physical[:-1] != real[:-1] if told is None else told
     if not between and size > 1:

@@ -1,4 +1,5 @@
-"""megatron-core 0.16.1: several sequences in a row, with dense masks on local kernels and flat with `PackedSeqParams`."""
+"""megatron-core 0.16.1 and 0.19.2: several sequences in a row, with dense masks on local kernels, and flat with
+`PackedSeqParams`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, on_cpu, packed_rows, samples
 
 from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError, dense, unpad
-from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
+from collate_npu.integrations.megatron import gpt_batch, packed, packed_seq_params
+from collate_npu.integrations.megatron.packed import takes_places
 from collate_npu.parallel import ContextParallel, pad_documents
 
 one = PaddingCollator(pad_token_id=PAD)
@@ -212,11 +214,38 @@ def test_the_fields_of_0_19(monkeypatch):
 def test_padding_behind_the_last_sequence_alone_which_transformer_engine_does_not_see(monkeypatch):
     """It compares offsets without the last one, so that nothing may be left for it to see."""
     tail = Segments([[1, 1, 1, 1, 2, 2, 0, 0]])
-    assert packed_seq_params(tail).cu_seqlens_q.tolist() == [0, 4, 8]
-    later(monkeypatch, "pad_between_seqs")
+    if not hasattr(packed_seq_params(tail), "pad_between_seqs"):
+        assert packed_seq_params(tail).cu_seqlens_q.tolist() == [0, 4, 8]
+        later(monkeypatch, "pad_between_seqs")
     params = packed_seq_params(tail)
     assert params.cu_seqlens_q.tolist() == [0, 4, 6]
     assert params.pad_between_seqs is True
+
+
+def test_what_takes_offsets_for_places_gets_physical_ones(thd, monkeypatch):
+    """MindSpeed's attention reads no others; nor do multi-token prediction and much of mcore-bridge."""
+    truth = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+    bridged = type("GPTModel", (torch.nn.Module,), {"__module__": "mcore_bridge.model.gpt_model", "config": thd.config})()
+    assert [takes_places(model) for model in (thd, bridged)] == [False, True]
+    monkeypatch.setattr(thd.config, "mtp_num_layers", 1)
+    assert takes_places(thd)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.installed", lambda: True)
+    for params in (packed_seq_params(truth), packed_seq_params(truth, padding_counts=True)):
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
+        assert params.cu_seqlens_q is params.cu_seqlens_q_padded
+
+
+def test_lengths_that_megatrons_ranks_cannot_share_out(monkeypatch):
+    """Told, or found in `parallel_state`; the remedy works."""
+    truth, two = Segments.from_lengths([[6, 4]]), ContextParallel(2, 0).for_documents()
+    with pytest.raises(CollateError, match=r"(?s)row 0: got 6 places.*2 ranks .*lengths % 4 == 0.*pad_documents"):
+        packed_seq_params(truth, context_parallel=two)
+    monkeypatch.setattr(packed, "megatron_ranks", lambda: two)
+    with pytest.raises(CollateError, match="2 ranks"):
+        packed_seq_params(truth)
+    batch = {"input_ids": torch.ones(1, 10, dtype=torch.long), "cu_seqlens": truth.cu_seqlens}
+    assert packed_seq_params(pad_documents(batch, two)[1]).cu_seqlens_q_padded.tolist() == [0, 8, 12]
+    assert packed_seq_params(truth, context_parallel=ContextParallel(2, 0, layout="ulysses")).max_seqlen_q == 6
 
 
 @pytest.mark.parametrize("counts", [False, True])

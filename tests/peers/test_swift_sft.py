@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ for _name in ("swift", "mcore_bridge", "matplotlib"):
         pytest.skip(f"{_name} is not installed", allow_module_level=True)
 
 from swift_launch import MEGATRON, PLUGIN, RECORDER, TRANSFORMERS, chats, run, save_model, save_rows  # noqa: E402
+
+FLAT = str(Path(__file__).with_name("swift_flat_recorder.py"))
+ON_CPU = '{"deterministic_mode": false, "persist_layer_norm": false}'
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +130,19 @@ def test_megatron_sft_on_two_ranks_gives_none_and_the_routers_their_padding(here
         assert [seen["padding_mask"]["rows"] for seen in step["routers"].values()] == [padding] * 3
         assert step["error"] < 2e-5
     assert ran[0]["steps"][0]["lengths"] != ran[1]["steps"][0]["lengths"]
+
+
+def test_megatron_sft_with_padding_free_hands_the_recurrent_layers_offsets_of_the_whole_row(here):
+    """Its default, with Megatron's own Gated DeltaNet; fla's kernels are the references (`swift_flat_recorder`)."""
+    folder, data = here
+    words = [*MEGATRON, *data, "--global_batch_size", "3", "--external_plugins", PLUGIN, FLAT]
+    for name, value in (("padding_free", "true"), ("train_iters", "1"), ("megatron_extra_kwargs", ON_CPU)):
+        words[words.index(f"--{name}") + 1] = value
+    code, said, ran = run("megatron", *words, record=folder / "flat", ranks=1, COLLATE_NPU_GUARD="1")
+    assert code == 0, said[-3000:]
+    assert said.count("collate_npu: every layer got what the batch says: packed_seq_params to 4 layers") == 1
+    (step,) = ran[0]["steps"]
+    offsets, width = step["reached"]
+    assert offsets[-1] == width == step["width"]
+    assert [b - a for a, b in pairwise(offsets)] == step["lengths"]
+    assert max(step["errors"]) < 2e-5

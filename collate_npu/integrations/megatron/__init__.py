@@ -19,10 +19,10 @@ from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
-from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.integrations.megatron import flat_rows, mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
-from collate_npu.integrations.megatron.multi_token import depths, refuse_crossing, refuse_no_target
-from collate_npu.integrations.megatron.packed import packed_seq_params, physical_offsets
+from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
+from collate_npu.integrations.megatron.packed import flat_row_offsets, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
@@ -75,9 +75,11 @@ def gpt_batch(
     offsets = None
     if padding_free:
         _refuse_flat(model)
+        if segments.packed:
+            flat_rows.refuse_unseparated(model.modules())
         cp = cp and cp.for_documents()
         row, segments = _shared_out(row, segments, cp)
-        offsets = torch.tensor(physical_offsets(segments))
+        offsets = torch.tensor(flat_row_offsets(segments))
     kernel = "" if padding_free else _kernel(model, segments)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
@@ -89,8 +91,10 @@ def gpt_batch(
         inputs["padding_mask"] = _of_stage(inputs["padding_mask"], model)
     device = row["input_ids"].device
     if padding_free:
-        counts = depths(config) > 0
-        inputs["packed_seq_params"] = packed_seq_params(segments, padding_counts=counts, device=device)
+        ranks = cp or ContextParallel(1, 0)
+        inputs["packed_seq_params"] = packed_seq_params(
+            segments, padding_counts=takes_places(model), context_parallel=ranks, device=device
+        )
     if kernel in ("megatron", "mindspeed_dense"):
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
@@ -145,7 +149,7 @@ def _shared_out(row: dict[str, Any], segments: Segments, cp: ContextParallel | N
     """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
     if cp is None:
         return row, segments
-    offsets = torch.tensor(physical_offsets(segments))
+    offsets = torch.tensor(flat_row_offsets(segments))
     padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
     return {key: padded[key] for key in row}, segments
 

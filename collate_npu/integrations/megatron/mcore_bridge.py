@@ -23,6 +23,7 @@ from torch import Tensor
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
+from collate_npu.integrations.megatron import flat_rows
 from collate_npu.keys import KEEP_KEY
 from collate_npu.parallel import ContextParallel, split_tensor
 from collate_npu.segments import Segments
@@ -34,6 +35,8 @@ _EXTRAS = (KEEP_KEY, "padding_mask")
 
 def install(*, holder: str = PACKAGE) -> None:
     """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
+
+    Of flat rows it refuses the offsets that a layer would misread (`flat_rows`).
 
     It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. With it
     `USE_MCORE_GDN=0` also builds Qwen3-Next beside transformers 5.13 and later; what cannot run is refused when it is built.
@@ -48,6 +51,7 @@ def install(*, holder: str = PACKAGE) -> None:
     patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
     patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
+    flat_rows.install(holder)
 
 
 def uninstall() -> None:

@@ -7,68 +7,106 @@ Real offsets count tokens, physical ones say where sequences stand in the row wi
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from collate_npu.consumers import mindspeed
+from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.integrations.megatron.multi_token import depths
+from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
+from collate_npu.parallel import ContextParallel
 from collate_npu.segments import Segments
 
 
-def packed_seq_params(segments: Segments, *, padding_counts: bool = False, device: torch.device | str = "cpu") -> Any:
+def packed_seq_params(
+    segments: Segments,
+    *,
+    padding_counts: bool = False,
+    context_parallel: ContextParallel | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
     """`megatron.core.packed_seq_params.PackedSeqParams` of a flat row `[1, S]`: `qkv_format="thd"`, int32 offsets `[N + 1]`.
 
     Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them: the kernels divide the
-    offsets themselves. `max_seqlen_*` are physical, because rotary positions are made for the physical lengths
+    offsets themselves. `context_parallel` is Megatron's own where `parallel_state` has one. Raises `CollateError` where its
+    ranks cannot share out each sequence: Gated DeltaNet of 0.18 to 0.19.2 asks for lengths % cp alone, and then cuts each
+    sequence into 2 * cp parts (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600), which is no order of the tokens.
+
+    `max_seqlen_*` are physical and Python ints, because rotary positions are made for the physical lengths
     (core/models/common/embeddings/rotary_pos_embedding.py:238-241, core/transformer/attention.py:1082-1089).
+    `total_tokens` is S, where the physical offsets end: only then are the sequence numbers right that 0.17 and later make of
+    both for Mamba (`__post_init__`).
 
     `padding_counts=True` hands over the physical offsets as the real ones. Causal attention is exact all the same, because
-    padding stands behind its sequence; what counts tokens by them counts padding. It is for kernels that take no padding
-    between sequences (FlashAttention 2) and for Megatron's multi-token prediction, and happens by itself where
-    TransformerEngine would not see the padding. Raises where padding stands before or inside a sequence.
+    padding stands behind its sequence; what counts tokens by them counts padding. It is for whatever takes `cu_seqlens_q`
+    for places in the row: Megatron's multi-token prediction, mcore-bridge, kernels without padding between sequences
+    (FlashAttention 2). It happens by itself beside MindSpeed, whose attention does so too (core_r0.16.0
+    core/transformer/dot_product_attention.py:282, 0.18 flash_attention/adaptor.py:50-55). And where padding stands behind
+    the last sequence alone, before `pad_between_seqs` (0.19): TransformerEngine up to 2.16 then compares the offsets
+    without the last one, and under context parallelism reads wrong rows in silence (dot_product_attention.py:1519-1529;
+    its issue 3331). Raises where padding stands before or inside a sequence.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
-    physical = torch.tensor(physical_offsets(segments), dtype=torch.int32)
-    real = segments.cu_seqlens
-    if padding_counts or torch.equal(real, physical) or ("pad_between_seqs" not in names and _unseen(real, physical)):
-        real = physical  # the very same tensor: TransformerEngine's main branch reads "no padding" off the identity
-    longest = int(physical.diff().max())
-    fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
-    held = {"": real.to(device), "_padded": physical.to(device)}
-    if real is physical:
-        held["_padded"] = held[""]
-    fields |= {f"cu_seqlens_{side}{kind}": offsets for side in ("q", "kv") for kind, offsets in held.items()}
-    # Megatron >= 0.17 tells Mamba's layers where sequences end only where it knows the width (seq_idx of __post_init__).
-    fields |= {"total_tokens": segments.shape[1], "pad_between_seqs": real is not physical}
+    offsets = flat_row_offsets(segments)
+    _check_shared_out(offsets, context_parallel or megatron_ranks())
+    fields = gated_delta_kwargs(segments, kernel="megatron", device=device)
+    real = segments.cu_seqlens_host
+    unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
+    apart = not (padding_counts or unseen or real == offsets or mindspeed.installed())
+    for side in ("q", "kv"):
+        # The very same tensor where they are equal: TransformerEngine's main branch reads "no padding" off the identity.
+        padded = fields[f"cu_seqlens_{side}_padded"]
+        fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
+    fields["pad_between_seqs"] = apart
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
 
-def physical_offsets(segments: Segments) -> tuple[int, ...]:
+def takes_places(model: Any) -> bool:
+    """Does this model take `cu_seqlens_q` for where sequences stand, whatever the padded offsets say?
+
+    Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2); and mcore-bridge:
+    Gated DeltaNets of transformers (1.6.5 gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79), latent attention
+    (modules/multi_latent_attention.py:35), its own (modules/gated_delta_net.py:250) where the padded ones do not fit.
+    """
+    return depths(config_of(model)) > 0 or type(unwrap(model)).__module__.startswith("mcore_bridge")
+
+
+def megatron_ranks() -> ContextParallel | None:
+    """The context-parallel ranks of Megatron's `parallel_state` for flat rows, if there are several."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized() or parallel_state.get_context_parallel_world_size() == 1:
+        return None
+    return ContextParallel.from_megatron(tensor_parallel=1).for_documents()
+
+
+def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
     """Where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
 
     Raises `CollateError` where there is not one row, no sequence, or padding before or inside a sequence.
     """
-    B, S = segments.shape
-    if B != 1 or not segments.num_sequences:
+    if segments.shape[0] != 1 or not segments.num_sequences:
         rule = "Offsets speak of one flat row [1, S] with at least one sequence."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Collate with padding_free=True."))
-    starts = [start for _, start, _ in segments.spans]
-    bad = [
-        (n, "padding inside it")
-        for n, (length, span) in enumerate(zip(segments.sequence_lengths, segments.spans))
-        if span[2] - span[1] != length
-    ]
-    if bad or starts[0]:
-        rows = bad or [(0, f"{starts[0]} tokens of padding before it")]
+    spans = enumerate(zip(segments.sequence_lengths, segments.spans))
+    bad = [(n, "padding inside it") for n, (length, (_, start, stop)) in spans if stop - start != length]
+    if first := segments.spans[0][1]:
+        bad.insert(0, (0, f"{first} tokens of padding before it"))
+    if bad:
         rule = "In a flat row padding stands behind a sequence."
-        raise CollateError(explain_rows("segments (rows are sequences)", rows, rule, "unpad() the row first."))
-    return (*starts, S)
+        raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, "unpad() the row first."))
+    return flat_offsets(segments, padding="behind")
 
 
-def _unseen(real: Tensor, physical: Tensor) -> bool:
-    """Is padding behind the last sequence alone? TransformerEngine up to 2.16 compares the offsets without the last one,
-    and under context parallelism then reads wrong rows in silence (dot_product_attention.py:1519-1529; TE issue 3331)."""
-    return torch.equal(real[:-1], physical[:-1])
+def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> None:
+    multiple = 1 if cp is None else cp.document_multiple
+    bad = [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]
+    if cp is not None and bad:
+        rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
+        remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
+        raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))

@@ -24,6 +24,7 @@ from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import guard
 from collate_npu.integrations.swift import masks as swift_masks
+from collate_npu.integrations.swift.flat import number_sequences
 from collate_npu.integrations.swift.pooling import get_last_tokens, pooled
 from collate_npu.integrations.swift.transformers_backend import check_batch
 from collate_npu.keys import KEEP_KEY
@@ -118,7 +119,9 @@ class _Trainers:
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
         if args.padding_free:
-            return original(args, data, vp_stage)
+            out = original(args, data, vp_stage)
+            number_sequences(out.get("packed_seq_params"))
+            return out
         segments = swift_masks.segments_from_swift(args, data, self.polarity)
         bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
         return pooled(args, swift_masks.add_masks(args, original(args, bare, vp_stage), segments, self.mask_2d), segments)

@@ -1,0 +1,208 @@
+"""megatron-core 0.19's own Gated DeltaNet on flat rows: its resolver, its permutation, its whole layer.
+
+Real functions and real models on the offsets of `packed_seq_params`, against what the Segments say, on one rank and on two
+Gloo processes. fla's kernels and TransformerEngine's are stand-ins (gated_delta_world.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+try:
+    RELEASE = int(version("megatron-core").split(".")[1])
+except PackageNotFoundError:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+if RELEASE < 19:
+    pytest.skip("megatron-core 0.18 is the first whose Gated DeltaNet takes flat rows, and 0.19 cuts them otherwise",
+                allow_module_level=True)  # fmt: skip
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import gated_delta_world as world  # noqa: E402  (first: the stand-in for triton)
+import torch  # noqa: E402
+from gloo_pool import Pool  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GDNBase  # noqa: E402
+
+from collate_npu import CollateError, Segments  # noqa: E402
+from collate_npu.integrations.megatron import packed_seq_params  # noqa: E402
+from collate_npu.integrations.swift.flat import number_sequences  # noqa: E402
+from collate_npu.parallel import ContextParallel, token_rows  # noqa: E402
+
+EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
+lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def resolved(params, width, size):
+    """What the layer makes of the offsets, queries and keys alike."""
+    sides = [
+        _GDNBase._resolve_cu_seqlens(
+            None, getattr(params, f"cu_seqlens_{side}_padded"), getattr(params, f"cu_seqlens_{side}"), width, side, size
+        )
+        for side in ("q", "kv")
+    ]
+    assert torch.equal(*sides)
+    return sides[0]
+
+
+# --- the fields, and what the layer makes of them
+
+
+def test_the_fields_are_those_that_were_read():
+    """A release with another field is one whose readers nobody looked at."""
+    found = [field.name for field in fields(PackedSeqParams)]
+    old = ["qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
+    old += ["max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group", "total_tokens", "seq_idx"]
+    assert found == [*old, "tokens_per_sample", "pad_between_seqs"]
+
+
+@given(lengths=lengths_of, size=st.sampled_from([1, 2, 4]))
+@settings(max_examples=60)
+def test_the_layers_sequences_are_those_of_the_segments_with_the_padding_behind_each(lengths, size):
+    truth, cp = world.shared_out(lengths, size)
+    width = truth.shape[1]
+    params = packed_seq_params(truth, context_parallel=cp)
+    offsets = resolved(params, width, size)
+    starts = [start for _, start, _ in truth.spans]
+    assert offsets.tolist() == [*starts, width]
+    assert offsets.dtype == torch.int32
+    assert (params.total_tokens, params.max_seqlen_q) == (width, int(offsets.diff().max()))
+    assert isinstance(params.max_seqlen_q, int)
+
+
+@given(lengths=lengths_of, size=st.sampled_from([2, 4]))
+@settings(max_examples=60)
+def test_its_permutation_puts_what_the_ranks_hold_back_in_the_order_of_the_row(lengths, size):
+    truth, cp = world.shared_out(lengths, size)
+    width = truth.shape[1]
+    offsets = resolved(packed_seq_params(truth, context_parallel=cp), width, size)
+    index, inverse = _build_thd_cp_a2a_perm(offsets, size, width)
+    held = torch.cat([token_rows(width, cp.with_rank(rank), offsets) for rank in range(size)])
+    assert held[index].tolist() == list(range(width))
+    assert torch.arange(width)[inverse].tolist() == held.tolist()
+
+
+@given(lengths=lengths_of, tail=st.integers(0, 5))
+@settings(max_examples=60)
+def test_mambas_sequence_numbers_change_where_the_segments_do(lengths, tail):
+    """`__post_init__` makes them of the physical offsets and `total_tokens`; no token is left without one."""
+    truth = Segments.from_lengths([lengths], sum(lengths) + tail)
+    numbers = packed_seq_params(truth).seq_idx
+    assert (numbers.dtype, tuple(numbers.shape)) == (torch.int32, truth.shape)
+    assert torch.equal(numbers[truth.keep], truth.ids[truth.keep] - 1)
+    assert (numbers[0, sum(lengths) :] == len(lengths) - 1).all()
+
+
+def test_upstream_numbers_more_tokens_than_there_are_where_the_offsets_end_later():
+    """Why `total_tokens` is always where the offsets end: 7 numbers for 5 tokens, without an error."""
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert PackedSeqParams(cu_seqlens_q=offsets, total_tokens=5).seq_idx.shape == (1, 7)
+    late = PackedSeqParams(cu_seqlens_q=offsets)
+    late.total_tokens = 7  # as ms-swift 4.6.0 sets it (megatron/utils/utils.py:272)
+    assert late.seq_idx is None
+    number_sequences(late)
+    assert late.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 1]]
+
+
+# --- lengths that ranks cannot share out
+
+
+@pytest.mark.parametrize(("lengths", "size"), [([6, 6], 2), ([2, 2], 2), ([4, 12], 4), ([8, 6], 2)])
+def test_lengths_that_divide_by_the_ranks_and_not_by_twice_as_many_are_refused_and_upstream_breaks(lengths, size):
+    truth = Segments.from_lengths([lengths])
+    cp = ContextParallel(size, 0).for_documents()
+    with pytest.raises(CollateError, match=rf"(?s)share each sequence out .*lengths % {2 * size} == 0.*pad_documents"):
+        packed_seq_params(truth, context_parallel=cp)
+    params = packed_seq_params(truth)
+    offsets = resolved(params, sum(lengths), size)  # its check asks for less
+    try:
+        index, _ = _build_thd_cp_a2a_perm(offsets, size, sum(lengths))
+    except (RuntimeError, IndexError, ZeroDivisionError):
+        return
+    assert sorted(index.tolist()) != list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "width", "size", "said"),
+    [([0, 4, 6], 8, 1, "does not match"), ([0, 5, 8], 8, 2, "divisible by cp_size=2")],
+)
+def test_upstream_raises_for_an_uncovered_tail_and_for_odd_lengths(offsets, width, size, said):
+    bounds = torch.tensor(offsets)
+    with pytest.raises(ValueError, match=said):
+        resolved(PackedSeqParams("thd", bounds, bounds, bounds, bounds), width, size)
+
+
+# --- the whole model
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    patch = pytest.MonkeyPatch()
+    world.fla_on_cpu(patch)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def ranks(cpu):
+    pool = Pool(2)
+    pool("gated_delta_world.start", seconds=IMPORTS)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def by_itself(cpu):
+    return {case: world.alone(case, world.hybrid()) for case in world.CASES}
+
+
+def noted(name, gaps):
+    """Figures for whoever asks for them."""
+    if folder := os.environ.get("COLLATE_NPU_FIGURES"):
+        with Path(folder, "megatron_gated_delta.jsonl").open("a") as file:
+            file.write(json.dumps({name: gaps}) + "\n")
+    return gaps
+
+
+@pytest.mark.parametrize("case", world.CASES)
+def test_every_sequence_of_a_flat_row_equals_itself_alone(by_itself, case):
+    gaps = noted(f"1 rank, {case}", world.gaps(world.run(case), by_itself[case]))
+    assert max(gaps.values()) <= EXACT, gaps
+
+
+@pytest.mark.parametrize("case", world.CASES)
+def test_and_on_two_ranks_with_each_sequence_padded_to_what_they_share_out(ranks, by_itself, case):
+    for found in ranks("gated_delta_world.run", case, seconds=IMPORTS):
+        assert found["width"] % 4 == 0
+        gaps = noted(f"2 ranks, {case}", world.gaps(found, by_itself[case]))
+        assert max(gaps.values()) <= EXACT, gaps
+
+
+def joined(params):
+    """One sequence for the recurrent layers alone, which read the padded offsets of queries and keys; so does rope."""
+    whole = params.cu_seqlens_q_padded[[0, -1]]
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q = params.cu_seqlens_kv = whole
+    params.max_seqlen_q = params.max_seqlen_kv = int(whole[-1])
+
+
+def shifted(params):
+    """Offsets that end where the row does and stand two tokens late: no check of anybody's sees it."""
+    late = params.cu_seqlens_q_padded.clone()
+    late[1:-1] += 1
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q = params.cu_seqlens_kv = late
+
+
+@pytest.mark.parametrize("spoil", [joined, shifted])
+def test_it_has_power(by_itself, spoil):
+    gaps = noted(f"1 rank, {spoil.__name__}", world.gaps(world.run("odd lengths", spoil), by_itself["odd lengths"]))
+    assert gaps["logits"] > WRONG
+    assert gaps["gradients"] > WRONG
