@@ -1,0 +1,95 @@
+"""Places: how much of a flat row each sequence takes up: its tokens, the padding behind it, and what the tail is cut into.
+
+Their sums are the physical offsets that kernels go by. Two sequences of 3 and 2, each at a multiple of 4; the same in a row
+of 16; and there with offsets of a fixed length, for 4 sequences, as recurrent layers and as attention alone take them::
+
+    1 1 1 0 2 2 0 0                     places 4 4          offsets 0 4 8
+    1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     places 4 4 8        offsets 0 4 8 16
+                                        places 4 4 4 4      offsets 0 4 8 12 16
+                                        places 4 4 8 0      offsets 0 4 8 16 16
+
+Legend: S width, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.segments import Segments
+
+
+def own_places(segments: Segments) -> list[int]:
+    """What a flat row `[1, S]` says by itself: padding between sequences belongs to the one before it, as alignment does,
+    and so does that behind the last; a row with padding at its end alone has a tail, which is one more sequence.
+
+    Raises `UnsupportedFormError` for several rows, padding before the first token, and padding inside a sequence.
+    """
+    B, S = segments.shape
+    if B != 1 or segments.hole_rows or (segments.spans and segments.spans[0][1]):
+        rule = "In one flat row padding stands behind a sequence, or at the end."
+        remedy = "unpad() first, and leave the tail out."
+        raise UnsupportedFormError(explain("offsets", repr(segments), rule, remedy))
+    if segments.padding_side in ("none", "right"):
+        tail = S - segments.num_tokens
+        return [*segments.sequence_lengths, *([tail] if tail else [])]
+    starts = [start for _, start, _ in segments.spans]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], S])]
+
+
+def aligned(lengths: Sequence[int], multiple: int) -> list[int]:
+    """Each sequence with the padding behind it, a multiple of `multiple`: 64 is the chunk of the recurrent kernels."""
+    return [-(-length // multiple) * multiple for length in lengths]
+
+
+def least_room(count: int, num_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
+    """Tokens the tail must have for `with_tail` to bring `count` sequences up to `num_sequences`."""
+    return 0 if num_sequences is None or repeats else max(num_sequences - count, 0) * multiple
+
+
+def with_tail(
+    places: Sequence[int],
+    width: int,
+    *,
+    num_sequences: int | None = None,
+    multiple: int = 1,
+    repeats: bool = False,
+    behind: bool = True,
+) -> list[int]:
+    """Places that fill a row of `width` tokens; with `num_sequences`, as many as that, for offsets of one shape.
+
+    The tail is one more sequence. With `num_sequences` it is cut evenly into as many as are missing, each at least
+    `multiple` tokens, so that offsets rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and
+    Ascend's `recompute_w_u_fwd_tiling_processor.h:360`). `repeats=True` leaves the missing ones empty, which repeats the
+    last offset: kernels of attention take that (torchtitan pull request 4158; torch_npu's `actual_seq_qlen`). Where none
+    is missing, the padding stands `behind` the last sequence, which is exact for causal layers.
+
+    Raises `CollateError` for too many tokens or sequences, and where the tail has no room.
+    """
+    room = width - sum(places)
+    if room < 0:
+        rule = f"The row is {width} tokens wide."
+        remedy = "Raise the width, or put fewer samples in a batch."
+        raise CollateError(explain("flat row", f"{sum(places)} tokens with their alignment", rule, remedy))
+    missing = (1 if room else 0) if num_sequences is None else num_sequences - len(places)
+    if missing < 0 or (room and not missing and not behind):
+        least = len(places) + (1 if room and not behind else 0)
+        rule = f"The offsets are for {num_sequences}" + (", one of them the tail." if least > len(places) else ".")
+        remedy = f"Raise the number to {least} or more, or put fewer samples in a batch."
+        raise CollateError(explain("flat row", f"{len(places)} sequences", rule, remedy))
+    if not missing:
+        return [*places[:-1], places[-1] + room] if room else list(places)
+    if repeats:
+        return [*places, room, *([0] * (missing - 1))]
+    if room < missing * multiple:
+        rule = f"Offsets for {num_sequences} sequences that rise need a tail of {missing * multiple} tokens here."
+        remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower the number of sequences."
+        raise CollateError(explain("flat row", f"{len(places)} sequences and a tail of {room}", rule, remedy))
+    return [*places, *_even(room, missing, multiple)]
+
+
+def _even(room: int, count: int, multiple: int) -> list[int]:
+    """`room` as `count` multiples of `multiple`, the largest last; what is no multiple goes there too."""
+    each, more = divmod(room // multiple, count)
+    pieces = [(each + (n >= count - more)) * multiple for n in range(count)]
+    return [*pieces[:-1], pieces[-1] + room % multiple]
