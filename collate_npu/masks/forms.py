@@ -310,9 +310,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
     )
 
 
-def offsets_of(
-    segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None
-) -> dict[str, Any]:
+def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None) -> dict[str, Any]:
     """Everything a consumer of flat rows may read, always together; an alignment tail is one more sequence.
 
     transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths. `places`

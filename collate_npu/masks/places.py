@@ -13,9 +13,14 @@ Legend: S width, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.host import Array, host_array
+from collate_npu.keys import with_role
 from collate_npu.segments import Segments
 
 
@@ -37,28 +42,48 @@ def own_places(segments: Segments) -> list[int]:
     return [stop - start for start, stop in zip(starts, [*starts[1:], S])]
 
 
+def places_of(batch: Mapping[str, Any], segments: Segments) -> list[int] | None:
+    """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
+    for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
+        if batch[key] is not None and (places := fitting_places(host_array(key, batch[key]), segments)) is not None:
+            return places
+    return None
+
+
+def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
+    """The places by physical offsets: all of one flat row, each sequence at the start of its own, the tail behind them;
+    None for offsets that are not so."""
+    starts_N, ends_N = (np.array([span[i] for span in segments.spans], np.int64) for i in (1, 2))
+    N = len(starts_N)
+    whole = segments.shape[0] == 1 and offsets.ndim == 1 and len(offsets) > N and offsets[-1] == segments.shape[1]
+    if not whole or offsets[0] or (np.diff(offsets) < 0).any() or segments.hole_rows:
+        return None
+    fits = np.array_equal(offsets[:N], starts_N) and (ends_N <= offsets[1 : N + 1]).all()
+    return np.diff(offsets).tolist() if fits else None
+
+
 def aligned(lengths: Sequence[int], multiple: int) -> list[int]:
     """Each sequence with the padding behind it, a multiple of `multiple`: 64 is the chunk of the recurrent kernels."""
     return [-(-length // multiple) * multiple for length in lengths]
 
 
-def least_room(count: int, num_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
-    """Tokens the tail must have for `with_tail` to bring `count` sequences up to `num_sequences`."""
-    return 0 if num_sequences is None or repeats else max(num_sequences - count, 0) * multiple
+def least_room(count: int, max_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
+    """Tokens the tail must have for `with_tail` to bring `count` sequences up to `max_sequences`."""
+    return 0 if max_sequences is None or repeats else max(max_sequences - count, 0) * multiple
 
 
 def with_tail(
     places: Sequence[int],
     width: int,
     *,
-    num_sequences: int | None = None,
+    max_sequences: int | None = None,
     multiple: int = 1,
     repeats: bool = False,
     behind: bool = True,
 ) -> list[int]:
-    """Places that fill a row of `width` tokens; with `num_sequences`, as many as that, for offsets of one shape.
+    """Places that fill a row of `width` tokens; with `max_sequences`, as many as that, for offsets of one shape.
 
-    The tail is one more sequence. With `num_sequences` it is cut evenly into as many as are missing, each at least
+    The tail is one more sequence. With `max_sequences` it is cut evenly into as many as are missing, each at least
     `multiple` tokens, so that offsets rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and
     Ascend's `recompute_w_u_fwd_tiling_processor.h:360`). `repeats=True` leaves the missing ones empty, which repeats the
     last offset: kernels of attention take that (torchtitan pull request 4158; torch_npu's `actual_seq_qlen`). Where none
@@ -68,23 +93,22 @@ def with_tail(
     """
     room = width - sum(places)
     if room < 0:
-        rule = f"The row is {width} tokens wide."
-        remedy = "Raise the width, or put fewer samples in a batch."
+        rule, remedy = f"The row is {width} tokens wide.", "Raise the width, or put fewer samples in a batch."
         raise CollateError(explain("flat row", f"{sum(places)} tokens with their alignment", rule, remedy))
-    missing = (1 if room else 0) if num_sequences is None else num_sequences - len(places)
+    missing = (1 if room else 0) if max_sequences is None else max_sequences - len(places)
     if missing < 0 or (room and not missing and not behind):
-        least = len(places) + (1 if room and not behind else 0)
-        rule = f"The offsets are for {num_sequences}" + (", one of them the tail." if least > len(places) else ".")
-        remedy = f"Raise the number to {least} or more, or put fewer samples in a batch."
-        raise CollateError(explain("flat row", f"{len(places)} sequences", rule, remedy))
+        least = len(places) + (0 if behind or not room else 1)
+        rule = f"The offsets are for {max_sequences} sequences, the tail counted where attention looks ahead."
+        remedy = f"Raise max_sequences to {least} or more, or put fewer samples in a batch."
+        raise CollateError(explain("max_sequences", f"{len(places)} sequences", rule, remedy))
     if not missing:
         return [*places[:-1], places[-1] + room] if room else list(places)
     if repeats:
         return [*places, room, *([0] * (missing - 1))]
     if room < missing * multiple:
-        rule = f"Offsets for {num_sequences} sequences that rise need a tail of {missing * multiple} tokens here."
-        remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower the number of sequences."
-        raise CollateError(explain("flat row", f"{len(places)} sequences and a tail of {room}", rule, remedy))
+        rule = f"Rising offsets for {max_sequences} sequences take a tail of {missing * multiple} tokens here."
+        remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower max_sequences."
+        raise CollateError(explain("max_sequences", f"{len(places)} sequences and a tail of {room} tokens", rule, remedy))
     return [*places, *_even(room, missing, multiple)]
 
 

@@ -167,8 +167,10 @@ class _Plan:
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
-        if not isinstance(value, Tensor) or rule is None or rule.share == "replicate" or _of_samples(value, rule, self.width):
+        if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
             return value
+        if rule.role == "labels" and (value.is_floating_point() or tuple(value.shape[:2]) != (1, self.width)):
+            return value  # of whole samples: classes [B], or float targets
         if rule.share == "rows" and value.ndim != 2:
             remedy = "Leave it out and build dense(segments) from what pad_documents returns."
             raise UnsupportedFormError(explain(key, shape_of(value), "A dense mask is not padded by document.", remedy))
@@ -179,11 +181,6 @@ class _Plan:
         if rule.fill == "next":
             return taken + steps.to(value.dtype)
         return taken if isinstance(rule.fill, str) else taken.masked_fill(steps > 0, rule.fill)
-
-
-def _of_samples(value: Tensor, rule: Key, S: int) -> bool:
-    """Labels of whole samples: classes `[B]`, or float targets."""
-    return rule.role == "labels" and (value.is_floating_point() or tuple(value.shape[:2]) != (1, S))
 
 
 def _like(value: Any, longest: int) -> Any:
