@@ -524,6 +524,9 @@ COLLATORS = {
     "left": PaddingCollator(SimpleNamespace(pad_token_id=0, padding_side="left")),
     "4d": PaddingCollator(pad_token_id=0, attention_mask="4d", pad_to_multiple_of=4),
     "flat": PaddingCollator(padding_free=True),
+    "flat, of one shape": PaddingCollator(
+        pad_token_id=0, padding_free=True, sequence_multiple=4, padding=(64, 128), max_sequences=8
+    ),
     "transformers": PaddingCollator(pad_token_id=0, consumer="transformers", padding_side="left"),
     "wrapped": wrap_collator(naive_collator, attention_mask="4d"),
 }
@@ -596,6 +599,9 @@ CHEAP = {
     "2d": PaddingCollator(pad_token_id=0, attention_mask="2d", padding_side="left"),
     "omit": PaddingCollator(pad_token_id=0, attention_mask="omit", padding_side="left"),
     "flat": PaddingCollator(padding_free=True),
+    "flat, of one shape": PaddingCollator(
+        pad_token_id=0, padding_free=True, sequence_multiple=64, padding=(2 * WIDTH,), max_sequences=8
+    ),
     "megatron": PaddingCollator(pad_token_id=0, consumer="megatron", model=SimpleNamespace(layer_types=["conv"])),
     "transformers": PaddingCollator(pad_token_id=0, consumer="transformers", padding_side="left"),
     "verl": PaddingCollator(

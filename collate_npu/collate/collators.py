@@ -172,7 +172,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
 def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | None, int]:
     """What each sequence of a flat row takes up, None where they stand side by side, and the width of the row."""
     multiple, count = collator.sequence_multiple or 1, collator.max_sequences
-    if multiple == 1 and count is None:
+    if collator.sequence_multiple is None and count is None:
         return None, _flat_width(collator, sum(lengths), f"{sum(lengths)} tokens in all")
     held = aligned(lengths, multiple)
     repeats = collator._adapter is not None and collator._adapter.model.needs_mask_2d is False

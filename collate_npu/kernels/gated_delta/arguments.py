@@ -81,7 +81,8 @@ def gated_delta_kwargs(
         rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."
         raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     _check_chunk(kernel, chunk_size)
-    if kernel == "transformers" and keep_padding is not False and _padded(segments):
+    flat = keep_padding is False or max_sequences is not None or not isinstance(padding, str)
+    if kernel == "transformers" and not flat and _padded(segments):
         check_one_sided(segments)
         return {"attention_mask": segments.keep.to(device, torch.int64)}
     if kernel == "megatron" and isinstance(padding, str):

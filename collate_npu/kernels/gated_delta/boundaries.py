@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
-from collate_npu.host import Array, host_array
+from collate_npu.host import Array, host_array, whole_number
 from collate_npu.masks.places import fitting_places, with_tail
 from collate_npu.segments import Segments, Values
 
@@ -68,13 +68,13 @@ def _given(physical: Values, segments: Segments) -> tuple[int, ...]:
 def _of_one_length(
     offsets: tuple[int, ...], segments: Segments, padding: Padding | Values, max_sequences: int
 ) -> tuple[int, ...]:
-    tail = offsets[-1] == segments.array.size and not segments.array[-1, -1]
-    if len(offsets) == max_sequences + 1:
+    if len(offsets) == whole_number("max_sequences", max_sequences, least=1) + 1:
         return offsets
     if not isinstance(padding, str) or padding == "behind":
         rule = f"They are offsets of {len(offsets) - 1} sequences, and where the padding of the last one ends is not known."
         remedy = "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=), or padding='own'."
         raise UnsupportedFormError(explain("max_sequences", str(max_sequences), rule, remedy))
+    tail = offsets[-1] == segments.array.size and not segments.array[-1, -1]
     places = np.diff(offsets[:-1] if tail else offsets).tolist()
     return (0, *np.cumsum(with_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
 
