@@ -8,7 +8,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from math import lcm
 from typing import Any, Literal
@@ -271,10 +271,11 @@ def _check_padding(collator: PaddingCollator) -> None:
 
 
 def _check_widths(collator: PaddingCollator) -> None:
-    if isinstance(collator.padding, Sequence) and not isinstance(collator.padding, str) and len(collator.padding):
+    if isinstance(collator.padding, Iterable) and not isinstance(collator.padding, str):
         widths = tuple(whole_number("padding", width, least=1) for width in collator.padding)
         object.__setattr__(collator, "padding", widths)
-    elif collator.padding not in (True, False, "longest", "max_length"):
+    known = collator.padding in (True, False, "longest", "max_length")
+    if not known and (not isinstance(collator.padding, tuple) or not collator.padding):
         rule = "padding is True or 'longest', 'max_length', widths (4096, 8192, ...), or False for rows of one length."
         raise CollateError(explain("padding", repr(collator.padding), rule, "True suits most trainers."))
     if collator.padding == "max_length" and collator.max_length is None:

@@ -124,13 +124,13 @@ class BatchAdapter:
         case = self._case(segments, padding_free)
         device = _device(batch)
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
-        if self.consumer.counts_positions:
-            _drop_unread(out)
         positions = positions_for(self.consumer, case, batch)
         if positions is not None:
             out[KEY] = positions.to(device)
         if self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(batch, segments, device).items() if out.get(key) is None}
+        if self.consumer.counts_positions:
+            _drop_unread(out)
         self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out

@@ -156,14 +156,16 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
-        at_W = np.arange(places_N.sum()) - np.repeat(np.cumsum(places_N) - places_N, places_N)
-        real_W = at_W < np.repeat(lengths_N, places_N)
-        number_W = np.repeat(np.arange(1, len(places_N) + 1), places_N)
-        place_W = np.arange(len(real_W))
-        last_W = np.maximum.accumulate(np.where(real_W, place_W, -1))
-        source_W = np.where(last_W < 0, 0, (np.repeat(starts_N, places_N) + at_W)[last_W])
-        segments = Segments((number_W * real_W)[None])
-        return cls(width, torch.from_numpy(source_W), torch.from_numpy(place_W - last_W), segments)
+        first_N = np.cumsum(places_N) - places_N
+        place_W, number_W = np.arange(places_N.sum()), np.repeat(np.arange(len(places_N)), places_N)
+        at_W = place_W - first_N[number_W]
+        real_W = at_W < lengths_N[number_W]
+        last_N = np.maximum.accumulate(np.where(lengths_N > 0, first_N + lengths_N - 1, -1))
+        source_N = np.maximum.accumulate(np.where(lengths_N > 0, starts_N + lengths_N - 1, 0))
+        source_W = np.where(real_W, starts_N[number_W] + at_W, source_N[number_W])
+        steps_W = np.where(real_W, 0, place_W - last_N[number_W])
+        segments = Segments(((number_W + 1) * real_W)[None])
+        return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)

@@ -482,7 +482,8 @@ def test_the_narrowest_width_that_fits():
     for needed, width in ((1, 4), (4, 4), (5, 8), (9, 12)):
         row = [{"input_ids": list(range(needed))}]
         assert flat(row, padding=[12, 4, 8])["input_ids"].shape == (1, width)
-        assert PaddingCollator(tokenizer(), padding=[12, 4, 8])(row)["input_ids"].shape == (1, width)
+        for widths in ([12, 4, 8], np.array([12, 4, 8]), torch.tensor([12, 4, 8]), range(4, 13, 4)):
+            assert PaddingCollator(tokenizer(), padding=widths)(row)["input_ids"].shape == (1, width)
     with pytest.raises(CollateError, match=r"got 13 tokens[\s\S]*Raise the widths"):
         flat([{"input_ids": list(range(13))}], padding=[12, 4, 8])
     with pytest.raises(CollateError, match=r"row 1: got 13 tokens[\s\S]*Raise the widths"):

@@ -227,6 +227,19 @@ def test_the_references_on_kernel_arguments_are_as_alone(shape, told):
     assert grads[0][0][~truth.keep].abs().max() == 0  # padding has no say in what is learned
 
 
+@NEWER
+def test_a_model_is_given_one_set_of_offsets_whatever_arrives(hybrid):
+    model = hybrid()
+    neutral = PaddingCollator(pad_token_id=PAD, padding_free=True, **SHAPES["one shape"])(SAMPLES)
+    truth = segments_from_batch(neutral)
+    for names in (("cu_seqlens", "cu_seqlens_padded"), ("cu_seqlens", "cu_seqlens_padded", "seq_idx"), neutral):
+        batch = BatchAdapter(**described(model), padding_free=True)(
+            {key: value for key, value in neutral.items() if key == "input_ids" or (key in names and key != "labels")}
+        )
+        assert not {"cu_seqlens", "cu_seqlens_padded", "seq_lens"} & set(batch)
+        assert max(apart(model, batch, truth)) < 1e-4
+
+
 def test_a_wrapped_collator_and_shards_keep_the_places():
     inner = PaddingCollator(pad_token_id=PAD, padding_free=True, sequence_multiple=C, padding=(48,), max_sequences=6)
     batch = wrap_collator(inner)(SAMPLES)
