@@ -150,6 +150,15 @@ def peers_misc(session: nox.Session) -> None:
 
 
 @nox.session
+def peers_fla(session: nox.Session) -> None:
+    """flash-linear-attention's Triton kernels, forward and backward, in Triton's interpreter: alone, under transformers,
+    and on two ranks. The one environment with both, because here no kernel is launched."""
+    install(session, TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.2", *TEST)
+    session.install("--no-deps", "fla-core==0.5.2", "triton==3.7.0")
+    session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_fla*.py")), *session.posargs, env=ENV)
+
+
+@nox.session
 def peers_llamafactory(session: nox.Session) -> None:
     """LLaMA-Factory, beside the newest transformers and TRL it takes (torchaudio is a stand-in)."""
     old = ("transformers==5.6.0", "trl==0.24.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1")

@@ -61,4 +61,4 @@ def apart(out: Tensor, expected: Tensor, layer: Layer, hidden: Tensor) -> float:
         (out, expected),
         *zip(*(torch.autograd.grad((x * weights).sum(), wanted, retain_graph=True) for x in (out, expected))),
     ]
-    return max(float(((x - y).detach().abs().max() / y.abs().max()).nan_to_num(nan=torch.inf)) for x, y in pairs)
+    return max(float(((x - y).detach().abs().max() / y.detach().abs().max()).nan_to_num(nan=torch.inf)) for x, y in pairs)

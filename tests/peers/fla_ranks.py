@@ -1,0 +1,120 @@
+"""One of two Gloo ranks that run fla's released context parallelism: the rule and the convolution, forward and backward.
+
+argv: rank, file of the store, file to write. A batch is split by `split_batch`, its offsets are those of
+`gated_delta_kwargs(kernel="fla_cp")`, outputs come back by `gather_sequence`; one process is the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import fla_interpreted
+import torch
+import torch.distributed as dist
+from fla.modules.convolution import causal_conv1d
+from fla.ops.cp import build_cp_context
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+from collate_npu import CollateError, ContextParallel, Segments, gather_sequence, split_batch
+from collate_npu.kernels.gated_delta import (
+    gated_delta_kwargs,
+    reference_causal_conv1d,
+    reference_gated_delta_rule,
+)
+from collate_npu.keys import TOKENS
+
+fla_interpreted.count_in_triton()
+flat_gather = dist.all_gather_into_tensor
+# Gloo wants the sizes of the parts, NCCL only their number of elements
+dist.all_gather_into_tensor = lambda out, part, **said: flat_gather(out.view(-1, *part.shape[1:]), part, **said)
+NAMES = ("query", "key", "value", "g", "beta", "x")
+KEYS = dict.fromkeys(NAMES, TOKENS)
+W = 4
+
+
+def drawn(T):
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((1, 16), (1, 16), (2, 16), (2,), (2,), (8,))
+    batch = {name: torch.randn(1, T, *shape, generator=draw) for name, shape in zip(NAMES, shapes)}
+    batch["key"] = torch.nn.functional.normalize(batch["key"], dim=-1)
+    return batch | {"g": -batch["g"].sigmoid(), "beta": batch["beta"].sigmoid()}, torch.randn(8, W, generator=draw)
+
+
+def both(batch, taps, rule, convolve):
+    """Rule and convolution side by side: `[1, T, 2, 16]`, `[1, T, 8]`."""
+    return rule(*(batch[name] for name in NAMES[:5]))[0], convolve(batch["x"], taps)
+
+
+def one_process(segments):
+    batch, taps = drawn(segments.shape[1])
+    inputs = {name: x.requires_grad_() for name, x in batch.items()}
+    taps.requires_grad_()
+    offsets = gated_delta_kwargs(segments, kernel="fla")["cu_seqlens"]
+    outs = both(
+        inputs,
+        taps,
+        lambda *args: reference_gated_delta_rule(*args, cu_seqlens=offsets),
+        lambda x, taps: reference_causal_conv1d(x, taps, None, "silu", cu_seqlens=offsets),
+    )
+    loss(outs, outs).backward()
+    return outs, {name: x.grad for name, x in inputs.items()} | {"taps": taps.grad}
+
+
+def loss(outs, like):
+    return sum((out * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))).sum() for out, x in zip(outs, like))
+
+
+def on_ranks(segments, cp, offsets):
+    """Gathered outputs, and the gradients of this rank's inputs gathered, of the weights summed."""
+    batch, taps = drawn(segments.shape[1])
+    inputs = {name: x.requires_grad_() for name, x in split_batch(batch, cp, segments=segments, keys=KEYS).items()}
+    taps.requires_grad_()
+    context = build_cp_context(offsets, group=cp.group, conv1d_kernel_size=W)
+
+    def convolve(x, taps):
+        out = causal_conv1d(x, taps, activation="silu", cp_context=context)
+        return out[0] if isinstance(out, tuple) else out
+
+    outs = both(inputs, taps, lambda *args: chunk_gated_delta_rule(*args, cp_context=context), convolve)
+    whole = [gather_sequence(out, cp, segments) for out in outs]
+    loss(whole, whole).backward()
+    dist.all_reduce(taps.grad)
+    grads = {name: gather_sequence(x.grad, cp, segments) for name, x in inputs.items()}
+    return whole, grads | {"taps": taps.grad}
+
+
+def error(found, expected):
+    outs, grads = found
+    pairs = [*zip(outs, expected[0]), *((grads[name], expected[1][name]) for name in grads)]
+    return max(float((x - y).detach().abs().max().nan_to_num(nan=torch.inf)) for x, y in pairs)
+
+
+def main(rank, store, report):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    right = ContextParallel.from_group(dist.group.WORLD, layout="contiguous")
+    zigzag = ContextParallel.from_group(dist.group.WORLD, layout="zigzag")
+    packed = Segments.from_lengths([[3, 70, 55]])
+    rows = {"packed": packed, "tail": Segments.from_lengths([[9, 1, 40]], width=64), "one": Segments.from_lengths([96])}
+    found = {}
+    for name, segments in rows.items():
+        offsets = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"]
+        found[name] = error(on_ranks(segments, right, offsets), one_process(segments))
+    expected, offsets = one_process(packed), gated_delta_kwargs(packed, kernel="fla_cp")["cu_seqlens"]
+    found["zigzag slices"] = error(on_ranks(packed, zigzag, offsets), expected)
+    found["one sequence made up"] = error(on_ranks(packed, right, torch.tensor([0, 128])), expected)
+    odd = torch.tensor([0, 3, 73])
+    found["odd"] = 2 * int(build_cp_context(odd, group=dist.group.WORLD, conv1d_kernel_size=W).cu_seqlens[-1])
+    try:
+        split_batch(drawn(73)[0], right, segments=Segments.from_lengths([[3, 70]]), keys=KEYS)
+    except CollateError as refused:
+        found["refused"] = str(refused)
+    if rank == 0:
+        Path(report).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

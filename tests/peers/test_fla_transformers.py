@@ -1,0 +1,103 @@
+"""transformers' own hybrids, whose dispatch finds fla's released kernel: flat rows and padded ones, each sequence as alone.
+
+The kernel runs in Triton's interpreter. causal-conv1d is CUDA: its place is taken by our reference, where transformers looks
+for the package. Alone a sequence is run by transformers' own torch functions, without any kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
+pytest.importorskip("transformers", reason="its models are what is tested")
+
+import fla_interpreted
+
+from collate_npu import PaddingCollator
+from collate_npu.kernels.gated_delta import reference_causal_conv1d
+from collate_npu.testing import tiny_model
+
+PAD = 256
+IDS = [[5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
+SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
+    """causal-conv1d 1.6.1 causal_conv1d_interface.py: `[B, D, T]`."""
+    return reference_causal_conv1d(x.mT, weight, bias, activation, seq_idx=seq_idx).mT
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text"])
+def model(request):
+    package = ModuleType("causal_conv1d")
+    package.__spec__ = ModuleSpec("causal_conv1d", None)
+    package.causal_conv1d_fn, package.causal_conv1d_update = causal_conv1d_fn, None
+    sys.modules["causal_conv1d"] = package
+    built = tiny_model(request.param, vocab_size=PAD + 1)
+    fla_interpreted.count_in_triton()
+    return built
+
+
+def run(model, batch):
+    model.zero_grad(set_to_none=True)
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def called_by(wrapped):
+    """The packages of the functions that transformers' wrapper holds."""
+    held = (cell.cell_contents for cell in wrapped.__closure__)
+    return {function.__module__.split(".")[0] for function in held if callable(function)}
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    module = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, package in (("torch_chunk_gated_delta_rule", "fla"), ("causal_conv1d_fn", __name__)):
+            wrapped = getattr(module, name)
+            assert package in called_by(wrapped), "transformers does not dispatch to it"
+            patch.setattr(module, name, inspect.unwrap(wrapped))
+        runs = [run(model, {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])}) for ids in IDS]
+    gradients = {name: sum(grads[name] for _, grads in runs) for name in runs[0][1]}
+    return torch.cat([logits[0] for logits, _ in runs]), gradients
+
+
+def errors(found, expected):
+    logits, gradients = found
+    apart = torch.cat([(gradients[name] - y).flatten() for name, y in expected[1].items()]).norm()
+    size = torch.cat([y.flatten() for y in expected[1].values()]).norm()
+    return float((logits - expected[0]).abs().max()), float(apart / size)
+
+
+def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
+    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
+    logits, gradients = run(model, batch)
+    assert max(errors((logits[0], gradients), alone)) < 1e-4
+    for key in ("cu_seq_lens_q", "seq_idx"):
+        with torch.no_grad():
+            wrong = model(**{**batch, key: None}).logits[0]
+        assert (wrong - alone[0]).abs().max() > 0.5, key
+
+
+def test_rows_padded_left_are_as_alone(model, alone):
+    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(SAMPLES)
+
+    def real(logits):
+        return torch.cat([row[len(row) - len(ids) :] for row, ids in zip(logits, IDS)])
+
+    logits, gradients = run(model, batch)
+    assert max(errors((real(logits), gradients), alone)) < 1e-4
+    with torch.no_grad():
+        bare = model(**{**batch, "attention_mask": None}).logits
+    assert (real(bare) - alone[0]).abs().max() > 0.5
