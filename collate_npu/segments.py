@@ -181,6 +181,16 @@ class Segments:
         return len(self._indices_T)
 
     @property
+    def num_padding(self) -> int:
+        """Places of the batch that are padding, alignment and tail included: computed, and thrown away."""
+        return self.array.size - self.num_tokens
+
+    @property
+    def padding_share(self) -> float:
+        """The part of all places that is padding, 0 to 1: what a throughput in tokens is to be corrected by."""
+        return self.num_padding / max(self.array.size, 1)
+
+    @property
     def max_length(self) -> int:
         """The longest sequence, 0 for a batch of padding."""
         return int(self._lengths_N.max(initial=0))

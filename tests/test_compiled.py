@@ -1,12 +1,19 @@
-"""The way back under torch.compile(fullgraph=True), torch.export and FakeTensorMode, Segments cold or used before."""
+"""The way back under torch.compile(fullgraph=True), torch.export and FakeTensorMode, Segments cold or used before; and flat
+rows of one shape, which are compiled once."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collate_npu import Segments, last_token, per_sequence, repad, unpad
+from collate_npu import PaddingCollator, Segments, last_token, per_sequence, repad, unpad
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
+from collate_npu.masks.find import segments_from_batch
 
 WAYS = {
     "unpad": unpad,
@@ -79,3 +86,91 @@ def test_under_fake_tensors_and_unharmed_by_them(name, warm):
 
 def shapes_of(out):
     return [x.shape for x in (out if isinstance(out, (list, tuple)) else [out])]
+
+
+# --- flat rows of one shape
+
+WIDTH, COUNT = 256, 8
+STATIC = {"padding": (WIDTH,), "max_sequences": COUNT}
+ALIGNED = {**STATIC, "sequence_multiple": 16}
+FLASH = {"_attn_implementation": "flash_attention_2", "model_type": "qwen3_next"}
+READERS = {
+    "neutral": {},
+    "attention alone": {"consumer": "transformers", "model": SimpleNamespace(layer_types=["full_attention"], **FLASH)},
+    "recurrent": {"consumer": "transformers", "model": SimpleNamespace(layer_types=["linear_attention"], **FLASH)},
+    "dense mask": {"consumer": "transformers", "model": SimpleNamespace(layer_types=["full_attention"], model_type="llama")},
+}
+batches = st.lists(st.integers(1, 16), min_size=1, max_size=COUNT)
+
+
+def collated(lengths, shape):
+    features = [{"input_ids": list(range(1, n + 1)), "labels": [1] * n} for n in lengths]
+    return PaddingCollator(pad_token_id=0, padding_free=True, **shape)(features)
+
+
+def signature(batch):
+    """What a graph is captured for: keys in order, shapes, dtypes, and numbers that are burnt in."""
+    return [(k, (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v) for k, v in batch.items()]
+
+
+@pytest.mark.parametrize("shape", [STATIC, ALIGNED], ids=["not aligned", "aligned"])
+@pytest.mark.parametrize("reader", READERS)
+@given(lengths=batches, others=batches)
+@settings(max_examples=60)
+def test_batches_of_any_lengths_have_one_shape(reader, shape, lengths, others):
+    """But for a dense mask, which a row with one sequence does without: two shapes there."""
+    assume(reader != "dense mask" or min(len(lengths), len(others)) > 1)
+    given_ = {**shape, **READERS[reader]}
+    assert signature(collated(lengths, given_)) == signature(collated(others, given_))
+
+
+@pytest.mark.parametrize("kernel", ["fla", "fla_conv", "transformers", "causal_conv1d", "fla_npu_conv", "torch_npu"])
+@given(lengths=batches, others=batches)
+@settings(max_examples=30)
+def test_kernel_arguments_have_one_shape(kernel, lengths, others):
+    """With tables where sequences are aligned to the chunk; without, offsets alone. None of them is empty or too many."""
+    for shape, tables in ((ALIGNED, kernel == "fla"), (STATIC, False)):
+        told = []
+        for batch in (collated(lengths, shape), collated(others, shape)):
+            truth = segments_from_batch(batch)
+            keys = {"kernel": kernel, "chunk_size": 16 if kernel == "fla" else 64, "tables": tables}
+            given_ = gated_delta_kwargs(truth, padding=batch["cu_seqlens_padded"], **keys)
+            told.append([(k, len(v) if isinstance(v, tuple) else (v.shape, v.dtype)) for k, v in given_.items()])
+            if "cu_seqlens" in given_:
+                assert (given_["cu_seqlens"].diff() > 0).all()
+        assert told[0] == told[1]
+
+
+@given(lengths=batches, others=batches)
+def test_kernel_arguments_of_a_row_without_a_collator_have_one_shape(lengths, others):
+    rows = [Segments.from_lengths([row], WIDTH) for row in (lengths, others)]
+    one, other = (gated_delta_kwargs(row, kernel="fla", max_sequences=COUNT)["cu_seqlens"] for row in rows)
+    assert one.shape == other.shape == (COUNT + 1,)
+    assert (one.diff() > 0).all()
+    assert (one[: len(lengths)] == torch.tensor(lengths).cumsum(0).roll(1).index_fill(0, torch.tensor([0]), 0)).all()
+
+
+class Step(torch.nn.Module):
+    """A step that reads everything a flat row has, numbers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 4)
+
+    def forward(self, input_ids, position_ids, cu_seq_lens_q, seq_idx, max_length_q, **_):
+        hidden = self.embed(input_ids)[0] * (position_ids[0, :, None] + 1)
+        last = hidden[(cu_seq_lens_q[1:].long() - 1).clamp(min=0)]
+        return last + torch.nn.functional.one_hot(seq_idx[0].long(), COUNT).sum(0)[:, None] + max_length_q
+
+
+@pytest.mark.parametrize("reader", ["neutral", "attention alone", "recurrent"])
+def test_a_step_is_compiled_once_for_all_batches(reader):
+    torch._dynamo.reset()
+    step = torch.compile(Step(), backend="eager", fullgraph=True, dynamic=False)
+    lengths = [[3, 5], [1], [16] * 8, [2, 9, 4, 7, 1], [16, 1]]
+    step(**collated(lengths[0], {**ALIGNED, **READERS[reader]}))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for row in lengths[1:]:
+            step(**collated(row, {**ALIGNED, **READERS[reader]}))
+        with pytest.raises(RuntimeError, match="recompile"):  # the control
+            step(**collated(lengths[-1], {"padding": (WIDTH,), **READERS[reader]}))

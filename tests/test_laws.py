@@ -498,6 +498,28 @@ def test_law_5_padding_free_batches_never_carry_a_mask(segments, consumer, needs
     assert "attention_mask_2d" not in out
 
 
+@given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans(), st.booleans())
+def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, needs_2d, static):
+    """What a consumer says of a row, it says of the row with padding behind each sequence and at its end."""
+    layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
+    model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
+    features = [{"input_ids": list(range(n))} for n in segments.sequence_lengths]
+    shape = {"padding": (96,), "max_sequences": 12} if static else {}
+    said = []
+    for settings in ({}, {"sequence_multiple": 4, **shape}):
+        neutral = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+        adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
+        try:
+            out = adapter(neutral)
+        except UnsupportedFormError:
+            said.append("refused")
+            continue
+        said.append((out[consumers()[consumer].key], "attention_mask_2d" in out))
+        if "cu_seq_lens_q" in out:
+            assert torch.equal(out["cu_seq_lens_q"], neutral["cu_seq_lens_q"])
+    assert said[0] == said[1]
+
+
 # --- law 6: collators travel to workers and give the same there
 
 
@@ -524,6 +546,9 @@ COLLATORS = {
     "left": PaddingCollator(SimpleNamespace(pad_token_id=0, padding_side="left")),
     "4d": PaddingCollator(pad_token_id=0, attention_mask="4d", pad_to_multiple_of=4),
     "flat": PaddingCollator(padding_free=True),
+    "flat, of one shape": PaddingCollator(
+        pad_token_id=0, padding_free=True, sequence_multiple=4, padding=(64, 128), max_sequences=8
+    ),
     "transformers": PaddingCollator(pad_token_id=0, consumer="transformers", padding_side="left"),
     "wrapped": wrap_collator(naive_collator, attention_mask="4d"),
 }
@@ -596,6 +621,9 @@ CHEAP = {
     "2d": PaddingCollator(pad_token_id=0, attention_mask="2d", padding_side="left"),
     "omit": PaddingCollator(pad_token_id=0, attention_mask="omit", padding_side="left"),
     "flat": PaddingCollator(padding_free=True),
+    "flat, of one shape": PaddingCollator(
+        pad_token_id=0, padding_free=True, sequence_multiple=64, padding=(2 * WIDTH,), max_sequences=8
+    ),
     "megatron": PaddingCollator(pad_token_id=0, consumer="megatron", model=SimpleNamespace(layer_types=["conv"])),
     "transformers": PaddingCollator(pad_token_id=0, consumer="transformers", padding_side="left"),
     "verl": PaddingCollator(

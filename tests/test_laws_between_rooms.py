@@ -70,15 +70,63 @@ def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, 
     assert segments_from_batch(collator(features)) == truth_of(features, side, multiple)
 
 
-@given(strategies.features(), st.sampled_from([None, 4]), st.sampled_from(["longest", "max_length"]))
-def test_law_9_the_door_gives_back_a_flat_row(features, multiple, padding):
-    settings = {"pad_to_multiple_of": multiple, "padding": padding, "max_length": 32 if padding == "max_length" else None}
-    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+def flat_truth(features, width, each=1):
+    """The Segments of one flat row of features, each sequence at a multiple of `each`."""
     rows = [[n for n in strategies.own_ids(feature) if n] for feature in features]
     lengths = [row.count(n) for row in rows for n in dict.fromkeys(row)]
-    expected = Segments.from_lengths([lengths], batch["input_ids"].shape[1])
+    held = [[n] * length + [0] * (-length % each) for n, length in enumerate(lengths, start=1)]
+    ids = [n for sequence in held for n in sequence]
+    return Segments([ids + [0] * (width - len(ids))])
+
+
+FLAT_SHAPES = st.fixed_dictionaries(
+    {
+        "pad_to_multiple_of": st.sampled_from([None, 4]),
+        "padding": st.sampled_from(["longest", "max_length", (96, 160)]),
+        "sequence_multiple": st.sampled_from([None, 1, 3, 4]),
+        "max_sequences": st.sampled_from([None, 16]),
+        "max_length": st.just(160),
+    }
+)
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_the_door_gives_back_a_flat_row(features, settings):
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+    width = batch["input_ids"].shape[1]
+    expected = flat_truth(features, width, settings["sequence_multiple"] or 1)
     assert segments_from_batch(batch) == segments_from_batch(batch, padding_free=True) == expected
-    assert padding == "longest" or batch["input_ids"].shape[1] == 32
+    assert settings["padding"] == "longest" or width >= 96
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_a_flat_row_goes_through_a_wrapped_collator_and_an_adapter(features, settings):
+    """Both give it back, with the offsets that came: alignment and offsets of one length survive."""
+    inner = PaddingCollator(pad_token_id=7, padding_free=True, **settings)
+    batch, wrapped = inner(features), wrap_collator(inner)(features)
+    adapted, segments = BatchAdapter(DENSE, consumer="megatron", padding_free=True).with_segments(batch)
+    assert segments_from_batch(wrapped) == segments_from_batch(adapted) == segments == segments_from_batch(batch)
+    for key, value in batch.items():
+        for other in (wrapped, adapted):
+            same = torch.equal(other[key], value) if isinstance(value, Tensor) else other[key] == value
+            assert same or (key == "position_ids" and torch.equal(other[key][segments.keep], value[segments.keep])), key
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
+    """Whatever of them arrives: the others are made of it, and the longest is not below any place."""
+    model = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
+    adapter = BatchAdapter(model, consumer="transformers", padding_free=True)
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+    others = [("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")] if "cu_seqlens_padded" in batch else []
+    for left_out in ((), ("max_length_q", "max_length_k", "cu_seq_lens_k"), *others):
+        out = adapter({key: value for key, value in batch.items() if key not in left_out})
+        if segments_from_batch(batch).packed or not left_out:
+            assert torch.equal(out["cu_seq_lens_q"], out["cu_seq_lens_k"])
+            assert out["cu_seq_lens_q"][-1] == batch["input_ids"].shape[1]
+            assert out["cu_seq_lens_q"].diff().max() <= min(out["max_length_q"], out["max_length_k"])
+            if settings["sequence_multiple"]:
+                assert torch.equal(out["cu_seq_lens_q"], batch["cu_seqlens_padded"])
 
 
 @given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
@@ -134,6 +182,8 @@ def test_law_10_nothing_a_collator_hands_out_shares_memory(features, side, mode)
     inputs = [value for feature in features for value in feature.values()]
     check_nothing_shares(PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode)(features), inputs)
     check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True)(features), inputs)
+    static = {"sequence_multiple": 4, "padding": (160,), "max_sequences": 16}
+    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True, **static)(features), inputs)
 
 
 @given(strategies.segments(), st.sampled_from(["megatron", "transformers", "verl", "verl_npu"]))

@@ -35,6 +35,7 @@ from collate_npu.consumers.consumer import route as route_of
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.integrations.trl import adapt_forward
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import cu_seqlens_of, gather_sequence, pad_documents
@@ -123,6 +124,8 @@ MISTRAL = SimpleNamespace(sliding_window=2, model_type="mistral", layer_types=["
 CP = ContextParallel(2, 0)
 ODD = Segments.from_lengths([3, 5])
 EVEN = Segments.from_lengths([3, 5], 8)
+THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
+APART = Segments([[1, 1, 1, 0, 2, 2, 2, 2, 2, 0, 0, 0]])
 
 REMEDIES = {
     # --- the door
@@ -589,6 +592,74 @@ REMEDIES = {
         "Pass the config itself",
         lambda: needs_mask_2d(HYBRID),
         lambda got: got,
+    ),
+    # --- flat rows of one shape
+    "more tokens than the widest row": (
+        lambda: collate(THREE_FIVE, padding_free=True, padding=(4, 6)),
+        "Raise the widths, or put fewer samples in a batch",
+        lambda: (
+            collate(THREE_FIVE, padding_free=True, padding=(4, 8)),
+            collate(THREE_FIVE[1:], padding_free=True, padding=(4, 6)),
+        ),
+        lambda got: [batch["input_ids"].shape[1] for batch in got] == [8, 6],
+    ),
+    "more tokens than max_length, in a flat row": (
+        lambda: collate(THREE_FIVE, padding_free=True, padding="max_length", max_length=6),
+        "Raise max_length",
+        lambda: collate(THREE_FIVE, padding_free=True, padding="max_length", max_length=8)["input_ids"].shape,
+        lambda got: got == (1, 8),
+    ),
+    "no room for a tail in sequences": (
+        lambda: collate(THREE_FIVE, padding_free=True, padding=(8,), max_sequences=4),
+        "Raise the widths",
+        lambda: collate(THREE_FIVE, padding_free=True, padding=(8, 10), max_sequences=4)["cu_seq_lens_q"].tolist(),
+        lambda got: got == [0, 3, 8, 9, 10],
+    ),
+    "more sequences than the offsets hold": (
+        lambda: collate(THREE_FIVE, padding_free=True, max_sequences=1),
+        "Raise max_sequences to 2 or more",
+        lambda: collate(THREE_FIVE, padding_free=True, max_sequences=2)["cu_seq_lens_q"].tolist(),
+        lambda got: got == [0, 3, 8],
+    ),
+    "rows wider than the widest": (
+        lambda: collate(THREE_FIVE, padding=(2, 4)),
+        "Raise the widths",
+        lambda: collate(THREE_FIVE, padding=(2, 6))["input_ids"].shape,
+        lambda got: got == (2, 6),
+    ),
+    "alignment of sequences in padded rows": (
+        lambda: collate(THREE_FIVE, sequence_multiple=4),
+        "Leave it out, or set padding_free=True",
+        lambda: (collate(THREE_FIVE, pad_to_multiple_of=4), collate(THREE_FIVE, padding_free=True, sequence_multiple=4)),
+        lambda got: [batch["input_ids"].shape for batch in got] == [(2, 8), (1, 12)],
+    ),
+    "alignment under attention that looks ahead": (
+        lambda: collate(THREE_FIVE, padding_free=True, sequence_multiple=4, pattern="bidirectional"),
+        "pad_to_multiple_of pads the row behind all of them",
+        lambda: collate(THREE_FIVE, padding_free=True, pad_to_multiple_of=6, pattern="bidirectional")[
+            "cu_seq_lens_q"
+        ].tolist(),
+        lambda got: got == [0, 3, 8, 12],
+    ),
+    "physical offsets of another row": (
+        lambda: gated_delta_kwargs(FLAT, kernel="fla", padding=[0, 2, 8]),
+        "Pass cu_seqlens_padded of this very batch, or 'own'",
+        lambda: gated_delta_kwargs(APART, kernel="fla", padding=torch.tensor([0, 4, 10, 12]))["cu_seqlens"].tolist(),
+        lambda got: got == [0, 4, 10, 12],
+    ),
+    "a tail whose beginning is lost": (
+        lambda: gated_delta_kwargs(APART, kernel="fla", padding="behind", max_sequences=4),
+        "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=)",
+        lambda: gated_delta_kwargs(APART, kernel="fla", padding=[0, 4, 9, 10, 12], max_sequences=4)["cu_seqlens"].tolist(),
+        lambda got: got == [0, 4, 9, 10, 12],
+    ),
+    "rising offsets without a tail": (
+        lambda: gated_delta_kwargs(FLAT, kernel="fla", max_sequences=4),
+        "Raise the width to 10",
+        lambda: gated_delta_kwargs(Segments.from_lengths([[3, 5]], 10), kernel="fla", max_sequences=4)[
+            "cu_seqlens"
+        ].tolist(),
+        lambda got: got == [0, 3, 8, 9, 10],
     ),
     "a window over a hole under TND": (
         lambda: fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="TND"),

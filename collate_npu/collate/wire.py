@@ -9,7 +9,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Protocol, get_args
 
@@ -19,9 +19,10 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer
 from collate_npu.consumers.models import consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import dense, none_is_exact, offsets_of
 from collate_npu.masks.patterns import Bidirectional, Pattern
+from collate_npu.masks.places import own_places, places_of
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments
 
@@ -135,12 +136,18 @@ def check_mode(mode: str, consumer: object, return_tensors: str, *, padding_free
         raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
 
 
-def with_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """A flat row with all its offsets; positions of several axes stay beside the text row.
+def with_offsets(
+    batch: Mapping[str, Any], segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None
+) -> dict[str, Any]:
+    """A flat row with all its offsets (`places` and `longest` as in `offsets_of`); a batch's own physical offsets stay
+    where they fit. Positions of several axes stay beside the text row.
 
     Raises where images stand in the row and no positions say where.
     """
-    told, positions = offsets_of(segments), batch.get("position_ids")
+    if places is None and with_role(batch, "padded_offsets"):
+        places = places_of(batch, segments) or own_places(segments)
+        longest = max((int(batch[key]) for key in with_role(batch, "longest") if batch[key] is not None), default=None)
+    told, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
         return {**batch, **told, "position_ids": positions, "text_position_ids": told["position_ids"]}
     if vision := of_kind(batch, "vision"):

@@ -196,14 +196,34 @@ def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
 def _flat_segments(batch: Mapping[str, Any], samples: _Samples) -> Segments:
     """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence.
 
-    Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention).
+    Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand
+    behind each, where physical offsets say so: by the ids alone a pad token that is a real one elsewhere looks in place.
     """
+    if with_role(batch, "padded_offsets"):
+        return segments_from_batch(batch, padding_free=True)
     ids_S = host_array("input_ids", batch["input_ids"])[0]
+    for key in with_role(batch, "offsets"):
+        if batch[key] is not None and (placed := _at_offsets(ids_S, host_array(key, batch[key]), samples)) is not None:
+            return placed
     joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
     for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):
         if tokens and _stands(ids_S, np.concatenate(tokens), "right"):
             return Segments.from_ids(np.pad(ids, (0, len(ids_S) - len(ids)))[None])
     return segments_from_batch(batch, padding_free=True)
+
+
+def _at_offsets(ids_S: Array, offsets: Array, samples: _Samples) -> Segments | None:
+    """Each sample at the start of its place, padding behind it; None where they do not stand so."""
+    starts, ends = offsets[: len(samples.token_ids)], offsets[1 : len(samples.token_ids) + 1]
+    if not len(ends) or len(ends) != len(samples.token_ids) or offsets[0] or offsets[-1] > len(ids_S):
+        return None
+    found_S = np.zeros(len(ids_S), np.int32)
+    joined = np.split(joined_segment_ids(samples.segment_ids), np.cumsum([len(ids) for ids in samples.segment_ids])[:-1])
+    for start, end, tokens, ids in zip(starts, ends, samples.token_ids, joined):
+        if end - start < len(tokens) or not _stands(ids_S[start:end], tokens, "right"):
+            return None
+        found_S[start : start + len(ids)] = ids
+    return Segments.from_ids(found_S[None])
 
 
 def _flattened(batch: Mapping[str, Any], segments: Segments, keys: Mapping[str, Key]) -> tuple[dict[str, Any], Segments]:

@@ -17,10 +17,11 @@ from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.models import consumer_of, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.masks.places import places_of
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, ranks_agree, split_batch
 from collate_npu.segments import Segments
@@ -123,13 +124,13 @@ class BatchAdapter:
         case = self._case(segments, padding_free)
         device = _device(batch)
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
-        if self.consumer.counts_positions:
-            out.pop("seq_lens", None)
         positions = positions_for(self.consumer, case, batch)
         if positions is not None:
             out[KEY] = positions.to(device)
         if self.consumer.reads_offsets(case):
-            out |= {key: value for key, value in _offsets(segments, device).items() if out.get(key) is None}
+            out |= {key: value for key, value in _offsets(batch, segments, device).items() if out.get(key) is None}
+        if self.consumer.counts_positions:
+            _drop_unread(out)
         self._set_masks(out, self._route(case), case, device)
         if self.context_parallel is None:
             return out
@@ -217,6 +218,15 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
     return next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
 
 
-def _offsets(segments: Segments, device: torch.device) -> dict[str, Any]:
-    told = {key: value for key, value in offsets_of(segments).items() if key not in (KEY, "seq_lens")}
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in told.items()}
+def _drop_unread(out: dict[str, Any]) -> None:
+    """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
+    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752)."""
+    told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
+    for key in ("seq_lens", *(key for key in told if not key.startswith("cu_seq_lens"))):
+        out.pop(key, None)
+
+
+def _offsets(batch: Mapping[str, Any], segments: Segments, device: torch.device) -> dict[str, Any]:
+    told = offsets_of(segments, places_of(batch, segments))
+    read = {key: value for key, value in told.items() if key not in (KEY, "seq_lens", "cu_seqlens", "cu_seqlens_padded")}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in read.items()}

@@ -23,6 +23,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import Array, host_array
 from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.places import own_places
 from collate_npu.masks.polarity import Polarity
 from collate_npu.segments import Segments
 
@@ -309,18 +310,31 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
     )
 
 
-def offsets_of(segments: Segments) -> dict[str, Any]:
+def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None) -> dict[str, Any]:
     """Everything a consumer of flat rows may read, always together; an alignment tail is one more sequence.
 
-    transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths.
+    transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths. `places`
+    are what each sequence takes up in the row (`masks.places`): then `cu_seqlens` are the real offsets,
+    `cu_seqlens_padded` the physical ones, as `cu_seq_lens_q/k` always are, and all of them, `seq_lens` too, have one
+    entry for each place. `longest` stands in for the length of the longest, which it must not be below.
     """
-    form = varlen(segments, keep_tail=True)
-    return {
-        "position_ids": form.position_ids,
-        "cu_seq_lens_q": form.cu_seqlens,
-        "cu_seq_lens_k": form.cu_seqlens.clone(),
-        "max_length_q": form.max_length,
-        "max_length_k": form.max_length,
-        "seq_idx": form.seq_idx,
-        "seq_lens": torch.tensor(segments.lengths[0], dtype=torch.int32),
+    held = own_places(segments) if places is None else list(places)
+    flat = Segments.from_lengths([held])
+    physical, longest = _cumulated(held), max(longest or 0, flat.max_length)
+    told = {
+        "position_ids": flat.position_ids,
+        "cu_seq_lens_q": physical,
+        "cu_seq_lens_k": physical.clone(),
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": flat.ids - 1,
     }
+    lengths = [*segments.lengths[0], *([0] * (len(held) - segments.num_sequences if places is not None else 0))]
+    if places is not None:
+        told |= {"cu_seqlens": _cumulated(lengths), "cu_seqlens_padded": physical.clone()}
+    return told | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
+
+
+def _cumulated(lengths: Sequence[int]) -> Tensor:
+    """int32 `[N + 1]`, with a leading 0."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -6,16 +6,19 @@ stand in the row (the pair of Megatron's core/packed_seq_params.py). Costs one c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.host import Array, whole_number
 from collate_npu.keys import KEYS, TOKENS, Key, with_role
+from collate_npu.masks.places import aligned
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.segments import Segments
 
@@ -36,40 +39,64 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
 
 def pad_documents(
     batch: Mapping[str, Any],
-    cp: ContextParallel,
+    cp: ContextParallel | None = None,
     *,
+    multiple: int = 1,
     segments: Segments | None = None,
     pad_token_id: int = 0,
     keys: Mapping[str, Key] = KEYS,
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row `[1, S]` with each document padded to `cp.document_multiple`, the row to `cp.multiple`.
+    """A flat row `[1, S]` with each document padded to `multiple` and to `cp.document_multiple`, the row to `cp.multiple`.
 
     The last document takes the alignment tail, so no document is invented. Adds `cu_seqlens` (real) and
     `cu_seqlens_padded` (where documents stand); `cu_seq_lens_q/k` and `max_length_q/k` become the padded ones, since
-    their kernels have no others. `segments` tell which tokens are real, where the row already holds padding.
-    Two documents of 3 and 2 on 2 zigzag ranks (multiple 4)::
+    their kernels have no others. `segments` tell which tokens are real, where the row already holds padding; those
+    returned tell how many places are padding now (`num_padding`, `padding_share`). Documents of 3 and 2 on 2 zigzag
+    ranks, or with `multiple=4` on one::
 
         1 1 1 2 2   ->   1 1 1 0 2 2 0 0        cu_seqlens 0 3 5, cu_seqlens_padded 0 4 8
+
+    Padding stands behind its document, which is exact for causal layers. A multiple of the chunk (64) leaves recurrent
+    kernels no shorter chunk at a document's end, where some are wrong (flash-linear-attention-npu issues 367, 544, 733).
     """
     offsets = cu_seqlens_of(batch, segments)
     if offsets is None:
         rule = "Documents are told apart by their offsets."
         raise CollateError(explain("cu_seqlens", "None", rule, "Keep cu_seq_lens_q in the batch, or pass segments."))
-    S = int(offsets[-1])
     lengths_N, starts_N = _real_documents(offsets, segments)
-    padded_N = _padded(lengths_N, cp)
-    source, ids = _source(lengths_N, starts_N, padded_N)
-    out = {key: _repadded(key, value, keys.get(key), S, source, pad_token_id) for key, value in batch.items()}
+    places_N = _padded(lengths_N, cp, whole_number("multiple", multiple, least=1))
+    plan = _Plan.of(int(offsets[-1]), lengths_N, starts_N, places_N)
+    keys = with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
+    out = {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}
     real = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int32))
-    padded = torch.from_numpy(np.concatenate([[0], np.cumsum(padded_N)]).astype(np.int32))
+    padded = torch.from_numpy(np.concatenate([[0], np.cumsum(places_N)]).astype(np.int32))
     for key in with_role(batch, "offsets", "padded_offsets"):
         if isinstance(batch[key], Tensor):  # kernels that take cu_seq_lens_q have no padded ones beside it
             out[key] = (padded if key.endswith("padded") or key.startswith("cu_seq_lens") else real).to(batch[key].device)
     out.update(
-        {key: _like(batch[key], int(padded_N.max())) for key in with_role(batch, "longest") if batch[key] is not None}
+        {key: _like(batch[key], int(places_N.max())) for key in with_role(batch, "longest") if batch[key] is not None}
     )
     out |= {"cu_seqlens": real, "cu_seqlens_padded": padded}
-    return out, Segments(torch.from_numpy(ids[None]))
+    return out, plan.segments
+
+
+def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
+    """The same keys with numbers for what padding holds, where `fills` has them by name ("pad", "ignored", ...)."""
+    return {key: replace(rule, fill=fills[rule.fill]) if rule.fill in fills else rule for key, rule in keys.items()}
+
+
+def place_documents(
+    batch: Mapping[str, Any], segments: Segments, places: Sequence[int], *, keys: Mapping[str, Key] = KEYS
+) -> tuple[dict[str, Any], Segments]:
+    """A flat row without padding, each document moved to its place (`masks.places`); what follows them is a tail.
+
+    Offsets in the batch stay as they are. Padding holds what `keys` say, with numbers for ids.
+    """
+    lengths_N = np.zeros(len(places), np.int64)
+    lengths_N[: segments.num_sequences] = segments.sequence_lengths
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    plan = _Plan.of(segments.num_tokens, lengths_N, starts_N, np.asarray(places, np.int64))
+    return {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}, plan.segments
 
 
 def jagged(values: Tensor, offsets: Tensor) -> Tensor:
@@ -88,7 +115,7 @@ def jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
     return offsets
 
 
-def _real_documents(offsets: Tensor, segments: Segments | None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _real_documents(offsets: Tensor, segments: Segments | None) -> tuple[Array, Array]:
     """Real length and start of each document that has a real token; padding must stand at a document's end."""
     bounds = offsets.cpu().numpy().astype(np.int64)
     starts_N, lengths_N = bounds[:-1], np.diff(bounds)
@@ -107,42 +134,55 @@ def _real_documents(offsets: Tensor, segments: Segments | None) -> tuple[npt.NDA
     return lengths_N[lengths_N > 0], starts_N[lengths_N > 0]
 
 
-def _padded(lengths_N: npt.NDArray[Any], cp: ContextParallel) -> npt.NDArray[Any]:
-    padded_N = -(-lengths_N // cp.document_multiple) * cp.document_multiple
-    if len(padded_N):
-        padded_N[-1] += -padded_N.sum() % cp.multiple
-    return padded_N
+def _padded(lengths_N: Array, cp: ContextParallel | None, multiple: int) -> Array:
+    each = lcm(multiple, 1 if cp is None else cp.document_multiple)
+    places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
+    if len(places_N):
+        places_N[-1] += -places_N.sum() % lcm(each, 1 if cp is None else cp.multiple)
+    return places_N
 
 
-def _source(
-    lengths_N: npt.NDArray[Any], starts_N: npt.NDArray[Any], padded_N: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """`source[i]`: index in the old row, or -k for the k-th padding after the last real token; `ids[i]`: segment id."""
-    at = np.arange(padded_N.sum()) - np.repeat(np.cumsum(padded_N) - padded_N, padded_N)
-    last = np.repeat(lengths_N, padded_N) - 1
-    number = np.repeat(np.arange(1, len(padded_N) + 1, dtype=np.int32), padded_N)
-    source = np.where(at <= last, np.repeat(starts_N, padded_N) + at, last - at)
-    return source, np.where(at <= last, number, 0).astype(np.int32)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where each place of the new row is filled from. Legend: S old width, W new width."""
 
+    width: int
+    """S."""
+    source: Tensor
+    """int64 `[W]`: the place in the old row, for padding that of the last real token before it."""
+    steps: Tensor
+    """int64 `[W]`: 0 for a real token, k for the k-th padding behind it."""
+    segments: Segments
 
-def _repadded(key: str, value: Any, rule: Key | None, S: int, source: npt.NDArray[Any], pad_token_id: int) -> Any:
-    rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, S) else None)
-    if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
-        return value
-    if rule.share == "rows" and value.ndim != 2:
-        remedy = "Leave it out and build dense(segments) from what pad_documents returns."
-        raise UnsupportedFormError(explain(key, shape_of(value), "A dense mask is not padded by document.", remedy))
-    dim = (1 if rule.share == "rows" else rule.dim) % value.ndim
-    where = torch.from_numpy(source).to(value.device)
-    steps = (-where).clamp(min=0)
-    held = torch.arange(len(where), device=value.device) - steps
-    taken = value.index_select(dim, where[held])
-    by_token = [-1 if d == dim else 1 for d in range(value.ndim)]
-    if rule.fill == "next":
-        return taken + steps.to(value.dtype).view(by_token)
-    fills: dict[Any, float] = {"pad": pad_token_id, "pad_type": 0, "ignored": -100}
-    fill = fills.get(rule.fill, rule.fill)
-    return taken if isinstance(fill, str) else taken.masked_fill((steps > 0).view(by_token), fill)
+    @classmethod
+    def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
+        first_N = np.cumsum(places_N) - places_N
+        place_W, number_W = np.arange(places_N.sum()), np.repeat(np.arange(len(places_N)), places_N)
+        at_W = place_W - first_N[number_W]
+        real_W = at_W < lengths_N[number_W]
+        last_N = np.maximum.accumulate(np.where(lengths_N > 0, first_N + lengths_N - 1, -1))
+        source_N = np.maximum.accumulate(np.where(lengths_N > 0, starts_N + lengths_N - 1, 0))
+        source_W = np.where(real_W, starts_N[number_W] + at_W, source_N[number_W])
+        steps_W = np.where(real_W, 0, place_W - last_N[number_W])
+        segments = Segments(((number_W + 1) * real_W)[None])
+        return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
+
+    def moved(self, key: str, value: Any, rule: Key | None) -> Any:
+        rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
+        if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
+            return value
+        if rule.role == "labels" and (value.is_floating_point() or tuple(value.shape[:2]) != (1, self.width)):
+            return value  # of whole samples: classes [B], or float targets
+        if rule.share == "rows" and value.ndim != 2:
+            remedy = "Leave it out and build dense(segments) from what pad_documents returns."
+            raise UnsupportedFormError(explain(key, shape_of(value), "A dense mask is not padded by document.", remedy))
+        dim = (1 if rule.share == "rows" else rule.dim) % value.ndim
+        held = value if value.shape[dim] else value.new_zeros([1 if d == dim else n for d, n in enumerate(value.shape)])
+        taken = held.index_select(dim, self.source.to(value.device))
+        steps = self.steps.to(value.device).view([-1 if d == dim else 1 for d in range(value.ndim)])
+        if rule.fill == "next":
+            return taken + steps.to(value.dtype)
+        return taken if isinstance(rule.fill, str) else taken.masked_fill(steps > 0, rule.fill)
 
 
 def _like(value: Any, longest: int) -> Any:

@@ -20,8 +20,10 @@ from collate_npu import (
     UnsupportedFormError,
     dense,
     none_is_exact,
+    unpad,
 )
 from collate_npu.keys import KEYS, TOKENS
+from collate_npu.masks.find import segments_from_batch
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -409,3 +411,165 @@ def test_max_length_of_flat_rows():
 def test_settings_without_a_meaning_are_refused_at_once(settings):
     with pytest.raises(CollateError):
         PaddingCollator(tokenizer(), **settings)
+
+
+# --- flat rows: alignment, widths, offsets of one length
+
+THREE_AND_TWO = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
+FLASH = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
+RECURRENT = SimpleNamespace(**{**vars(FLASH), "layer_types": HYBRID.layer_types, "model_type": "qwen3_next"})
+
+
+def flat(features=THREE_AND_TWO, **settings):
+    return PaddingCollator(pad_token_id=PAD, padding_free=True, **settings)(features)
+
+
+def test_each_sequence_at_a_multiple():
+    batch = flat(sequence_multiple=4)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, PAD, 4, 5, PAD, PAD]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, -100, 5, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]  # they count on: a restart is a sequence
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
+    for key in ("cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k"):
+        assert batch[key].tolist() == [0, 4, 8]
+    assert (batch["max_length_q"], batch["max_length_k"]) == (4, 4)
+    segments = segments_from_batch(batch)
+    assert (segments.num_padding, segments.padding_share) == (3, 0.375)
+
+
+def test_one_tail_behind_aligned_sequences():
+    batch = flat(sequence_multiple=4, padding=(8, 16), pad_to_multiple_of=3)  # the row to 12, and to 24
+    assert batch["cu_seqlens_padded"].tolist() == [0, 4, 8, 12]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3] * 3]
+    assert batch["seq_lens"].tolist() == [3, 2, 0]
+    assert flat(sequence_multiple=4, padding="max_length", max_length=10)["cu_seq_lens_q"].tolist() == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "expected"),
+    [
+        ({}, 16, [0, 4, 8, 12, 16]),
+        ({"consumer": "transformers", "model": RECURRENT}, 16, [0, 4, 8, 12, 16]),
+        ({"consumer": "verl"}, 16, [0, 4, 8, 12, 16]),
+        ({"consumer": "transformers", "model": FLASH}, 8, [0, 4, 8, 8, 8]),
+    ],
+    ids=["nobody said", "recurrent", "no model", "attention alone"],
+)
+def test_offsets_rise_unless_the_model_has_attention_alone(settings, width, expected):
+    batch = flat(sequence_multiple=4, padding=(8, 16), max_sequences=4, **settings)
+    assert batch["cu_seq_lens_q"].tolist() == expected
+    assert batch["input_ids"].shape == (1, width)
+    assert batch["max_length_q"] == width
+
+
+def test_what_a_transformers_model_would_pass_on_as_a_second_argument_is_left_out():
+    batch = flat(sequence_multiple=4, consumer="transformers", model=RECURRENT)
+    assert not {"cu_seqlens", "cu_seqlens_padded", "seq_lens"} & set(batch)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8]
+
+
+def test_where_all_sequences_are_used_the_last_takes_the_tail():
+    batch = flat(padding=(8,), max_sequences=2)
+    assert batch["cu_seqlens_padded"].tolist() == [0, 3, 8]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    with pytest.raises(CollateError, match="Raise max_sequences to 3"):
+        flat(padding=(8,), max_sequences=2, pattern="bidirectional")  # it would look ahead into the padding
+    assert flat(padding=(8,), max_sequences=3, pattern="bidirectional")["cu_seqlens_padded"].tolist() == [0, 3, 5, 8]
+
+
+def test_the_narrowest_width_that_fits():
+    for needed, width in ((1, 4), (4, 4), (5, 8), (9, 12)):
+        row = [{"input_ids": list(range(needed))}]
+        assert flat(row, padding=[12, 4, 8])["input_ids"].shape == (1, width)
+        for widths in ([12, 4, 8], np.array([12, 4, 8]), torch.tensor([12, 4, 8]), range(4, 13, 4)):
+            assert PaddingCollator(tokenizer(), padding=widths)(row)["input_ids"].shape == (1, width)
+    with pytest.raises(CollateError, match=r"got 13 tokens[\s\S]*Raise the widths"):
+        flat([{"input_ids": list(range(13))}], padding=[12, 4, 8])
+    with pytest.raises(CollateError, match=r"row 1: got 13 tokens[\s\S]*Raise the widths"):
+        PaddingCollator(tokenizer(), padding=[12, 4])([{"input_ids": [1]}, {"input_ids": list(range(13))}])
+
+
+@given(
+    strategies.features(),
+    st.sampled_from([None, 1, 3, 4]),
+    st.sampled_from([None, 4]),
+    st.sampled_from([True, (64, 96, 160), "max_length"]),
+    st.sampled_from([None, 16]),
+    st.sampled_from([{}, {"consumer": "megatron", "model": DENSE}]),
+)
+def test_whatever_the_shape_every_token_is_there_once_beside_its_label(features, each, row, padding, count, consumer):
+    settings = {"sequence_multiple": each, "pad_to_multiple_of": row, "padding": padding, "max_sequences": count}
+    settings["max_length"] = 160 if padding == "max_length" else None
+    batch, plain = flat(features, **settings, **consumer), flat(features)
+    segments = segments_from_batch(batch)
+    assert segments.sequence_lengths == segments_from_batch(plain).sequence_lengths
+    for key in ("input_ids", "labels", "loss_scale"):
+        assert torch.equal(unpad(batch[key], segments), plain[key][0]), key
+    assert torch.equal(unpad(batch["position_ids"], segments), plain["position_ids"][0])
+    assert (batch["labels"][~segments.keep] == -100).all()
+    assert (batch["input_ids"][~segments.keep] == PAD).all()
+    width = batch["input_ids"].shape[1]
+    assert width % (each or 1) == width % (row or 1) == 0
+    ends = batch["cu_seq_lens_q"]
+    assert ends[-1] == width
+    if each:
+        assert (ends % each == 0).all()
+    if count:
+        assert ends.shape == (count + 1,)
+        assert consumer or (ends.diff() > 0).all()
+        assert batch["max_length_q"] == width
+
+
+def test_axes_of_positions_and_vision_in_aligned_rows():
+    features = [
+        {"input_ids": [1, 2], "position_ids": np.array([[0, 1], [5, 5], [2, 3]]), "pixel_values": torch.ones(2, 3)},
+        {"input_ids": [3], "position_ids": np.zeros((3, 1), int)},
+    ]
+    batch = flat(features, sequence_multiple=4, padding=(12,))
+    assert batch["position_ids"][:, 0, :8].tolist() == [[0, 1, 2, 3] * 2, [5, 5, 6, 7, 0, 1, 2, 3], [2, 3, 4, 5, 0, 1, 2, 3]]
+    assert batch["text_position_ids"].tolist() == [[0, 1, 2, 3] * 3]
+    assert batch["pixel_values"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("labels", [[1, 0], [[0.5, 1.0, 0.0, 1.0, 0.0], [0.0] * 5]])
+@pytest.mark.parametrize("settings", [{}, {"sequence_multiple": 4}])
+def test_labels_of_whole_samples_in_flat_rows(labels, settings):
+    features = [{"input_ids": f["input_ids"], "labels": label} for f, label in zip(THREE_AND_TWO, labels)]
+    assert flat(features, **settings)["labels"].tolist() == torch.tensor(labels).tolist()
+
+
+def test_ignored_labels_and_token_types_have_the_collators_own_fill():
+    features = [{**feature, "token_type_ids": [1] * len(feature["input_ids"])} for feature in THREE_AND_TWO]
+    collator = PaddingCollator(
+        tokenizer(pad_token_type_id=3), padding_free=True, sequence_multiple=4, label_pad_token_id=-1, separator_id=-2
+    )
+    batch = collator(features)
+    assert batch["labels"].tolist() == [[-2, 2, 3, -1, -2, 5, -1, -1]]
+    assert batch["token_type_ids"].tolist() == [[1, 1, 1, 3, 1, 1, 3, 3]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_multiple": 4},
+        {"max_sequences": 4},
+        {"padding_free": True, "sequence_multiple": 0},
+        {"padding_free": True, "max_sequences": 1.5},
+        {"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional"},
+        {"padding": ()},
+        {"padding": (0, 8)},
+        {"padding": (8, "16")},
+        {"padding": 8},
+    ],
+    ids=str,
+)
+def test_shapes_without_a_meaning_are_refused_at_once(settings):
+    with pytest.raises(CollateError):
+        PaddingCollator(tokenizer(), **settings)
+
+
+@pytest.mark.parametrize("settings", [{"sequence_multiple": 8}, {"max_sequences": 8}, {"padding": (8, 16)}], ids=str)
+def test_flat_rows_that_are_padded_need_a_pad_id(settings):
+    with pytest.raises(CollateError, match="pad_token_id: got None"):
+        PaddingCollator(padding_free=True, **settings)

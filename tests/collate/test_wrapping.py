@@ -23,6 +23,7 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu.masks.find import segments_from_batch
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -384,3 +385,24 @@ def test_wrapped_collators_pickle():
     collator = wrap_collator(Inner("2d", side="left"), consumer="megatron", model=HYBRID)
     again = pickle.loads(pickle.dumps(collator))
     assert torch.equal(again(samples(3, 5))["attention_mask"], collator(samples(3, 5))["attention_mask"])
+
+
+# --- flat rows with padding behind each sample
+
+ALIGNED = {
+    "physical offsets alone": lambda batch: {k: batch[k] for k in ("input_ids", "cu_seq_lens_q")},
+    "real ones beside": lambda batch: {k: batch[k] for k in ("input_ids", "cu_seqlens", "cu_seqlens_padded")},
+    "all of them": lambda batch: batch,
+}
+
+
+@pytest.mark.parametrize("told", ALIGNED)
+@pytest.mark.parametrize("rows", [[[1, 2, 3], [4, 5]], [[1], [0]], [[0, 0], [0]], [[1, 2, 3]]], ids=str)
+def test_padding_behind_each_sample_is_padding_whatever_its_id(rows, told):
+    """Also where the pad token, 0, is a real one: by the ids alone the second sample would stand behind the first."""
+    inner = PaddingCollator(pad_token_id=0, padding_free=True, sequence_multiple=4)
+    features = [{"input_ids": row} for row in rows]
+    out = wrap_collator(lambda samples: ALIGNED[told](inner(samples)))(features)
+    assert segments_from_batch(out) == segments_from_batch(inner(features))
+    if len(rows) > 1 or told != "physical offsets alone":  # there one row's padding is a tail, as anywhere
+        assert out["cu_seq_lens_q"].tolist() == [4 * n for n in range(len(rows) + 1)]

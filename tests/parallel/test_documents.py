@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collate_npu import CollateError, Segments, UnsupportedFormError, last_token, per_sequence, unpad, varlen
+from collate_npu.keys import KEYS
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, join_shards, pad_documents, split_batch
+from collate_npu.parallel.documents import place_documents, with_fills
 
 cps = st.builds(
     ContextParallel,
@@ -141,3 +146,73 @@ def test_what_cannot_be_padded():
         )
     with pytest.raises(CollateError, match="one flat row of 8"):
         pad_documents({"input_ids": ids, "cu_seqlens": offsets}, cp, segments=Segments.from_lengths([4, 4]))
+
+
+# --- alignment to a chunk
+
+multiples = st.sampled_from([1, 3, 4, 6])
+
+
+@given(lengths, multiples)
+def test_alignment_without_ranks(lengths, multiple):
+    batch = flat_batch(lengths)
+    out, segments = pad_documents(batch, multiple=multiple, pad_token_id=7)
+    assert segments.lengths == (tuple(lengths),)
+    assert out["cu_seqlens_padded"].diff().tolist() == [-(-n // multiple) * multiple for n in lengths]
+    assert out["cu_seqlens"].diff().tolist() == lengths
+    for key in ("input_ids", "labels", "loss_scale", "position_ids", "seq_idx", "reward"):
+        assert torch.equal(unpad(out[key], segments), batch[key][0]), key
+    assert segments.num_padding == out["input_ids"].numel() - sum(lengths) == int((out["labels"] == -100).sum())
+    assert segments.padding_share == segments.num_padding / out["input_ids"].numel()
+    assert segments_from_batch(out) == segments
+
+
+@given(cps, lengths, multiples)
+def test_alignment_and_ranks_take_both_multiples(cp, lengths, multiple):
+    out, segments = pad_documents(flat_batch(lengths), cp, multiple=multiple)
+    sizes = out["cu_seqlens_padded"].diff()
+    assert (sizes % cp.document_multiple == 0).all()
+    assert (sizes % multiple == 0).all()
+    assert segments.shape[1] % cp.multiple == 0
+    each = math.lcm(cp.document_multiple, multiple)
+    least = sum(-(-n // each) * each for n in lengths)
+    assert least <= segments.shape[1] < least + math.lcm(each, cp.multiple)  # no more than it takes
+    assert segments_from_batch(out) == segments
+    split_batch(out, cp, segments=segments)
+
+
+@given(lengths, lengths, multiples)
+def test_documents_go_to_their_places(lengths, extra, multiple):
+    """Whatever the places: real tokens unmoved in their document, offsets of the batch untouched."""
+    places = [n + k for n, k in zip(lengths, [*extra, *[0] * len(lengths)])] + [3, 0]
+    segments = Segments.from_lengths([lengths])
+    batch = {key: value for key, value in flat_batch(lengths).items() if key != "attention_mask"}
+    out, placed = place_documents(batch, segments, places, keys=with_fills(KEYS, {"pad": 7, "ignored": -100}))
+    assert placed.shape == (1, sum(places))
+    assert placed.lengths == (tuple(lengths),)
+    starts = [sum(places[:n]) for n in range(len(lengths))]
+    assert [start for _, start, _ in placed.spans] == starts
+    assert torch.equal(unpad(out["input_ids"], placed), batch["input_ids"][0])
+    assert torch.equal(out["position_ids"], placed.position_ids)
+    assert (out["labels"][~placed.keep] == -100).all()
+    assert torch.equal(out["cu_seq_lens_q"], batch["cu_seq_lens_q"])
+
+
+def test_a_row_without_tokens_is_padding_alone():
+    batch = {"input_ids": torch.zeros(1, 0, dtype=torch.int64), "loss_scale": torch.zeros(1, 0)}
+    out, placed = place_documents(batch, Segments.from_lengths([[]]), [4, 4], keys=with_fills(KEYS, {"pad": 7}))
+    assert out["input_ids"].tolist() == [[7] * 8]
+    assert out["loss_scale"].tolist() == [[0.0] * 8]
+    assert placed.num_padding == 8
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([1, 0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.rand(1, 5)], ids=str)
+def test_labels_of_whole_samples_stay(labels):
+    batch = {"input_ids": torch.arange(5)[None], "labels": labels, "cu_seqlens": torch.tensor([0, 3, 5])}
+    assert pad_documents(batch, multiple=4)[0]["labels"] is labels
+
+
+@pytest.mark.parametrize("multiple", [0, -1, 1.5, True])
+def test_a_multiple_is_a_whole_number(multiple):
+    with pytest.raises(CollateError, match="multiple"):
+        pad_documents(flat_batch([3]), multiple=multiple)

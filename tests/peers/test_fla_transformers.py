@@ -101,3 +101,20 @@ def test_rows_padded_left_are_as_alone(model, alone):
     with torch.no_grad():
         bare = model(**{**batch, "attention_mask": None}).logits
     assert (real(bare) - alone[0]).abs().max() > 0.5
+
+
+SHAPES = {
+    "aligned to the chunk": {"sequence_multiple": 64, "padding": (256,), "max_sequences": 4},
+    "not aligned": {"padding": (24,), "max_sequences": 5},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape):
+    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **SHAPES[shape])(SAMPLES)
+    starts = batch["cu_seq_lens_q"].tolist()
+    assert len(starts) == SHAPES[shape]["max_sequences"] + 1
+    assert (batch["cu_seq_lens_q"].diff() > 0).all()
+    logits, gradients = run(model, batch)
+    real = torch.cat([logits[0, start : start + len(ids)] for start, ids in zip(starts, IDS)])
+    assert max(errors((real, gradients), alone)) < 1e-4

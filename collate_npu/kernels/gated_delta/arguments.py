@@ -35,7 +35,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
 from collate_npu.kernels.gated_delta.chunks import chunk_indices, cumsum_block
 from collate_npu.kernels.gated_delta.padded import check_one_sided
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, Values
 
 Kernel = Literal[
     "transformers", "fla", "fla_conv", "causal_conv1d", "fla_npu", "fla_npu_conv", "fla_npu_recurrent", "torch_npu",
@@ -55,7 +55,8 @@ def gated_delta_kwargs(
     kernel: Kernel,
     chunk_size: int = 64,
     keep_padding: bool | None = None,
-    padding: Padding = "own",
+    padding: Padding | Values = "own",
+    max_sequences: int | None = None,
     tables: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
@@ -64,7 +65,10 @@ def gated_delta_kwargs(
     The tensors of the call are one flat row. One row of Segments is kept as it is, `[1, S]`, and each run of padding
     becomes a sequence of its own; of several rows they are those of `unpad`, `[1, T]`, and the way back is `repad`.
     `keep_padding=False` takes the padding out of one row too, `True` keeps that of several (rows one behind the other,
-    `[1, B * S]`). `padding="behind"` counts padding to the sequence before it, as `pad_documents` and Megatron do.
+    `[1, B * S]`). `padding="behind"` counts padding to the sequence before it, as `pad_documents` and Megatron do;
+    `padding=batch["cu_seqlens_padded"]` takes the places that a collator gave. `max_sequences=N` makes N sequences, for
+    graphs and compilers, by cutting the padding at the end: offsets `[N + 1]` for batch after batch. Chunk tables keep
+    their shape too where every place is a multiple of the chunk (`PaddingCollator(sequence_multiple=64)`).
     `transformers` takes padded rows as they are, with a 2D mask, unless `keep_padding=False`.
 
     `chunk_size` is that of the rule. `tables=True` adds `chunk_indices` for fla, which else builds them itself and
@@ -77,11 +81,13 @@ def gated_delta_kwargs(
         rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."
         raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     _check_chunk(kernel, chunk_size)
-    if kernel == "transformers" and keep_padding is not False and _padded(segments):
+    flat = keep_padding is False or max_sequences is not None or not isinstance(padding, str)
+    if kernel == "transformers" and not flat and _padded(segments):
         check_one_sided(segments)
         return {"attention_mask": segments.keep.to(device, torch.int64)}
-    padding = "behind" if kernel == "megatron" else padding
-    offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding)
+    if kernel == "megatron" and isinstance(padding, str):
+        padding = "behind"
+    offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
     spelled = _SPELLINGS[kernel](offsets, chunk_size, tables)
     return {name: _placed(value, device if not name.endswith("_cpu") else "cpu") for name, value in spelled.items()}
 

@@ -6,6 +6,7 @@ sequence before it, whose real tokens come first and cannot see it. `1 1 1 0 2 2
 
     own       0 3 4 6 8
     behind    0   4   8     as Megatron's padded offsets, and for kernels whose short last chunks are wrong
+    0 4 6 8   0   4 6 8     a batch's own physical offsets: which padding belongs to a sequence, and how the tail is cut
 
 Legend: B rows, S width, T tokens of the flat row, N sequences.
 """
@@ -17,30 +18,65 @@ from typing import Literal
 import numpy as np
 
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
-from collate_npu.host import Array
-from collate_npu.segments import Segments
+from collate_npu.host import Array, host_array, whole_number
+from collate_npu.masks.places import fitting_places, with_tail
+from collate_npu.segments import Segments, Values
 
 Padding = Literal["own", "behind"]
 
 
-def flat_offsets(segments: Segments, *, keep_padding: bool | None = None, padding: Padding = "own") -> tuple[int, ...]:
+def flat_offsets(
+    segments: Segments,
+    *,
+    keep_padding: bool | None = None,
+    padding: Padding | Values = "own",
+    max_sequences: int | None = None,
+) -> tuple[int, ...]:
     """`(0, ..., T)`, strictly rising: where sequences begin in the tensors of a call.
 
     `keep_padding=True`: the tensors are the rows as they are, one behind the other, `[1, B * S]`. False: those of
     `unpad`, `[1, T]`. Default: one row is kept as it is, of several the padding is taken out. `padding` says where the
-    padding that is kept belongs. Raises `UnsupportedFormError` without a real token; where padding that is kept stands
-    inside a sequence; and for `"behind"` where it stands before the first one.
+    padding that is kept belongs, or is the physical offsets of this very row. `max_sequences` gives the offsets that many
+    entries and one, by cutting the padding at the end (`masks.places.with_tail`); no sequence is ever empty.
+
+    Raises `UnsupportedFormError` without a real token; where padding that is kept stands inside a sequence; for `"behind"`
+    where it stands before the first one; and for offsets that do not fit the row.
     """
     if not segments.num_tokens:
         rule = "A recurrent kernel takes at least one token."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Drop batches without tokens."))
-    if keep_padding is None:
-        keep_padding = segments.shape[0] == 1
-    if not keep_padding or segments.padding_side == "none":
-        return segments.cu_seqlens_host
-    _check_holes(segments)
-    starts = _starts(segments, own=padding == "own")
-    return (*starts.tolist(), segments.array.size)
+    if not isinstance(padding, str):
+        offsets = _given(padding, segments)
+    elif not (segments.shape[0] == 1 if keep_padding is None else keep_padding) or segments.padding_side == "none":
+        offsets = segments.cu_seqlens_host
+    else:
+        _check_holes(segments)
+        offsets = (*_starts(segments, own=padding == "own").tolist(), segments.array.size)
+    return offsets if max_sequences is None else _of_one_length(offsets, segments, padding, max_sequences)
+
+
+def _given(physical: Values, segments: Segments) -> tuple[int, ...]:
+    """The offsets that a batch carries, without the empty sequences that attention alone takes."""
+    places = fitting_places(host_array("padding", physical), segments)
+    if places is None:
+        rule = "Physical offsets begin at 0, end at the width of one flat row, and each sequence begins at one."
+        remedy = "Pass cu_seqlens_padded of this very batch, or 'own'."
+        raise UnsupportedFormError(explain("padding", str(host_array("padding", physical).tolist())[:80], rule, remedy))
+    return (0, *np.cumsum([place for place in places if place]).tolist())
+
+
+def _of_one_length(
+    offsets: tuple[int, ...], segments: Segments, padding: Padding | Values, max_sequences: int
+) -> tuple[int, ...]:
+    if len(offsets) == whole_number("max_sequences", max_sequences, least=1) + 1:
+        return offsets
+    if not isinstance(padding, str) or padding == "behind":
+        rule = f"They are offsets of {len(offsets) - 1} sequences, and where the padding of the last one ends is not known."
+        remedy = "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=), or padding='own'."
+        raise UnsupportedFormError(explain("max_sequences", str(max_sequences), rule, remedy))
+    tail = offsets[-1] == segments.array.size and not segments.array[-1, -1]
+    places = np.diff(offsets[:-1] if tail else offsets).tolist()
+    return (0, *np.cumsum(with_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
 
 
 def _starts(segments: Segments, *, own: bool) -> Array:

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import segment_ids
 
-from collate_npu import Segments, UnsupportedFormError
+from collate_npu import CollateError, Segments, UnsupportedFormError
 from collate_npu.kernels.gated_delta import flat_offsets
 
 ROW = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
@@ -62,3 +63,34 @@ def test_refusals_name_row_and_way_out():
     assert flat_offsets(left) == (0, 2, 4)
     with pytest.raises(UnsupportedFormError, match="at least one token"):
         flat_offsets(Segments.from_lengths([0], width=4))
+
+
+def test_a_batchs_own_offsets_are_taken_as_they_are():
+    assert flat_offsets(ROW, padding=[0, 4, 6, 8]) == (0, 4, 6, 8)
+    assert flat_offsets(ROW, padding=torch.tensor([0, 4, 6, 8, 8])) == (0, 4, 6, 8)  # an empty one is left out
+    for bad in ([0, 4, 6], [0, 3, 8], [0, 2, 4, 8], [4, 8], [0, 4, 9], [0, 3, 3, 8]):
+        with pytest.raises(UnsupportedFormError, match="cu_seqlens_padded of this very batch"):
+            flat_offsets(ROW, padding=bad)
+    with pytest.raises(UnsupportedFormError, match="one flat row"):
+        flat_offsets(Segments.from_lengths([3, 5]), padding=[0, 3, 8])
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 8), st.integers(1, 9))
+def test_offsets_of_one_length_move_no_sequence(lengths, tail, count):
+    segments = Segments.from_lengths([lengths], sum(lengths) + tail)
+    try:
+        offsets = flat_offsets(segments, max_sequences=count)
+    except CollateError:
+        assert count < len(lengths) or count > len(lengths) + tail
+        return
+    assert len(offsets) == count + 1
+    assert offsets[-1] == segments.shape[1]
+    assert all(a < b for a, b in pairwise(offsets))
+    assert [offsets[n] for n in range(len(lengths))] == [start for _, start, _ in segments.spans]
+
+
+def test_offsets_of_one_length_with_padding_between():
+    assert flat_offsets(ROW, max_sequences=5) == (0, 3, 4, 6, 7, 8)
+    assert flat_offsets(ROW, padding="behind", max_sequences=2) == (0, 4, 8)
+    with pytest.raises(CollateError, match="max_sequences"):
+        flat_offsets(ROW, max_sequences=0)

@@ -1,0 +1,133 @@
+"""Places: what each sequence of a flat row takes up, and a tail that is cut so that offsets keep one length."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import segment_ids
+
+from collate_npu import CollateError, Segments, UnsupportedFormError
+from collate_npu.masks.places import aligned, fitting_places, least_room, own_places, places_of, with_tail
+
+lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+multiples = st.sampled_from([1, 2, 4, 6])
+APART = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+
+
+def offsets(places):
+    return [0, *np.cumsum(places).tolist()]
+
+
+def test_the_picture():
+    held = aligned([3, 2], 4)
+    assert offsets(held) == [0, 4, 8]
+    assert offsets(with_tail(held, 16)) == [0, 4, 8, 16]
+    assert offsets(with_tail(held, 16, max_sequences=4, multiple=4)) == [0, 4, 8, 12, 16]
+    assert offsets(with_tail(held, 16, max_sequences=4, multiple=4, repeats=True)) == [0, 4, 8, 16, 16]
+
+
+def test_a_row_tells_its_own_places():
+    assert own_places(APART) == [4, 4]
+    assert own_places(Segments([[1, 1, 1, 2, 2, 0, 0, 0]])) == [3, 2, 3]
+    assert own_places(Segments([[1, 1, 0, 0]])) == [2, 2]
+    assert own_places(Segments([[0, 0]])) == [2]
+    for bad in ([[0, 1, 1]], [[1, 0, 1]], [[1, 0], [1, 1]]):
+        with pytest.raises(UnsupportedFormError, match="unpad"):
+            own_places(Segments(bad))
+
+
+@given(segment_ids(rows=1, width=10))
+def test_own_places_hold_one_sequence_each_at_its_start(ids):
+    segments = Segments(ids)
+    try:
+        places = own_places(segments)
+    except UnsupportedFormError:
+        assert segments.hole_rows or segments.array[0, 0] == 0
+        return
+    assert sum(places) == segments.shape[1]
+    parts = np.split(segments.array[0], np.cumsum(places)[:-1])
+    held = [part[part > 0] for part in parts]
+    assert [len(h) for h in held if len(h)] == list(segments.sequence_lengths)
+    assert all((part[: len(h)] == n).all() for n, (part, h) in enumerate(zip(parts, held), start=1))
+    assert fitting_places(np.array(offsets(places)), segments) == places
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([0, 4, 8], [4, 4]),
+        ([0, 4, 6, 8], [4, 2, 2]),
+        ([0, 4, 6, 8, 8], [4, 2, 2, 0]),
+        ([0, 4, 6], None),  # two places of the row are in none
+        ([0, 3, 8], None),  # the second sequence begins inside its place
+        ([0, 2, 4, 8], None),
+        ([0, 8], None),
+        ([0, 4, 4, 8], None),  # an empty one before a sequence
+        ([4, 8], None),
+        ([0, 4, 12, 8], None),
+    ],
+)
+def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
+    assert fitting_places(np.array(ends), APART) == expected
+    assert places_of({"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}, APART) == expected
+    assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
+
+
+@given(lengths, multiples, st.integers(0, 60), st.integers(1, 8) | st.none(), st.booleans(), st.booleans())
+def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, count, repeats, behind):
+    held = aligned(lengths, multiple)
+    width = sum(held) + room * multiple
+    try:
+        places = with_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=behind)
+    except CollateError:
+        short = not repeats and count > len(held) and width - sum(held) < least_room(len(held), count, multiple=multiple)
+        assert count < len(held) or (count == len(held) and room and not behind) or short
+        return
+    assert sum(places) == width
+    assert len(places) == (count or len(held) + bool(room))
+    shared = len(places) == len(held) and room
+    assert places[: len(held) - 1] == held[:-1]
+    assert places[len(held) - 1] == held[-1] + (room * multiple if shared else 0)
+    assert all(place % multiple == 0 for place in places)
+    assert behind or not shared
+    if repeats:
+        assert sorted(places[len(held) :], reverse=True)[1:] == places[len(held) + 1 :]  # empty ones stand last
+    else:
+        assert min(places) > 0
+        assert max(places[len(held) :], default=0) - min(places[len(held) :], default=0) <= multiple
+
+
+@given(lengths, multiples, st.integers(1, 8))
+def test_the_least_room_is_the_least(lengths, multiple, more):
+    held = aligned(lengths, multiple)
+    count = len(held) + more
+    room = least_room(len(held), count, multiple=multiple)
+    assert len(with_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
+    with pytest.raises(CollateError, match="Raise the width"):
+        with_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)
+
+
+def numbers_of(error):
+    return [int(n) for n in re.findall(r"to (\d+)", str(error.value))]
+
+
+def test_what_a_refusal_names_is_enough():
+    with pytest.raises(CollateError) as narrow:
+        with_tail([4, 4], 10, max_sequences=5)
+    (width,) = numbers_of(narrow)
+    assert with_tail([4, 4], width, max_sequences=5) == [4, 4, 1, 1, 1]
+    with pytest.raises(CollateError) as many:
+        with_tail([4, 4], 8, max_sequences=1)
+    (count,) = numbers_of(many)
+    assert with_tail([4, 4], 8, max_sequences=count) == [4, 4]
+    with pytest.raises(CollateError) as ahead:
+        with_tail([4, 4], 10, max_sequences=2, behind=False)
+    (count,) = numbers_of(ahead)
+    assert with_tail([4, 4], 10, max_sequences=count, behind=False) == [4, 4, 2]
+    with pytest.raises(CollateError, match="Raise the width"):
+        with_tail([4, 4], 7)
