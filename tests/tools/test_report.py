@@ -99,7 +99,7 @@ def test_everything_that_did_not_run_is_said():
         "left out: r: deaf",
     ):
         assert said in text
-    assert "CANNOT TELL: m (sdpa): a wrong mask moves the logits by 1.0e-06" in text
+    assert "CANNOT TELL: m (sdpa): what is wrong moves the logits by 1.0e-06" in text
 
 
 def test_json_is_strict():
