@@ -142,8 +142,8 @@ def print_report(console: Console, report: Report) -> None:
         findings = [finding for finding in report.findings if _kind(finding) == kind]
         for measure, what in (("logits", "largest difference of a logit"), ("gradient", "relative error of the gradient")):
             if any(getattr(finding, measure) is not None for finding in findings):
-                table = _table(findings, measure, f"{title}: {what} (! is wrong)", report.tolerance)
-                console.print(table)
+                console.print(Text(f"{title}: {what} (! is wrong)", style="italic"))
+                console.print(_table(findings, measure, report.tolerance))
 
 
 _KINDS = {
@@ -171,10 +171,8 @@ def _grouped(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
     return [(key, list(values)) for key, values in groups.items()]
 
 
-def _table(findings: Sequence[Finding], measure: str, title: str, tolerance: float | None) -> Table:
-    table = Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
-    )
+def _table(findings: Sequence[Finding], measure: str, tolerance: float | None) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in ("model", "attn", "side"):
         table.add_column(name, no_wrap=True)
     ours = {finding.column: finding.ours for finding in findings}

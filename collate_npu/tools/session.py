@@ -106,10 +106,15 @@ class _Session:
                 case = Audit(model, samples, **about)
                 for side in self.sides:
                     found = [case.finding(side, column) for column in case.columns(side)]
+                    advance()
+                    if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
+                        report.not_run[_place(candidate, side)] = found[
+                            0
+                        ].note  # nothing runs there, whatever is handed over
+                        continue
                     report.findings += found
                     if not all(f.refused or f.no_kernel for f in found if f.ours):
                         report.yardsticks[_place(candidate, side)] = case.yardstick(side)
-                    advance()
             if "packed" in self.sides and self.kernels == "installed" and (resolved := resolved_kernels(model)):
                 report.kernels[candidate.name] = resolved
 
