@@ -45,7 +45,7 @@ _FLA_NPU: tuple[tuple[Version, Version, str], ...] = (
         (26, 8),
         "a build of its main branch: on A2 short tails of packed sequences are off by up to 0.7 before the fix of #367; KDA "
         "is not repeatable before that of #440, its gradients are wrong by 1e4 where a length is no multiple of 64 before "
-        "that of #544, and recomputing refuses such lengths before that of #733. The version does not tell: rebuild from main",
+        "that of #544, and recomputing refuses such lengths before that of #733. The version does not tell: build it anew",
     ),
     (
         (0,),

@@ -97,7 +97,6 @@ class _Session:
 
     def audit(self, candidate: Candidate, advance: Any) -> None:
         """Every case of this process."""
-        report = self.report
         with self._told(label(candidate)):
             model, tokenizer = candidate.build()
             samples = sample_ids(tokenizer=tokenizer, **self.drawn)
@@ -105,18 +104,19 @@ class _Session:
             with kernels_for(model, self.kernels):
                 case = Audit(model, samples, **about)
                 for side in self.sides:
-                    found = [case.finding(side, column) for column in case.columns(side)]
+                    self._side(case, side, label(candidate) + (" packed" if side == "packed" else ""))
                     advance()
-                    if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
-                        report.not_run[_place(candidate, side)] = found[
-                            0
-                        ].note  # nothing runs there, whatever is handed over
-                        continue
-                    report.findings += found
-                    if not all(f.refused or f.no_kernel for f in found if f.ours):
-                        report.yardsticks[_place(candidate, side)] = case.yardstick(side)
             if "packed" in self.sides and self.kernels == "installed" and (resolved := resolved_kernels(model)):
-                report.kernels[candidate.name] = resolved
+                self.report.kernels[candidate.name] = resolved
+
+    def _side(self, case: Audit, side: Layout, place: str) -> None:
+        found = [case.finding(side, column) for column in case.columns(side)]
+        if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
+            self.report.not_run[place] = found[0].note  # it raises whatever is handed over
+            return
+        self.report.findings += found
+        if not all(f.refused or f.no_kernel for f in found if f.ours):
+            self.report.yardsticks[place] = case.yardstick(side)
 
     def share_out(self, candidate: Candidate) -> None:
         """The cases of context parallelism, in processes of their own."""
@@ -157,10 +157,6 @@ _ABSENT = ("does not support an attention implementation", "does not support Fla
 def label(candidate: Candidate) -> str:
     """A model and its attention, as the report names them."""
     return f"{candidate.name} ({candidate.attn})"
-
-
-def _place(candidate: Candidate, side: Layout) -> str:
-    return f"{label(candidate)} packed" if side == "packed" else label(candidate)
 
 
 def _versions() -> dict[str, str]:

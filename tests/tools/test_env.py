@@ -140,7 +140,7 @@ def test_fla_on_a_cpu_is_a_hazard(installed, monkeypatch):
     monkeypatch.setattr(env, "_devices", lambda: "cpu only")
     assert "fail on a CPU" in hazards()
     monkeypatch.setattr(env, "_devices", lambda: "cuda x 1")
-    assert hazards() == ""
+    assert "fail on a CPU" not in hazards()
 
 
 def test_old_transformers_are_named(installed):
