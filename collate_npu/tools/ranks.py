@@ -57,13 +57,23 @@ def _answers(pipes: list[Connection], seconds: float) -> dict[int, Any]:
         if not ready:
             raise RanksError(f"no answer of rank {', '.join(map(str, late))} within {seconds:g} s")
         for rank in [rank for rank in late if pipes[rank] in ready]:
-            try:
-                right, answers[rank] = pipes[rank].recv()
-            except EOFError:
-                raise RanksError(f"rank {rank} ended without an answer") from None
+            right, answers[rank] = _received(pipes[rank])
             if not right:
-                raise RanksError(f"rank {rank}: {answers[rank]}")
+                # where a rank ends, the others raise that they lost it, and may say so first
+                ended = [n for n in late if n != rank and pipes[n].poll(1) and _received(pipes[n]) == (False, _ENDED)]
+                raise RanksError(f"rank {ended[0]}: {_ENDED}" if ended else f"rank {rank}: {answers[rank]}")
     return answers
+
+
+_ENDED = "it ended without an answer"
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        found: tuple[bool, Any] = pipe.recv()
+    except EOFError:
+        return False, _ENDED
+    return found
 
 
 def _work(

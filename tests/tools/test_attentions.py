@@ -75,6 +75,7 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
     check_is_run(runs("sdpa"), "eager")  # no attention at all
 
 
+@pytest.mark.usefixtures("newest_transformers")
 def test_no_dense_mask_goes_to_attention_that_does_not_read_one():
     """On a card a dense mask in the place of a 2D one makes a flash kernel read past its tensors."""
     features = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]

@@ -33,7 +33,7 @@ def test_rank_0_answers_for_all():
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "rank 1: ValueError: broken$"), ("ends", "rank 1 ended without an answer")]
+    ("how", "said"), [("raises", "rank 1: ValueError: broken$"), ("ends", "rank 1: it ended without an answer")]
 )
 def test_a_lost_rank_ends_all(how, said):
     """A rank that hangs is in test_sharded."""
