@@ -1,7 +1,7 @@
-"""The audit: does a padded batch give the same numbers as each sample alone, on this model and this device?
+"""The audit: does a padded batch, or a flat row, give the same numbers as each sample alone, on this model and device?
 
 Every sample is run alone, without padding and without a mask; then batches of the same samples are run as this library
-hands them over, and as they are handed over elsewhere (`handover`). Each result is compared with the samples alone
+hands them over, and as they are handed over elsewhere (`handover`, `flat`). Each result is compared with the samples alone
 (`measure`), and judged by how far apart right results are here (`yardstick`). A tiny model costs about a second a case on
 one CPU core; a checkpoint costs one forward and backward pass a case and batch, and as many a sample.
 """
@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.outputs import per_sequence
-from collate_npu.segments import Side
-from collate_npu.tools.handover import OTHERS, OURS, Batch, Subject
+from collate_npu.segments import Segments
+from collate_npu.tools.flat import FLAT_OTHERS, FLAT_OURS, check_packed, flat_truth, no_kernel
+from collate_npu.tools.handover import OTHERS, OURS, Batch, Handover, Subject, others_on
 from collate_npu.tools.measure import Errors, Numbers, alone, errors, run, worst
 from collate_npu.tools.yardstick import Yardstick, measure_noise
 
@@ -29,16 +30,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Layout = Literal["left", "right", "packed"]
+"""Padded on a side, or all samples of a batch in one flat row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One way of handing over, on one model and side. Errors are None where the case did not run; `note` says why.
 
-    `refused` marks this library's own clear refusal; any other exception is the model's.
+    `refused` marks this library's own clear refusal, `no_kernel` that of a model that has no kernel for it here; any
+    other exception is the model's.
     """
 
     model: str
     attn_implementation: str
-    side: Side
+    side: str
+    """A `Layout`, or "cp 2": right padding shared out between two ranks."""
     column: str
     ours: bool
     logits: float | None = None
@@ -51,6 +58,7 @@ class Finding:
     """By the yardstick; None where nothing was measured."""
     note: str = ""
     refused: bool = False
+    no_kernel: bool = False
 
     def within(self, tolerance: float | None) -> bool:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
@@ -67,77 +75,118 @@ class Audit:
 
     def __init__(
         self, model: PreTrainedModel, samples: Sequence[Sequence[int]], *, name: str, pad_token_id: int, batch_size: int,
-        gradients: bool,
+        gradients: bool, sides: Sequence[Layout] = ("left", "right"),
     ) -> None:  # fmt: skip
-        features: list[Batch] = [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
-        self._batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
-        if not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in self._batches):
-            rule = "Without padding every mask is right, and the audit would prove nothing."
-            raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+        self._batches = batches_of(samples, batch_size, sides)
         model.eval()
         self._model, self._gradients = model, gradients
         attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
         self._about: dict[str, Any] = {"name": name, "attn_implementation": attention, "pad_token_id": pad_token_id}
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
-        self._found: dict[tuple[Side, str], Errors | Exception] = {}
+        self._found: dict[tuple[Layout, str], Errors | Exception] = {}
         self._noise: Errors | None = None
 
-    def yardstick(self) -> Yardstick:
-        """What passes here, and what of the wrong is smallest: None on the left and, if layers need the 2D, a bare 4D."""
+    def columns(self, side: Layout) -> list[str]:
+        """The ways of handing over that can be tried on this side and attention."""
+        if side == "packed":
+            return [*FLAT_OURS, *FLAT_OTHERS]
+        return [*OURS, *others_on(self._about["attn_implementation"])]
+
+    def yardstick(self, side: Layout = "left") -> Yardstick:
+        """What passes here, and what of the wrong is smallest.
+
+        Padded: None on the left and, if layers need the 2D, a bare 4D. Packed: a row of which nothing is told, and every
+        other way that is not right.
+        """
         noise = self._measured_noise()
-        columns = ["None", "bare 4D"] if needs_mask_2d(self._model) else ["None"]
-        wrong = [found for column in columns if isinstance(found := self.errors("left", column), Errors)]
+        if side == "packed":
+            astray = [column for column in FLAT_OTHERS if not self.finding(side, column).right]
+            columns, side = {"nothing", *astray}, "packed"
+        else:
+            bare = ["bare 4D"] if needs_mask_2d(self._model) else []
+            columns, side = {"None", *bare} & set(self.columns(side)), "left"
+        wrong = [found for column in columns if isinstance(found := self.errors(side, column), Errors)]
         smallest = min(wrong, key=lambda found: found.logits if math.isfinite(found.logits) else math.inf, default=None)
         return Yardstick(noise, smallest)
 
-    def finding(self, side: Side, column: str) -> Finding:
+    def finding(self, side: Layout, column: str) -> Finding:
         """One case: measured, refused or raised."""
         found = self.errors(side, column)
         subject = self._subject(side)
         where: dict[str, Any] = {"model": subject.name, "attn_implementation": subject.attn_implementation, "side": side}
-        where |= {"column": column, "ours": column in OURS}
+        where |= {"column": column, "ours": column in _ways(side)[0]}
         if isinstance(found, Exception):
-            refused = isinstance(found, UnsupportedFormError)
-            note = (str(found).splitlines() or [""])[0][:300]
-            return Finding(**where, note=note if refused else f"{type(found).__name__}: {note}", refused=refused)
-        finite = math.isfinite(found.logits) and math.isfinite(found.loss) and math.isfinite(found.gradient)
-        return Finding(
-            **where,
-            logits=found.largest,
-            relative=found.logits,
-            loss=found.loss,
-            gradient=found.gradient if self._gradients else None,
-            right=Yardstick(self._measured_noise()).passes(found),
-            note="" if finite else "a number in the batch, or of a sample alone, is not finite",
-        )
+            return Finding(**where, **_said(found, self._model.device.type))
+        return judged(where, found, Yardstick(self._measured_noise()), gradients=self._gradients)
 
-    def errors(self, side: Side, column: str) -> Errors | Exception:
+    def errors(self, side: Layout, column: str) -> Errors | Exception:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
-            self._found[side, column] = self._case(self._subject(side), column)
+            self._found[side, column] = self._case(side, column)
         return self._found[side, column]
 
-    def _subject(self, side: Side) -> Subject:
-        return Subject(model=self._model, side=side, **self._about)
+    def _subject(self, side: Layout) -> Subject:
+        return Subject(model=self._model, side="left" if side == "left" else "right", **self._about)
 
     def _measured_noise(self) -> Errors:
         if self._noise is None:
             self._noise = measure_noise(self._model, self._batches, self._alone, gradients=self._gradients)
         return self._noise
 
-    def _case(self, subject: Subject, column: str) -> Errors | Exception:
-        handover = {**OURS, **OTHERS}[column]
+    def _case(self, side: Layout, column: str) -> Errors | Exception:
+        ours, others = _ways(side)
+        subject, handover = self._subject(side), {**ours, **others}[column]
         try:
-            pairs = zip(self._batches, self._alone)
-            return worst(
-                [errors(self._run(subject, handover(subject, batch), batch), reference) for batch, reference in pairs]
-            )
+            found = []
+            for features, reference in zip(self._batches, self._alone):
+                truth = flat_truth(features) if side == "packed" else subject.truth(features)
+                found.append(errors(self._run(handover(subject, features), truth), reference))
+            return worst(found)
         except Exception as error:  # whatever the model raises is the finding: it refused, and says so
             return error
 
-    def _run(self, subject: Subject, batch: Batch, features: list[Batch]) -> Numbers:
-        truth = subject.truth(features)
+    def _run(self, batch: Batch, truth: Segments) -> Numbers:
         return run(self._model, batch, lambda logits: per_sequence(logits, truth), self._gradients)
+
+
+def batches_of(samples: Sequence[Sequence[int]], batch_size: int, sides: Sequence[str]) -> list[list[Batch]]:
+    """The samples as batches of features. Raises `CollateError` where a comparison would prove nothing."""
+    features: list[Batch] = [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
+    batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
+    if "packed" in sides:
+        check_packed(batches)
+    padded = any(side != "packed" for side in sides)
+    if padded and not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in batches):
+        rule = "Without padding every mask is right, and the audit would prove nothing."
+        raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+    return batches
+
+
+def judged(where: dict[str, Any], found: Errors, yardstick: Yardstick, *, gradients: bool) -> Finding:
+    """The finding of a case that ran."""
+    finite = math.isfinite(found.logits) and math.isfinite(found.loss) and math.isfinite(found.gradient)
+    return Finding(
+        **where,
+        logits=found.largest,
+        relative=found.logits,
+        loss=found.loss,
+        gradient=found.gradient if gradients else None,
+        right=yardstick.passes(found),
+        note="" if finite else "a number in the batch, or of a sample alone, is not finite",
+    )
+
+
+def _said(error: Exception, device: str) -> dict[str, Any]:
+    """What a case raised, in one line, and whose refusal that is."""
+    if why := no_kernel(error, device):
+        return {"note": why, "no_kernel": True}
+    note = (str(error).splitlines() or [""])[0][:400]
+    refused = isinstance(error, UnsupportedFormError)
+    return {"note": note if refused else f"{type(error).__name__}: {note}", "refused": refused}
+
+
+def _ways(side: Layout) -> tuple[dict[str, Handover], dict[str, Handover]]:
+    return (FLAT_OURS, FLAT_OTHERS) if side == "packed" else (OURS, OTHERS)
 
 
 def audit(
@@ -146,15 +195,20 @@ def audit(
     *,
     name: str = "",
     pad_token_id: int,
-    sides: Sequence[Side] = ("left", "right"),
+    sides: Sequence[Layout] = ("left", "right"),
     batch_size: int = 4,
-    columns: Sequence[str] = (*OURS, *OTHERS),
+    columns: Sequence[str] | None = None,
     gradients: bool = True,
 ) -> Iterator[Finding]:
-    """Findings for each side and column, as they are measured. `samples` are token ids; the model stays as it is."""
-    case = Audit(model, samples, name=name, pad_token_id=pad_token_id, batch_size=batch_size, gradients=gradients)
+    """Findings for each side and column, as they are measured. `samples` are token ids; the model stays as it is.
+
+    `columns`: the ways of handing over, by default all that the side and the attention implementation have.
+    """
+    case = Audit(
+        model, samples, name=name, pad_token_id=pad_token_id, batch_size=batch_size, gradients=gradients, sides=sides
+    )
     for side in sides:
-        for column in columns:
+        for column in case.columns(side) if columns is None else columns:
             yield case.finding(side, column)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
+from collate_npu.tools.attentions import DEFAULT, check_is_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,25 @@ class Candidate:
             model = AutoModelForCausalLM.from_pretrained(self.name, **settings)
         else:
             model = tiny_model(self.name, vocab_size=len(tokenizer), seed=self.seed, **settings)
+        check_is_run(model, self.attn)
         return model.to(self.device), tokenizer
 
 
+OF_ATTENTION_ALONE = ("llama", "qwen3")
+"""Families audited beside the hybrid ones where those say nothing: flat rows without kernels, context parallelism."""
+
+
 def candidates(
-    names: Sequence[str], attentions: Sequence[str], **settings: Any
+    names: Sequence[str], attentions: Sequence[str], *, more: Sequence[str] = (), **settings: Any
 ) -> tuple[list[Candidate], dict[tuple[str, str], str]]:
-    """One for each name (default: every hybrid family) and attention, and those known not to be testable, with why."""
-    excluded = {} if names else {(name, a): why for a in attentions for name, why in left_out(a).items()}
-    chosen = [(name, a) for name in names or hybrid_model_types() for a in attentions if (name, a) not in excluded]
+    """One for each name (default: every hybrid family, and `more`) and attention; and those known not to be testable.
+
+    What `left_out` measures costs a pass of each family: for eager and sdpa alone, since others may have to compile.
+    """
+    measured = [] if names else [a for a in attentions if a in DEFAULT]
+    excluded = {(name, a): why for a in measured for name, why in left_out(a).items()}
+    everyone = names or [*hybrid_model_types(), *more]
+    chosen = [(name, a) for name in everyone for a in attentions if (name, a) not in excluded]
     return [Candidate(name=name, attn=a, **settings) for name, a in chosen], excluded
 
 

@@ -34,12 +34,11 @@ class Side(str, Enum):
     right = "right"
 
 
-class Attention(str, Enum):
-    """Which attention implementation to audit."""
+class Kernels(str, Enum):
+    """What recurrent layers run on."""
 
-    both = "both"
-    sdpa = "sdpa"
-    eager = "eager"
+    installed = "installed"
+    reference = "reference"
 
 
 class Dtype(str, Enum):
@@ -133,7 +132,9 @@ def show_command(
     epilog="Examples:\n\n"
     "`collate-npu audit` — every hybrid family of the installed transformers, tiny and random\n\n"
     "`collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone\n\n"
-    "`collate-npu audit --model ./checkpoint --data my.jsonl --dtype bfloat16` — your own",
+    "`collate-npu audit --model ./checkpoint --data my.jsonl --dtype bfloat16` — your own\n\n"
+    "`collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16` — what trainers run on a card\n\n"
+    "`collate-npu audit --model qwen3 --cp 2` — between two ranks",
 )
 @_needs("torch", "transformers")
 def audit_command(
@@ -152,10 +153,26 @@ def audit_command(
         typer.Option(help="Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models."),
     ] = None,
     side: Annotated[Optional[Side], typer.Option(help="Padding side. Default: both.")] = None,  # noqa: UP045
-    attn: Annotated[Attention, typer.Option(help="Attention implementation; both: those the model has.")] = Attention.both,
+    attn: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Attention implementation, by transformers' name. Repeatable; default: both (sdpa and eager)."),
+    ] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
+    cp: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Context parallelism too, on so many ranks of this machine (sdpa alone)."),
+    ] = None,
+    kernels: Annotated[
+        Kernels, typer.Option(help="What recurrent layers run on: what is installed, or slow reference kernels.")
+    ] = Kernels.installed,
+    plugin: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Module to import first, which may register an attention implementation. Repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the ranks of --cp have for a model.")] = 600,
     device: Annotated[str, typer.Option(help="cpu, cuda, npu, or any torch device.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="In which dtype.")] = Dtype.float32,
-    batch_size: Annotated[int, typer.Option(min=2, help="Samples in a batch.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch, or in a flat row.")] = 4,
     batches: Annotated[int, typer.Option(min=1, help="Batches per model and side.")] = 2,
     max_length: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 96,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
@@ -166,22 +183,29 @@ def audit_command(
     seed: Annotated[int, typer.Option(min=0, help="Which lines are drawn, and the random weights.")] = 0,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Does a padded batch give the same numbers as each sample alone?
+    """Does a padded batch give the same numbers as each sample alone? And a flat row, and a batch shared out by ranks?
 
     For each model, attention and padding side: the largest difference of a logit at a real token, and of the gradient,
-    when the batch is handed over by this library, and when it is handed over as elsewhere. Exit code 0: all measured and
+    when the batch is handed over by this library, and when it is handed over as elsewhere. --packed adds flat rows, --cp
+    adds ranks: one command line covers what a trainer runs. Exit code 0: all measured and
     right. 1: something of ours is wrong. 2: something named could not be run, or wrong could not be told from right.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:  # notices of kernels that are missing: the report says what matters
+        from transformers.utils import logging
+
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for the ranks
+        logging.set_verbosity_error()
     from collate_npu.tools.report import print_report
     from collate_npu.tools.session import audit_all
 
     console = Console(stderr=as_json_)
+    sides: list[Any] = [side.value] if side else ["left", "right"]
+    sides += ["packed"] if packed else []
     report = audit_all(
-        models=model or [], data=data, tokenizer=tokenizer, sides=[side.value] if side else ["left", "right"],
-        attentions=["sdpa", "eager"] if attn is Attention.both else [attn.value], device=device, dtype=dtype.value,
-        batch_size=batch_size, batches=batches, max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed,
-        console=console,
+        models=model or [], data=data, tokenizer=tokenizer, sides=sides,
+        attentions=attn or [], device=device, dtype=dtype.value, batch_size=batch_size, batches=batches,
+        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=console, ranks=cp or 0,
+        kernels=kernels.value, plugins=plugin or [], seconds=timeout,
     )  # fmt: skip
     if as_json_:
         typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from collate_npu.tools import kernel_hazards
 
 PACKAGES = (
     "torch", "numpy", "torch_npu", "transformers", "accelerate", "trl", "megatron-core", "mindspeed", "ms-swift",
-    "mcore-bridge", "verl", "twinkle-kit", "torchtitan", "llamafactory", "axolotl", "flash-linear-attention",
-    "causal-conv1d", "triton",
+    "mcore-bridge", "verl", "twinkle-kit", "torchtitan", "llamafactory", "axolotl", *kernel_hazards.PACKAGES,
 )  # fmt: skip
 SETTINGS = ("NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "ASCEND_HOME_PATH", "LD_LIBRARY_PATH")
 
@@ -44,13 +46,14 @@ def environment() -> Environment:
     torch_fails = _why_not("torch")
     npu = _npu(packages, torch_fails)
     devices = f"not known: torch does not load: {torch_fails}" if torch_fails else _devices()
+    rounding = {} if torch_fails else _rounding(devices)
     return Environment(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         packages=packages,
-        settings=settings,
+        settings=settings | {name: str(value) for name, value in rounding.items()},
         devices=devices,
         npu=npu,
-        hazards=tuple(_hazards(packages, settings, devices, npu)),
+        hazards=(*_hazards(packages, settings, devices, npu), *_rounded(rounding)),
     )
 
 
@@ -72,6 +75,45 @@ def _devices() -> str:
     except Exception as error:  # a driver that does not answer
         return f"not known: {_said(error)}"
     return ", ".join(found) or "cpu only"
+
+
+_ROUNDS = {
+    "torch.npu.matmul.allow_hf32": "HF32",
+    "torch.npu.conv.allow_hf32": "HF32",
+    "torch.backends.cuda.matmul.allow_tf32": "TF32",
+    "torch.backends.cudnn.allow_tf32": "TF32",
+}
+"""Switches that make a card round float32 products to ten bits. torch_npu 2.13 (npu/npu_config.py:158-212): matmul is off
+until set, conv on; torch 2.13: matmul off, cudnn on."""
+
+
+def _rounding(devices: str) -> dict[str, bool]:
+    """The switches of the cards that are here, as they stand in this process."""
+    import torch
+
+    held = {"npu": hasattr(torch, "npu"), "backends": "cuda" in devices}
+    found = {name: _read(torch, name) for name in _ROUNDS if held[name.split(".")[1]]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read(torch: Any, name: str) -> bool | None:
+    value = torch
+    try:
+        for part in name.split(".")[1:]:
+            value = getattr(value, part)
+    except Exception:  # an older release without it, or a newer one that refuses to tell beside its own switch
+        return None
+    return value if isinstance(value, bool) else None
+
+
+def _rounded(rounding: dict[str, bool]) -> Iterator[str]:
+    on = [name for name, value in rounding.items() if value]
+    if on:
+        kinds = " and ".join(sorted({_ROUNDS[name] for name in on}))
+        yield (
+            f"{kinds} rounds float32 products to ten bits ({', '.join(on)}): right results differ by 1e-3. The audit "
+            "measures that noise; set them to False to compare in full float32."
+        )
 
 
 def _why_not(package: str) -> str:
@@ -123,6 +165,7 @@ def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, n
             f"transformers {packages['transformers']} drops the mask of a single left-padded row in recurrent layers "
             "(mended in 5.15): such batches are refused."
         )
+    yield from kernel_hazards.recurrent_hazards(packages)
     if "mcore-bridge" in packages:
         yield from _gated_delta_net_hazards(packages, settings)
 

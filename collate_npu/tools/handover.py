@@ -1,4 +1,8 @@
-"""Handing over: the ways a padded batch reaches a model, by this library (`OURS`) and as elsewhere (`OTHERS`)."""
+"""Handing over: the ways a padded batch reaches a model, by this library (`OURS`) and as elsewhere (`OTHERS`).
+
+Dense masks are for eager and sdpa. Flash kernels and attention of other names read the 2D mask: a dense one would make
+them read past their tensors, which on a card ends the process. flex_attention reads a BlockMask.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import layer_masks
-from collate_npu.masks.forms import dense
+from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.segments import Segments, Side
 
@@ -46,6 +50,22 @@ class Subject:
         polarity: Polarity = "bias" if self.attn_implementation == "eager" else "keep"
         return dense(self.truth(features), polarity=polarity)
 
+    def prepared(self, features: list[Batch]) -> Any:
+        """A correct mask in the form that this attention takes it from a mapping, where nothing is made of it."""
+        if self.attn_implementation == "flex_attention":
+            return block_mask(self.truth(features))
+        return self.dense(features) if reads_dense(self.attn_implementation) else self.truth(features).keep
+
+
+def reads_dense(attn_implementation: str) -> bool:
+    """Is a dense mask a form that this attention implementation of transformers reads?"""
+    return attn_implementation in ("eager", "sdpa")
+
+
+def others_on(attn_implementation: str) -> list[str]:
+    """The ways of `OTHERS` that can be tried on an attention implementation."""
+    return [name for name in OTHERS if name == "None" or reads_dense(attn_implementation)]
+
 
 def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
     return subject.collator(consumer="transformers", model=subject.model)(features)
@@ -67,7 +87,7 @@ def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
 
 def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:
     kinds = layer_masks(subject.model.config)
-    full, keep = subject.dense(features), subject.truth(features).keep
+    full, keep = subject.prepared(features), subject.truth(features).keep
     masks = {key: full if kind == "attention" else keep for key, kind in kinds.items()}
     return {**_plain(subject, features), "attention_mask": masks}
 

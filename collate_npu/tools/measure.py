@@ -123,4 +123,4 @@ def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return _on(value, device)
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device) if hasattr(value, "to") else value  # a tensor, or a BlockMask

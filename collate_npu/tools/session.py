@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +16,146 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
-from collate_npu.segments import Side
-from collate_npu.tools.audit import Audit, read_text, sample_ids, shipped_text
-from collate_npu.tools.candidates import Candidate, candidates, check_named, first_line
-from collate_npu.tools.handover import OTHERS, OURS
+from collate_npu.tools.attentions import check_attentions, import_plugins, named
+from collate_npu.tools.audit import Audit, Layout, read_text, sample_ids, shipped_text
+from collate_npu.tools.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named, first_line
+from collate_npu.tools.flat import Kernels, check_kernels, kernels_for, resolved_kernels
+from collate_npu.tools.ranks import RanksError
 from collate_npu.tools.report import Report
-
-COLUMNS = (*OURS, *OTHERS)
+from collate_npu.tools.sharded import audit_sharded, check_ranks
 
 
 def audit_all(
-    *, models: Sequence[str], data: Path | None, tokenizer: Path | None, sides: Sequence[Side], attentions: Sequence[str],
+    *, models: Sequence[str], data: Path | None, tokenizer: Path | None, sides: Sequence[Layout], attentions: Sequence[str],
     device: str, dtype: str, batch_size: int, batches: int, max_length: int, gradients: bool, tolerance: float | None,
-    seed: int, console: Console,
+    seed: int, console: Console, ranks: int = 0, kernels: Kernels = "installed", plugins: Sequence[str] = (),
+    seconds: float = 600.0,
 ) -> Report:  # fmt: skip
     """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
-        raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
-    names, torch_dtype = list(dict.fromkeys(models)), getattr(torch, dtype)
+    names, torch_dtype, implementations = list(dict.fromkeys(models)), getattr(torch, dtype), named(attentions)
+    _check_numbers(tolerance, batch_size, sides)
+    import_plugins(plugins)
     check_named(names, tokenizer, device, torch_dtype)
+    check_attentions(implementations, device, torch_dtype, gradients=gradients)
+    check_kernels(kernels)
+    if ranks:
+        check_ranks(ranks, device, implementations)
     text = read_text(data) if data else shipped_text()
     settings = {"device": device, "dtype": dtype, "batch_size": batch_size, "batches": batches, "max_length": max_length}
-    settings |= {"seed": seed, "data": str(data or "shipped with the package"), **_versions()}
+    settings |= {"seed": seed, "data": str(data or "shipped with the package"), "kernels": kernels, **_versions()}
     report = Report(settings=settings, tolerance=tolerance)
-    chosen, excluded = candidates(names, attentions, tokenizer=tokenizer, device=device, dtype=torch_dtype, seed=seed)
+    more = OF_ATTENTION_ALONE if ranks or "packed" in sides else ()
+    built = {"tokenizer": tokenizer, "device": device, "dtype": torch_dtype, "seed": seed}
+    chosen, excluded = candidates(names, implementations, more=more, **built)
     report.left_out |= {f"{name} ({attn})": why for (name, attn), why in excluded.items()}
     drawn = {"text": text, "count": batch_size * batches, "max_length": max_length, "seed": seed}
-    layout = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*layout, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(chosen) * len(sides) * len(COLUMNS))
-        for candidate in chosen:
-            progress.update(task, description=_label(candidate))
-            _audit_one(candidate, report, sides, drawn, {"batch_size": batch_size, "gradients": gradients}, progress, task)
-    _forgive_absent_attention(report, chosen)
+    session = _Session(
+        report=report, sides=sides, ranks=ranks, how={"batch_size": batch_size, "gradients": gradients}, kernels=kernels,
+        seconds=seconds, plugins=plugins, drawn=drawn,
+    )  # fmt: skip
+    for candidate, advance in _shown(chosen, console, len(sides) + bool(ranks)):
+        session.audit(candidate, advance)
+        if ranks and candidate.attn == "sdpa":
+            session.share_out(candidate)
+    _forgive_absent_attention(report, chosen, named=bool(names))
     return report
 
 
-def _audit_one(
-    candidate: Candidate, report: Report, sides: Sequence[Side], drawn: dict[str, Any], how: dict[str, Any],
-    progress: Progress, task: TaskID,
-) -> None:  # fmt: skip
-    goal = progress.tasks[0].completed + len(sides) * len(COLUMNS)
-    try:
-        model, tokenizer = candidate.build()
-        samples = sample_ids(tokenizer=tokenizer, **drawn)
-        case = Audit(model, samples, name=candidate.name, pad_token_id=tokenizer.pad_token_id, **how)
-        for side in sides:
-            for column in COLUMNS:
-                report.findings.append(case.finding(side, column))
-                progress.advance(task)
-        report.yardsticks[_label(candidate)] = case.yardstick()
-    except CollateError:
-        raise
-    except Exception as error:  # it does not build, or does not run alone: the report says so
-        report.not_run[_label(candidate)] = f"{type(error).__name__}: {first_line(error)}"
-    progress.update(task, completed=goal)
+def _check_numbers(tolerance: float | None, batch_size: int, sides: Sequence[str]) -> None:
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+        raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
+    if batch_size < 2:
+        what = "neither padded nor packed" if "packed" in sides else "not padded"
+        rule = f"One sequence in a batch is {what}: it would be compared with itself, which proves nothing."
+        raise CollateError(explain("--batch-size", str(batch_size), rule, "Give 2 or more."))
 
 
-def _forgive_absent_attention(report: Report, chosen: Sequence[Candidate]) -> None:
-    """A model that ran under one attention and has not the other (transformers raises ValueError) was audited."""
+def _shown(chosen: Sequence[Candidate], console: Console, steps: int) -> Iterator[tuple[Candidate, Any]]:
+    """The candidates in turn, and what moves the bar by a step; it moves on to the next one's place in any case."""
+    layout = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*layout, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task: TaskID = progress.add_task("", total=len(chosen) * steps)
+        for done, candidate in enumerate(chosen):
+            progress.update(task, description=label(candidate), completed=done * steps)
+            yield candidate, lambda: progress.advance(task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Session:
+    """What is asked of every candidate, and the report it goes to."""
+
+    report: Report
+    sides: Sequence[Layout]
+    ranks: int
+    how: dict[str, Any]
+    """`batch_size` and `gradients`."""
+    kernels: Kernels
+    seconds: float
+    plugins: Sequence[str]
+    drawn: dict[str, Any]
+    """Arguments of `sample_ids`."""
+
+    def audit(self, candidate: Candidate, advance: Any) -> None:
+        """Every case of this process."""
+        with self._told(label(candidate)):
+            model, tokenizer = candidate.build()
+            samples = sample_ids(tokenizer=tokenizer, **self.drawn)
+            about = {"name": candidate.name, "pad_token_id": tokenizer.pad_token_id, "sides": self.sides, **self.how}
+            with kernels_for(model, self.kernels):
+                case = Audit(model, samples, **about)
+                for side in self.sides:
+                    self._side(case, side, label(candidate) + (" packed" if side == "packed" else ""))
+                    advance()
+            if "packed" in self.sides and self.kernels == "installed" and (resolved := resolved_kernels(model)):
+                self.report.kernels[candidate.name] = resolved
+
+    def _side(self, case: Audit, side: Layout, place: str) -> None:
+        found = [case.finding(side, column) for column in case.columns(side)]
+        if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
+            self.report.not_run[place] = found[0].note  # it raises whatever is handed over
+            return
+        self.report.findings += found
+        if not all(f.refused or f.no_kernel for f in found if f.ours):
+            self.report.yardsticks[place] = case.yardstick(side)
+
+    def share_out(self, candidate: Candidate) -> None:
+        """The cases of context parallelism, in processes of their own."""
+        place = f"{label(candidate)} cp {self.ranks}"
+        with self._told(place):
+            late: dict[str, Any] = {"seconds": self.seconds, "plugins": self.plugins}
+            found, yardstick = audit_sharded(candidate, self.drawn, size=self.ranks, **self.how, **late)
+            self.report.findings += found
+            if yardstick is not None:
+                self.report.yardsticks[place] = yardstick
+
+    @contextmanager
+    def _told(self, place: str) -> Iterator[None]:
+        """A model that does not build, does not run alone or loses a rank is told in the report."""
+        try:
+            yield
+        except CollateError:
+            raise
+        except RanksError as error:
+            self.report.not_run[place] = str(error)
+        except Exception as error:
+            self.report.not_run[place] = f"{type(error).__name__}: {first_line(error)}"
+
+
+def _forgive_absent_attention(report: Report, chosen: Sequence[Candidate], *, named: bool) -> None:
+    """An attention that a model has not (transformers raises ValueError) where another ran, or no model was named."""
     ran = {finding.model for finding in report.findings}
     for candidate in chosen:
-        label = _label(candidate)
-        why = report.not_run.get(label, "")
-        if candidate.name in ran and why.startswith("ValueError") and "does not support an attention implementation" in why:
-            report.left_out[label] = report.not_run.pop(label)
+        why = report.not_run.get(label(candidate), "")
+        absent = why.startswith("ValueError") and any(words in why for words in _ABSENT)
+        if absent and (candidate.name in ran or not named):
+            report.left_out[label(candidate)] = report.not_run.pop(label(candidate))
 
 
-def _label(candidate: Candidate) -> str:
+_ABSENT = ("does not support an attention implementation", "does not support Flash Attention", "in the place of")
+
+
+def label(candidate: Candidate) -> str:
+    """A model and its attention, as the report names them."""
     return f"{candidate.name} ({candidate.attn})"
 
 

@@ -71,9 +71,10 @@ def accelerator_on(mesh: Any) -> Any:
 
 
 def setup() -> tuple[Any, Any, Any]:
-    import ring_on_cpu
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
+
+    from collate_npu.tools import ring_on_cpu
 
     ring_on_cpu.install()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

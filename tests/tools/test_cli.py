@@ -6,19 +6,23 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
+import recurrent_kernels
 from typer.testing import CliRunner
 
 import collate_npu.tools.cli as cli
+from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools import audit as audit_module
 from collate_npu.tools import candidates
 
 pytestmark = pytest.mark.models
+NEWER = pytest.mark.skipif(transformers_version() < (5, 20), reason="5.20 is the first release that asks for boundaries")
 
 QUICK = ["--batches", "1", "--batch-size", "3", "--max-length", "96", "--attn", "sdpa", "--no-gradients"]
 
@@ -202,6 +206,106 @@ def test_help_has_examples():
     result = run("--help")
     assert result.exit_code == 0
     assert "collate-npu audit --model" in result.output
+
+
+PACKED = ["--packed", "--side", "right", *QUICK[:-3], "--attn", "sdpa", "--no-gradients"]
+
+
+def test_packed_adds_flat_rows_and_proves_them_for_attention_alone():
+    result = run("--model", "llama", *PACKED)
+    assert result.exit_code == 0, result.output
+    assert re.match(r"PASS  ours: 6 of 6 cases", result.output)
+    assert re.search(r"Flat row against each sample alone.*llama +sdpa +packed", result.output, flags=re.S)
+
+
+@NEWER
+def test_a_recurrent_family_without_kernels_is_not_run_and_not_wrong():
+    result = run("--model", "qwen3_next", "--json", *PACKED)
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "NOT PROVED"
+    assert "NOT RUN: collator, adapter, wrapped on qwen3_next" in run("--model", "qwen3_next", *PACKED).output
+    lacking = {f["column"] for f in report["findings"] if f["no_kernel"] and f["ours"]}
+    assert lacking == {"collator", "adapter", "wrapped"}
+    assert set(report["kernels"]["qwen3_next"].values()) == {"torch"}
+    assert (
+        "NOT RUN: collator, adapter, wrapped on qwen3_next: no kernel here" in run("--model", "qwen3_next", *PACKED).output
+    )
+
+
+@NEWER
+@pytest.mark.parametrize(("deaf", "code"), [((), 0), (("causal_conv1d_fn",), 1)])
+def test_reference_kernels_take_the_place_of_a_cards(monkeypatch, deaf, code):
+    import collate_npu.testing
+
+    made = partial(recurrent_kernels.kernels, deaf=deaf)
+    monkeypatch.setattr(collate_npu.testing, "reference_kernels", made, raising=False)
+    result = run("--model", "qwen3_next", "--kernels", "reference", *PACKED)
+    assert result.exit_code == code, result.output
+
+
+def test_a_release_without_reference_kernels_says_so(monkeypatch, no_model):
+    import collate_npu.testing
+
+    monkeypatch.delattr(collate_npu.testing, "reference_kernels", raising=False)
+    result = run("--model", "qwen3_next", "--packed", "--kernels", "reference")
+    assert result.exit_code == 2
+    assert "has no reference kernels" in result.output
+
+
+@pytest.mark.parametrize(("name", "code"), [("hears", 0), ("deaf", 1)])
+def test_an_attention_that_a_plugin_registers_is_audited_by_its_name(name, code):
+    args = [arg for arg in QUICK if arg not in ("--attn", "sdpa")]
+    result = run("--model", "llama", "--attn", name, "--plugin", "registered_attention", "--side", "left", *args)
+    assert result.exit_code == code, result.output
+    assert re.search(rf"llama +{name} +left", result.output)
+
+
+def test_flex_attention_is_audited_on_a_cpu(monkeypatch):
+    """Not compiled here, which takes a minute: the same masks, and the same function."""
+    monkeypatch.setattr("torch.compile", lambda function, **settings: function)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr("transformers.integrations.flex_attention.WrappedFlexAttention._instance", None)
+    args = [arg for arg in QUICK if arg not in ("--attn", "sdpa")]
+    result = run("--model", "llama", "--attn", "flex_attention", "--side", "left", *args)
+    assert result.exit_code == 0, result.output
+    assert re.match(r"PASS  ours: 3 of 3 cases", result.output)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--attn", "flash_attention_2"], "Flash attention kernels run on a card"),
+        (["--attn", "flash_attention_3", "--attn", "sdpa"], "Flash attention kernels run on a card"),
+        (["--attn", "flex_attention"], "Add --no-gradients"),
+        (["--attn", "sdp"], "Did you mean sdpa?"),
+        (["--plugin", "no_such_module"], "no_such_module"),
+        (["--batch-size", "1", "--packed"], "neither padded nor packed"),
+        (["--batch-size", "1"], "proves nothing"),
+        (["--cp", "2", "--attn", "eager"], "reads sdpa alone"),
+        (["--cp", "1"], "'--cp'"),
+        (["--kernels", "none"], "'--kernels'"),
+    ],
+)
+def test_cases_that_cannot_run_are_exit_code_2_before_any_model_is_built(no_model, args, said):
+    result = run("--model", "qwen3_next", *args)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+def test_one_command_line_covers_padding_flat_rows_and_ranks():
+    """In a process of its own, as a user runs it: ranks are started from there."""
+    pytest.importorskip("accelerate")
+    args = ["--model", "llama", "--cp", "2", "--json", *PACKED]
+    command = [sys.executable, "-m", "collate_npu", "audit", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    right = {(f["side"], f["column"]) for f in report["findings"] if f["right"]}
+    assert {("right", "collator"), ("packed", "collator"), ("cp 2", "accelerate"), ("cp 2", "Trainer")} <= right
+    assert set(report["yardsticks"]) == {"llama (sdpa)", "llama (sdpa) packed", "llama (sdpa) cp 2"}
+    assert not report["cannot_tell"]
 
 
 def test_show_draws_a_batch_and_explains():

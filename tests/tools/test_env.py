@@ -140,7 +140,7 @@ def test_fla_on_a_cpu_is_a_hazard(installed, monkeypatch):
     monkeypatch.setattr(env, "_devices", lambda: "cpu only")
     assert "fail on a CPU" in hazards()
     monkeypatch.setattr(env, "_devices", lambda: "cuda x 1")
-    assert hazards() == ""
+    assert "fail on a CPU" not in hazards()
 
 
 def test_old_transformers_are_named(installed):
@@ -178,3 +178,36 @@ def test_every_trainer_is_listed_and_installed_in_the_version_it_names(file):
         pytest.skip("no trainer of its own")
     assert named[1] in env.PACKAGES
     assert f'"{named[1]}=={named[2]}"' in (ROOT / "noxfile.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_rounding_of_an_npu_is_told_as_it_is_set(installed, monkeypatch, on):
+    import types
+
+    import torch
+
+    installed |= {"torch_npu": "2.13.0"}
+    monkeypatch.setattr(env, "_npu", lambda packages, torch_fails: "torch_npu loads")
+    npu = types.SimpleNamespace(matmul=types.SimpleNamespace(allow_hf32=False), conv=types.SimpleNamespace(allow_hf32=on))
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(env, "_devices", lambda: "npu x 1")
+    found = env.environment()
+    assert found.settings == {"torch.npu.matmul.allow_hf32": "False", "torch.npu.conv.allow_hf32": str(on)}
+    assert ("HF32 rounds float32 products to ten bits (torch.npu.conv.allow_hf32)" in hazards()) == on
+
+
+def test_rounding_of_a_gpu_is_told_as_it_is_set(installed, monkeypatch):
+    monkeypatch.setattr(env, "_devices", lambda: "cuda x 1")
+    assert set(env.environment().settings) == {"torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"}
+    monkeypatch.setattr(env, "_read", lambda torch, name: "matmul" in name)
+    assert env.environment().settings["torch.backends.cudnn.allow_tf32"] == "False"
+    assert "TF32 rounds float32 products to ten bits (torch.backends.cuda.matmul.allow_tf32)" in hazards()
+    monkeypatch.setattr(env, "_devices", lambda: "cpu only")
+    assert hazards() == ""
+    assert env.environment().settings == {}
+
+
+def test_known_faults_of_recurrent_kernels_are_hazards(installed):
+    installed |= {"flash-linear-attention": "0.5.0", "fla-core": "0.5.0"}
+    assert "flash-linear-attention 0.5.0: chunk tables go wrong after an empty sequence (#909)" in hazards()
+    assert env.environment().packages["fla-core"] == "0.5.0"

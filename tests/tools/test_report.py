@@ -37,6 +37,11 @@ def raised():
     return Finding(**where, note="RuntimeError: no")
 
 
+def lacking(column="collator", *, ours=True):
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "packed", "column": column, "ours": ours}
+    return Finding(**where, no_kernel=True, note="no kernel here")
+
+
 def report(*findings, yardsticks=SEEN, **more):
     return Report(settings=SETTINGS, findings=list(findings), yardsticks=dict(yardsticks), **more)
 
@@ -57,6 +62,10 @@ def report(*findings, yardsticks=SEEN, **more):
         (report(refused()), 2),
         (report(finding(column="None")), 2),
         (report(), 2),
+        (report(finding(), lacking()), 2),
+        (report(finding(False), lacking()), 1),
+        (report(lacking()), 2),
+        (report(finding(), lacking("seq_idx", ours=False)), 0),
         (report(finding(False), tolerance=1e-4), 0),
         (report(finding(logits=1e-3), tolerance=1e-4), 1),
         (report(finding(logits=NAN), tolerance=1e30), 1),
@@ -99,7 +108,7 @@ def test_everything_that_did_not_run_is_said():
         "left out: r: deaf",
     ):
         assert said in text
-    assert "CANNOT TELL: m (sdpa): a wrong mask moves the logits by 1.0e-06" in text
+    assert "CANNOT TELL: m (sdpa): what is wrong moves the logits by 1.0e-06" in text
 
 
 def test_json_is_strict():
@@ -108,3 +117,32 @@ def test_json_is_strict():
     assert again["findings"][0]["logits"] == "nan"
     assert (again["verdict"], again["exit_code"]) == ("FAIL", 1)
     assert again["yardsticks"]["m (sdpa)"]["noise"]["gradient"] == 1e-6
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_and_no_name_is_cut_at_any_width(width):
+    """Seen at 80 columns: headers cut to `positio…`, and "no kernel" in two lines."""
+    flat = {"model": "m", "attn_implementation": "flash_attention_2", "side": "packed", "logits": 1e-6, "right": True}
+    columns = ["collator", "adapter", "wrapped", "positions", "cu_seq_lens_q", "seq_idx", "nothing"]
+    found = [Finding(**flat, column=column, ours=n < 3) for n, column in enumerate(columns)]
+    made = report(finding(), *found, lacking(), Finding(**{**flat, "side": "cp 2"}, column="accelerate", ours=True))
+    console = Console(width=width)
+    with console.capture() as capture:
+        print_report(console, made)
+    lines = capture.get().splitlines()
+    assert any(all(column in line for column in columns) for line in lines)
+    assert any("no kernel" in line for line in lines)
+    assert "…" not in capture.get()
+    assert [line.partition(":")[0] for line in lines if "against each sample alone: largest" in line] == [
+        "Padded batch against each sample alone",
+        "Flat row against each sample alone",
+        "Batch shared out between ranks against each sample alone",
+    ]
+
+
+def test_where_kernels_come_from_is_said():
+    made = report(
+        finding(), kernels={"a": {"f": "torch", "g": "torch"}, "b": {"f": "fla"}, "c": {"f": "torch", "g": "torch"}}
+    )
+    assert "recurrent kernels of a, c: none, torch alone" in printed(made)
+    assert "recurrent kernels of b: f: fla" in printed(made)

@@ -2,7 +2,7 @@
 
 On the CPU `scaled_dot_product_attention` picks `_scaled_dot_product_flash_attention_for_cpu`, which has no rule in
 torch/distributed/tensor/experimental/_context_parallel (NotImplementedError: no sharding strategy). The ring itself
-takes any kernel, so this hands it that one. A stand-in for tests: the sharding, the hooks and the ring are torch's own.
+takes any kernel, so this hands it that one. A stand-in for a card: the sharding, the hooks and the ring are torch's own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 def install() -> None:
     """Let torch's context parallelism run on this process's CPU."""
-    ring.custom_ops[FORWARD] = _forward
-    ring.custom_ops[BACKWARD] = _backward
+    handlers: dict[Any, Any] = ring.custom_ops
+    handlers |= {FORWARD: _forward, BACKWARD: _backward}
 
 
 def _local(x: Any) -> Any:
