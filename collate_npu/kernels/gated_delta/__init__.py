@@ -1,0 +1,22 @@
+"""Gated DeltaNet kernels: boundary arguments from `Segments`, their contracts as a check, references in plain torch.
+
+Imports only torch and numpy, and touches no device it is not given: no kernel is ever called from here.
+"""
+
+from collate_npu.kernels.gated_delta.arguments import Kernel, gated_delta_kwargs
+from collate_npu.kernels.gated_delta.boundaries import flat_offsets
+from collate_npu.kernels.gated_delta.chunks import chunk_indices, chunk_offsets
+from collate_npu.kernels.gated_delta.convolution import reference_causal_conv1d
+from collate_npu.kernels.gated_delta.padded import zero_padding
+from collate_npu.kernels.gated_delta.reference import reference_gated_delta_rule
+
+__all__ = [
+    "Kernel",
+    "chunk_indices",
+    "chunk_offsets",
+    "flat_offsets",
+    "gated_delta_kwargs",
+    "reference_causal_conv1d",
+    "reference_gated_delta_rule",
+    "zero_padding",
+]

@@ -1,0 +1,105 @@
+"""The gated delta rule in plain torch, token by token, from its definition; forward and backward, on any device.
+
+One state `S [K, V]` a head and sequence, zero (or `initial_state`) at its first token, then at each token::
+
+    S = S * exp(g)                        decay; g <= 0, in log space
+    S = S + k (beta * (v - k S))          the delta rule: write only what k does not predict yet
+    o = scale * q S
+
+(Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.) It is slow and takes memory for every step: it is
+what fast kernels are compared with, and what stands in for them on a CPU.
+Legend: B rows, T tokens, H query and key heads, HV value heads (a multiple of H), K and V head sizes, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.host import host_array
+
+
+def reference_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`query`, `key` `[B, T, H, K]`, `value` `[B, T, HV, V]`, `g`, `beta` `[B, T, HV]` -> the output, as
+    `value`, and the final state or None.
+
+    Arguments as fla's `chunk_gated_delta_rule` (0.5.2 ops/gated_delta_rule/chunk.py:280-300). With `cu_seqlens`,
+    offsets `[N + 1]`, B is 1 and each sequence has a state of its own, `[N, HV, K, V]` in and out; else each row has one.
+    Computes in float32, float64 where the input is. `scale` is K ** -0.5 by default.
+
+    Tokens behind the last offset come out NaN: kernels leave them unwritten. An empty sequence keeps its initial state.
+    Raises `CollateError` for offsets that fall or leave the row, which kernels take, and for shapes they refuse.
+    """
+    _check_shapes(query, key, value, g, beta)
+    B, T = value.shape[:2]
+    offsets = row_offsets(cu_seqlens, B, T)
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    q, k, v, decay, write = (x.to(dtype) for x in (query, key, value, g, beta))
+    q, k = (_normalised(x) if use_qk_l2norm_in_kernel else x for x in (q, k))
+    q, k = (x.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for x in (q, k))
+    q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    N = len(offsets) - 1
+    states = torch.split(_initial(initial_state, B if cu_seqlens is None else N, k, v), B if cu_seqlens is None else 1)
+    finals, outs = [], []
+    for state, (start, end) in zip(states, pairwise(offsets)):
+        for t in range(start, end):
+            state = state * decay[:, t].exp()[..., None, None]
+            change = (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)) * write[:, t, :, None]
+            state = state + k[:, t, :, :, None] * change[..., None, :]
+            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        finals.append(state)
+    outs += [torch.full_like(v[:, 0], torch.nan)] * (T - offsets[-1])
+    out = torch.stack(outs, 1) if outs else torch.zeros_like(v)
+    return out.to(value.dtype), torch.cat(finals) if output_final_state else None
+
+
+def row_offsets(cu_seqlens: Tensor | Sequence[int] | None, B: int, T: int) -> tuple[int, ...]:
+    """The offsets of a call on the host, `(0, T)` without any. Raises for what means no sequences of one row of T tokens."""
+    if cu_seqlens is None:
+        return 0, T
+    offsets = tuple(int(end) for end in host_array("cu_seqlens", cu_seqlens).reshape(-1))
+    falls = any(a > b for a, b in pairwise(offsets))
+    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or falls or offsets[-1] > T:
+        rule = f"They are 0, then the end of each sequence, never falling; the call has {B} rows of {T} tokens."
+        remedy = "Take them from gated_delta_kwargs(segments, kernel='fla')."
+        raise CollateError(explain("cu_seqlens", str(list(offsets))[:80], rule, remedy))
+    return offsets
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> None:
+    B, T = value.shape[:2]
+    heads = value.ndim == key.ndim == 4 and value.shape[2] % key.shape[2] == 0
+    if not heads or query.shape != key.shape or key.shape[:2] != (B, T) or {g.shape, beta.shape} != {value.shape[:3]}:
+        got = ", ".join(shape_of(x) for x in (query, key, value, g, beta))
+        rule = "query and key are [B, T, H, K], value [B, T, HV, V] with HV a multiple of H, g and beta [B, T, HV]."
+        raise UnsupportedFormError(explain("gated delta rule", got, rule, "Put the tokens before the heads."))
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """The kernels' l2 norm, with its eps inside the root (fla 0.5.2 modules/l2norm.py)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _initial(initial: Tensor | None, count: int, k: Tensor, v: Tensor) -> Tensor:
+    shape = (count, v.shape[2], k.shape[-1], v.shape[-1])
+    if initial is None:
+        return v.new_zeros(shape)
+    if tuple(initial.shape) != shape:
+        rule = f"One state a sequence: {list(shape)}."
+        raise UnsupportedFormError(explain("initial_state", shape_of(initial), rule, "Build one for each sequence."))
+    return initial.to(v.dtype)
