@@ -21,16 +21,14 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal
 from collate_npu.parallel import (
     ContextParallel,
     check_recurrent_split,
-    cu_seqlens_of,
     gather_sequence,
     pad_documents,
     rank_offsets,
-    split_batch,
+    split_tensor,
 )
 
 WIDTH, TAPS, KEYS, VALUES, SIZE = 12, 4, 4, 8, 3
 """Hidden size, taps of the convolution, key heads, value heads, size of a head."""
-HEADS = (KEYS, VALUES)
 Offsets = Sequence[int]
 Exchange = Callable[["Recurrent", dict[str, Tensor]], Tensor]
 
@@ -115,8 +113,8 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         if dist.get_rank():
-            _later.append((grads[0].contiguous(), None))
-            _later[-1] = (_later[-1][0], dist.isend(_later[-1][0], dist.get_rank() - 1, tag=ctx.tag + 100))
+            held = grads[0].contiguous()
+            _later.append((held, dist.isend(held, dist.get_rank() - 1, tag=ctx.tag + 100)))
         return grads[0].new_zeros(()), None, None
 
 
@@ -234,84 +232,82 @@ class Batch:
     segments: Segments
     ids: Tensor
     offsets: list[int] | None
-    """Where the sequences of a flat row stand; None for padded rows."""
+    """Where the sequences of a flat row stand, as the kernels are told; None for padded rows."""
 
 
-def flat(layout: str, lengths: list[int]) -> Batch:
-    """A flat row whose tail is padding, or whose sequences are each padded; random ids, those of padding too."""
-    cp, rows = ContextParallel.from_group(dist.group.WORLD, layout=layout), Segments.from_lengths([lengths])
-    ids = torch.randint(0, 40, rows.shape, generator=torch.Generator().manual_seed(1))
-    if cp.documents:
-        padded, segments = pad_documents({"input_ids": ids, "cu_seqlens": rows.cu_seqlens}, cp, pad_token_id=39)
+def batch_of(layout: str, lengths: list[int], *, padding_free: bool, documents: bool = False) -> Batch:
+    """Random ids, those of padding too. A flat row has its padding in a tail, or with `documents` behind each sequence."""
+    cp = ContextParallel.from_group(dist.group.WORLD, layout=layout)
+    segments = Segments.from_lengths([lengths] if padding_free else lengths)
+    ids = torch.randint(0, 40, segments.shape, generator=torch.Generator().manual_seed(1))
+    if cp.documents or documents:
+        each = ContextParallel(cp.size, 0, layout="document_zigzag")
+        row = {"input_ids": ids, "cu_seqlens": segments.cu_seqlens}
+        padded, segments = pad_documents(row, each, segments=segments, pad_token_id=39)
         kwargs = gated_delta_kwargs(segments, kernel="megatron")
         assert torch.equal(padded["cu_seqlens_padded"], kwargs["cu_seqlens_q_padded"])
         return Batch(cp, segments, padded["input_ids"], kwargs["cu_seqlens_q_padded"].tolist())
-    width = -(-rows.shape[1] // (2 * cp.size)) * 2 * cp.size
-    segments = Segments.from_lengths([lengths], width=width)
-    ids = torch.cat([ids, torch.full((1, width - ids.shape[1]), 39)], 1)
-    return Batch(cp, segments, ids, gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"].tolist())
+    width = -(-segments.shape[1] // (2 * cp.size)) * 2 * cp.size
+    ids = nn.functional.pad(ids, (0, width - segments.shape[1]), value=39)
+    segments = Segments.from_lengths(segments.lengths, width=width)
+    told = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"].tolist() if padding_free else None
+    return Batch(cp, segments, ids, told)
 
 
-def rows(layout: str, lengths: list[int]) -> Batch:
-    cp = ContextParallel.from_group(dist.group.WORLD, layout=layout)
-    segments = Segments.from_lengths(lengths, width=-(-max(lengths) // (2 * cp.size)) * 2 * cp.size)
-    ids = torch.randint(0, 40, segments.shape, generator=torch.Generator().manual_seed(1))
-    return Batch(cp, segments, ids, None)
+def given_to(batch: Batch, wrong: str) -> Any:
+    """The offsets that the check and the layers are given."""
+    width = batch.segments.shape[1]
+    if wrong == "one sequence":
+        return [0, width]
+    if wrong == "own" and batch.offsets is not None:
+        return list(rank_offsets(batch.offsets, ContextParallel(batch.cp.size, batch.cp.rank, layout="contiguous"))[0])
+    return batch.offsets
 
 
 def exchange_of(scheme: str, batch: Batch, wrong: str) -> Exchange:
-    given: Any = batch.offsets
-    if wrong == "one sequence":
-        given = [0, batch.segments.shape[1]]
+    given, width = given_to(batch, wrong), batch.segments.shape[1]
     if scheme == "state_passing":
-        return state_passing(given, ContextParallel(batch.cp.size, batch.cp.rank, layout="contiguous"), alone=wrong == "own")
+        place = ContextParallel(batch.cp.size, batch.cp.rank, layout="contiguous")
+        alone = wrong == "own"
+        return state_passing(batch.offsets if alone else given, place, alone=alone)
     if scheme == "head_exchange":
         return head_exchange(given)
-    row = [0, batch.segments.shape[1]]
-    return head_exchange(given, row if scheme == "row_zigzag" or given is None else batch.offsets)
+    by_row = scheme == "row_zigzag" or given is None
+    return head_exchange(given, [0, width] if by_row else batch.offsets)
 
 
-def measure(scheme: str, layout: str, lengths: list[int], padding_free: bool, wrong: str = "") -> dict[str, Any]:
+def measure(
+    scheme: str, layout: str, lengths: list[int], padding_free: bool, wrong: str = "", documents: bool = False
+) -> dict[str, Any]:
     """How far the ranks together are from one process, and from each sequence alone; and what our check says."""
-    batch = (flat if padding_free else rows)(layout, lengths)
-    given = [0, batch.segments.shape[1]] if wrong == "one sequence" else batch.offsets
-    refused = ""
+    batch = batch_of(layout, lengths, padding_free=padding_free, documents=documents)
+    one, lonely = step(batch, by_itself(batch.offsets), split=False), alone(batch)
+    shared = step(batch, exchange_of(scheme, batch, wrong), split=True)
+    settings: dict[str, Any] = {"padding_free": padding_free, "offsets": given_to(batch, wrong), "heads": (KEYS, VALUES)}
     try:
-        if wrong == "own":
-            given = list(rank_offsets(batch.offsets, batch.cp)[0])
-        check_recurrent_split(
-            batch.cp, scheme, batch.segments, padding_free=padding_free, offsets=given, heads=HEADS
-        )
+        check_recurrent_split(batch.cp, scheme, batch.segments, **settings)
+        refused = ""
     except CollateError as error:
         refused = str(error)
-    shared = step(batch, exchange_of(scheme, batch, wrong), split=True)
-    one = step(batch, by_itself(batch.offsets), split=False)
-    lonely = alone(batch)
-    return {
-        "refused": refused,
-        "one": apart(shared, one),
-        "alone": apart(shared, lonely),
-    }
+    return {"refused": refused, "one": apart(shared, one), "alone": apart(shared, lonely)}
 
 
 def step(batch: Batch, exchange: Exchange, *, split: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of the real tokens, and the gradient of one loss of them in every weight, all ranks together."""
     net, cp, segments = Net(), batch.cp, batch.segments
     offsets = batch.offsets if cp.documents else None
+    ids = split_tensor(batch.ids, cp, cu_seqlens=offsets) if split else batch.ids
+    logits = net(ids, exchange)
     if split:
-        shard = split_batch({"input_ids": batch.ids}, cp, segments=segments, cu_seqlens=offsets)
-        logits = gather_sequence(net(shard["input_ids"], exchange), cp, segments, cu_seqlens=offsets)
-    else:
-        logits = net(batch.ids, exchange)
+        logits = gather_sequence(logits, cp, segments, cu_seqlens=offsets)
     real = logits.flatten(0, 1)[segments.indices]
     (real * weights(segments)).sum().backward()
     for _, sent in _later:
         sent.wait()
     _later.clear()
-    grads = {name: p.grad for name, p in net.named_parameters()}
-    if split:
-        for grad in grads.values():
-            dist.all_reduce(grad)
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    for grad in grads.values() if split else ():
+        dist.all_reduce(grad)
     return real.detach(), grads
 
 
@@ -323,15 +319,16 @@ def alone(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         logits = net(batch.ids[row : row + 1, start:stop], by_itself(None))[0]
         (logits * weight).sum().backward()
         found.append(logits.detach())
-    return torch.cat(found), {name: p.grad for name, p in net.named_parameters()}
+    return torch.cat(found), {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
 def weights(segments: Segments) -> Tensor:
     return torch.randn(segments.num_tokens, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def apart(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
-    """The largest differences; NaN is one of infinity."""
-    grads = [float((ours[1][name] - grad).abs().max()) for name, grad in theirs[1].items()]
-    far = {"logits": float((ours[0] - theirs[0]).abs().max()), "grads": max(grads) if grads == grads else float("inf")}
-    return {name: value if value == value else float("inf") for name, value in far.items()}
+def apart(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> float:
+    """The largest difference of a logit or a gradient, by what is usual for it; what is not finite is infinitely far."""
+    assert ours[1].keys() == theirs[1].keys()
+    pairs = [(ours[0], theirs[0]), *((ours[1][name], grad) for name, grad in theirs[1].items())]
+    far = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs])
+    return float(far.max()) if far.isfinite().all() else float("inf")
