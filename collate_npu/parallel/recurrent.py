@@ -1,14 +1,15 @@
 """Recurrent layers whose rows are shared out: which tokens a rank must hold, and which offsets the layer is given.
 
 A recurrent layer needs the state of the tokens before its own. Stacks bring it in three ways, and each undoes one order
-of the tokens; any other order is computed without a word (two ranks, one sequence: 0.3 to 1.1 off in the outputs)::
+of the tokens; any other order is computed without a word::
 
     state_passing         the end of a rank's state goes to the next rank        contiguous slices of one flat row
     head_exchange         heads for tokens, then the whole row                   contiguous slices (Ulysses)
     head_exchange_zigzag  the same, then zigzag is undone                        zigzag; in a flat row each sequence's own
     row_zigzag            the same, undone over the whole row, offsets or not    zigzag; no flat row of several sequences
 
-Offsets are always those of the whole row, never a rank's own: each of these layers sees the row, or cuts them itself.
+Offsets are always those of the whole row, never a rank's own: each of these layers sees the row, or cuts them itself. A 2D
+mask is this rank's part (`mask_2d="local"`): all of these layers zero their input before they exchange it, or read none.
 Costs O(N). Legend: S width, N sequences, W width of the convolution.
 
 Sources: state_passing fla 0.5.2 ops/cp/context.py:64-171, modules/conv/cp/ops.py:45-68 (verl 0.9.1
@@ -20,8 +21,10 @@ row_zigzag MindSpeed-LLM c77308a1 fsdp2/distributed/context_parallel/gdn_context
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
@@ -30,7 +33,7 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.host import host_array
-from collate_npu.parallel.layout import ContextParallel, Layout, token_runs
+from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
 
 Scheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
@@ -60,6 +63,8 @@ def recurrent_parallel(cp: ContextParallel, scheme: Scheme, *, padding_free: boo
     if scheme not in get_args(Scheme):
         listed = ", ".join(map(repr, get_args(Scheme)))
         raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
+    if cp.size == 1:
+        return cp
     takes = _TAKES[scheme].flat if padding_free else _TAKES[scheme].rows
     if not takes:
         got, remedy = ("padded rows", "Use padding_free=True: one flat row.")
@@ -91,9 +96,9 @@ def check_recurrent_split(
         return
     right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
-    if _order(cp, bounds) != _order(right, bounds):
+    if not _same_tokens(cp, right, len(bounds) - 1):
         rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
-        remedy = f"Use ContextParallel(..., layout={right.layout!r}) and split by it."
+        remedy = f"Use ContextParallel(..., layout={right.layout!r}), and the stack's own setting for it."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, right, bounds)
     _check_heads(cp, scheme, heads)
@@ -112,18 +117,26 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
     """
     bounds = _whole(offsets)
     (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
-    if more or _order(cp, bounds) != "contiguous":
+    if more or not _same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
         rule = "State goes from rank to rank in contiguous slices of the row."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, "Use layout='contiguous'."))
     inside = sorted({start, stop, *(n for n in bounds if start < n < stop)})
     return tuple(n - start for n in inside), start - max(n for n in bounds if n <= start)
 
 
-def _order(cp: ContextParallel, bounds: tuple[int, ...]) -> str:
-    """The layout by its tokens: without rings slices are contiguous, and a single sequence is cut as the row is."""
-    if cp.ulysses_size == cp.size:
-        return "contiguous"
-    return cp.layout if len(bounds) > 2 else cp.layout.removeprefix("document_")
+def _same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
+    """Do the ranks hold the same in both layouts? Of one sequence zigzag and document_zigzag do, of several they do not."""
+    return cp == other or _held(cp.size, cp.layout, cp.ulysses, sequences > 1) == _held(
+        other.size, other.layout, other.ulysses, sequences > 1
+    )
+
+
+@lru_cache
+def _held(size: int, layout: Layout, ulysses: int, several: bool) -> tuple[tuple[Run, ...], ...]:
+    """What each rank holds of a row that every layout can share out."""
+    offsets = range(0, 2 * size**2 * (3 if several else 2), 2 * size**2)
+    ranks = [ContextParallel(size, rank, layout=layout, ulysses=ulysses) for rank in range(size)]
+    return tuple(token_runs(offsets[-1], rank, offsets) for rank in ranks)
 
 
 def _whole(offsets: Offsets) -> tuple[int, ...]:
@@ -145,16 +158,14 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
         rule = f"Offsets are of the whole row of {S} tokens: 0 first, {S} last, never falling."
         remedy = "Pass those of the unsplit row, the tail counted: no rank's own, nor ends or lengths."
         raise CollateError(explain("offsets", str(list(bounds[:16])), rule, remedy))
-    bad = [(n, f"tokens {a} to {b - 1}") for n, (_, a, b) in enumerate(segments.spans) if _cut(a, b, bounds)]
+    after = [bisect_right(bounds, start) for _, start, _ in segments.spans]
+    right = [bounds[k - 1] == a and bounds[k] >= b for k, (_, a, b) in zip(after, segments.spans)]
+    bad = [(n, f"tokens {a} to {b - 1}") for n, (_, a, b) in enumerate(segments.spans) if not right[n]]
     if bad:
         rule = f"A sequence begins at an offset, and none stands inside it; they are {list(bounds[:16])}."
         remedy = "Pass the offsets of these sequences, or leave offsets out."
         raise CollateError(explain_rows("offsets (rows are sequences)", bad, rule, remedy))
     return bounds
-
-
-def _cut(start: int, stop: int, bounds: tuple[int, ...]) -> bool:
-    return start not in bounds or any(start < n < stop for n in bounds)
 
 
 def _check_heads(cp: ContextParallel, scheme: Scheme, heads: Sequence[int]) -> None:
