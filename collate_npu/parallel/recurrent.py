@@ -1,7 +1,7 @@
 """Recurrent layers whose rows are shared out: which tokens a rank must hold, and which offsets the layer is given.
 
-A recurrent layer needs the state of the tokens before its own. Stacks bring it in three ways, and each undoes one order
-of the tokens; any other order is computed without a word::
+A recurrent layer needs the state of the tokens before its own. Stacks bring it in these ways, and each puts one order
+of the tokens right; any other is computed without a word::
 
     state_passing         the end of a rank's state goes to the next rank        contiguous slices of one flat row
     head_exchange         heads for tokens, then the whole row                   contiguous slices (Ulysses)

@@ -118,6 +118,7 @@ class _Trainers:
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
         if args.padding_free:
+            swift_masks.refuse_layout(args)
             return original(args, data, vp_stage)
         segments = swift_masks.segments_from_swift(args, data, self.polarity)
         bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
