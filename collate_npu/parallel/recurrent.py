@@ -98,7 +98,8 @@ def check_recurrent_split(
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
     if not _same_tokens(cp, right, len(bounds) - 1):
         rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
-        remedy = f"Use ContextParallel(..., layout={right.layout!r}), and the stack's own setting for it."
+        stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
+        remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, right, bounds)
     _check_heads(cp, scheme, heads)

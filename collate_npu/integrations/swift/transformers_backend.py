@@ -3,15 +3,14 @@
 Padded on either side, ms-swift 4.6.0 sends the 2D mask (template/base.py:2132-2135), which every layer of a transformers
 model reads. Two of its settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing`
 (positions alone; 4.6.0 needs transformers < 5.20, where no such layer asks for offsets) and `sequence_parallel_size`
-(sequence_parallel.py splits the row; Qwen3.5 alone has a forward for that, model/models/qwen.py:1312-1445, which exchanges
-heads between Ulysses ranks and nothing between rings).
+(sequence_parallel.py splits the row; Qwen3.5 alone has a forward for that, model/models/qwen.py:1312-1445, which refuses
+rings and heads that the ranks do not share out itself, :1363, :1605).
 Costs O(B * S) per batch of a recurrent model, nothing for others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
 from collate_npu.consumers.adapter import BatchAdapter
@@ -39,18 +38,8 @@ def _check_row(template: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _check_ranks(template: Any) -> None:
-    config, ranks = text_config(template.config), template.sequence_parallel_size
-    rule = remedy = ""
-    if config.model_type not in _SPLIT_BY_SWIFT:
-        rule = f"Each rank runs the recurrent layers of {config.model_type} on its part of a row alone, from an empty state."
+    family, ranks = text_config(template.config).model_type, template.sequence_parallel_size
+    if family not in _SPLIT_BY_SWIFT:
+        rule = f"Each rank runs the recurrent layers of {family} on its part of a row alone, from an empty state."
         remedy = "Set sequence_parallel_size=1, or train with `megatron sft`, whose Gated DeltaNet gathers the row."
-    elif (ulysses := gcd(config.num_key_value_heads, ranks)) < ranks:  # sequence_parallel.py:_init_device_mesh
-        rule = (
-            f"With {config.num_key_value_heads} key-value heads they are {ranks // ulysses} rings of {ulysses} ranks, and "
-        )
-        rule += (
-            "recurrent layers exchange inside a ring's ranks alone: each computes its part of the row from an empty state."
-        )
-        remedy = f"Set sequence_parallel_size to a divisor of num_key_value_heads, {config.num_key_value_heads}."
-    if rule:
         raise UnsupportedFormError(explain("sequence_parallel_size", str(ranks), rule, remedy))
