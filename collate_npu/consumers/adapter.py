@@ -144,15 +144,14 @@ class BatchAdapter:
         whole = out[self.consumer.key]  # a dense mask was built for this rank's queries
         dense_key = self.consumer.key if isinstance(whole, Tensor) and whole.ndim == 4 else None
         parts = {key: value for key, value in out.items() if key != dense_key}
-        self._check_split(parts, case)
+        self._check_split(case)
         return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
 
-    def _check_split(self, batch: Mapping[str, Any], case: Case) -> None:
+    def _check_split(self, case: Case) -> None:
         scheme, cp = self.consumer.recurrent_scheme, self.context_parallel
         if cp is not None and scheme is not None and self.model.needs_mask_2d:
-            offsets = cu_seqlens_of(batch, case.segments) if case.padding_free else None
             heads = recurrent_heads(self.model.config)
-            check_recurrent_split(cp, scheme, case.segments, padding_free=case.padding_free, offsets=offsets, heads=heads)
+            check_recurrent_split(cp, scheme, case.segments, padding_free=case.padding_free, heads=heads)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's."""

@@ -22,7 +22,7 @@ from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
-from collate_npu.parallel.recurrent import Scheme
+from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
@@ -159,7 +159,7 @@ class Consumer:
     keeps_mask_2d: Keeps = "recurrent"
     splits_rows: bool = True
     """Can ranks share a row, each with its queries of a dense mask?"""
-    recurrent_scheme: Scheme | None = None
+    recurrent_scheme: RecurrentScheme | None = None
     """How its recurrent layers get what this rank has not, where ranks share a row; None where no release does it right."""
     not_shared: str = "its stack exchanges nothing between ranks"
     """Why not, where there is no scheme."""

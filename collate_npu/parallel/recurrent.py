@@ -12,10 +12,10 @@ Offsets are always those of the whole row, never a rank's own: each of these lay
 mask is this rank's part (`mask_2d="local"`): all of these layers zero their input before they exchange it, or read none.
 Costs O(N). Legend: S width, N sequences, W width of the convolution.
 
-Sources: state_passing fla 0.5.2 ops/cp/context.py:64-171, modules/conv/cp/ops.py:45-68 (verl 0.9.1
+Sources: state_passing fla 0.5.2 ops/cp/context.py:61-160, modules/conv/cp/ops.py:49-67 (verl 0.9.1
 models/transformers/qwen3_5.py:92-130); head_exchange ms-swift 4.6.0 model/models/qwen.py:1361-1442, twinkle-kit 0.5.1
-linear_attention_sp.py:211-315; head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:442-606, 671-731,
-mcore-bridge 1.6.5 modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:339-381;
+linear_attention_sp.py:211-315; head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731,
+mcore-bridge 1.6.5 modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:338-381;
 row_zigzag MindSpeed-LLM c77308a1 fsdp2/distributed/context_parallel/gdn_context_parallel.py:52-63, 150-151.
 """
 
@@ -36,7 +36,7 @@ from collate_npu.host import host_array
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
 
-Scheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
+RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
 Offsets = Tensor | Sequence[int]
 
 
@@ -48,9 +48,9 @@ class _Takes(NamedTuple):
 
 
 _SLICES: tuple[Layout, ...] = ("contiguous", "ulysses")
-_TAKES: Mapping[Scheme, _Takes] = MappingProxyType(
+_TAKES: Mapping[RecurrentScheme, _Takes] = MappingProxyType(
     {
-        "state_passing": _Takes(rows=(), flat=_SLICES),  # its convolution asserts one row (conv/cp/ops.py:51)
+        "state_passing": _Takes(rows=(), flat=_SLICES),  # its convolution asserts one row (conv/cp/ops.py:56)
         "head_exchange": _Takes(rows=_SLICES, flat=_SLICES),
         "head_exchange_zigzag": _Takes(rows=("zigzag",), flat=("document_zigzag",)),
         "row_zigzag": _Takes(rows=("zigzag",), flat=()),
@@ -58,10 +58,10 @@ _TAKES: Mapping[Scheme, _Takes] = MappingProxyType(
 )
 
 
-def recurrent_parallel(cp: ContextParallel, scheme: Scheme, *, padding_free: bool = False) -> ContextParallel:
+def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
     """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right."""
-    if scheme not in get_args(Scheme):
-        listed = ", ".join(map(repr, get_args(Scheme)))
+    if scheme not in get_args(RecurrentScheme):
+        listed = ", ".join(map(repr, get_args(RecurrentScheme)))
         raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
     if cp.size == 1:
         return cp
@@ -77,7 +77,7 @@ def recurrent_parallel(cp: ContextParallel, scheme: Scheme, *, padding_free: boo
 
 def check_recurrent_split(
     cp: ContextParallel,
-    scheme: Scheme,
+    scheme: RecurrentScheme,
     segments: Segments,
     *,
     padding_free: bool = False,
@@ -169,7 +169,7 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
     return bounds
 
 
-def _check_heads(cp: ContextParallel, scheme: Scheme, heads: Sequence[int]) -> None:
+def _check_heads(cp: ContextParallel, scheme: RecurrentScheme, heads: Sequence[int]) -> None:
     ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
     bad = [n for n in heads if n % ranks]
     if scheme != "state_passing" and bad:
@@ -179,7 +179,7 @@ def _check_heads(cp: ContextParallel, scheme: Scheme, heads: Sequence[int]) -> N
 
 
 def _check_slices(cp: ContextParallel, width: int, conv_width: int) -> None:
-    """The convolution's halo comes from the previous rank alone (fla 0.5.2 modules/conv/cp/ops.py:52-61)."""
+    """The convolution's halo comes from the previous rank alone (fla 0.5.2 modules/conv/cp/ops.py:56-66)."""
     if width // cp.size < conv_width - 1:
         rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
         remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."

@@ -15,7 +15,7 @@ from collate_npu import CollateError, Segments, UnsupportedFormError
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.parallel import (
     ContextParallel,
-    Scheme,
+    RecurrentScheme,
     check_recurrent_split,
     pad_documents,
     rank_offsets,
@@ -25,7 +25,7 @@ from collate_npu.parallel import (
 )
 from collate_npu.parallel.layout import Layout
 
-SCHEMES, LAYOUTS = get_args(Scheme), get_args(Layout)
+SCHEMES, LAYOUTS = get_args(RecurrentScheme), get_args(Layout)
 ALL_SLICES = ("state_passing", "head_exchange")
 
 

@@ -29,13 +29,13 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
-from collate_npu.parallel.recurrent import Scheme
+from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
-_SCHEME: Scheme = "head_exchange_zigzag"
+_SCHEME: RecurrentScheme = "head_exchange_zigzag"
 """How its recurrent layers share a row, from 0.18 on; before, its config refuses that."""
 
 
