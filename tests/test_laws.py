@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import tracemalloc
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-from collate_npu.consumers.consumer import Model, consumers, route
+from collate_npu.consumers.consumer import Model, consumer_named, consumers, route
 from collate_npu.parallel import join_shards
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -415,13 +416,13 @@ def test_law_3_shards_join_to_the_batch(segments, size, layout):
 def test_law_3_deriving_before_the_split_commutes_with_it(segments, size, layout):
     """The adapter, given a 4D mask alone, hands each rank its tokens of the true 2D mask and its rows of the 4D one."""
     cp = ContextParallel(size, 0, layout=layout)
+    scheme = "head_exchange_zigzag" if layout == "zigzag" else "head_exchange"
+    reader = replace(consumer_named("megatron"), recurrent_scheme=scheme)  # its own takes zigzag alone
     segments = widened(segments, cp)
     batch = a_batch(segments)
     whole = {key: value for key, value in batch.items() if key != "attention_mask_2d"}
     for rank in range(size):
-        adapter = BatchAdapter(
-            needs_mask_2d=True, consumer="megatron", polarity="masked", context_parallel=cp.with_rank(rank)
-        )
+        adapter = BatchAdapter(needs_mask_2d=True, consumer=reader, polarity="masked", context_parallel=cp.with_rank(rank))
         try:
             out, truth = adapter.with_segments(whole)
         except AmbiguousMaskError:

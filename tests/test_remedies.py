@@ -32,13 +32,13 @@ from collate_npu import (
 )
 from collate_npu.consumers.consumer import Model
 from collate_npu.consumers.consumer import route as route_of
-from collate_npu.consumers.mindspeed import kernel_of_settings
+from collate_npu.consumers.mindspeed import kernel_of_settings, layout_of_settings
 from collate_npu.integrations.trl import adapt_forward
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.parallel import cu_seqlens_of, gather_sequence, pad_documents
+from collate_npu.parallel import check_recurrent_split, cu_seqlens_of, gather_sequence, pad_documents
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 RIGHT = Segments.from_lengths([3, 5])
@@ -122,6 +122,7 @@ def inverted(segments):
 INDEXER = SimpleNamespace(layer_types=["full_attention"], index_n_heads=2, index_topk=4, model_type="x")
 MISTRAL = SimpleNamespace(sliding_window=2, model_type="mistral", layer_types=["sliding_attention"])
 CP = ContextParallel(2, 0)
+SLICES = ContextParallel(2, 0, layout="contiguous")
 ODD = Segments.from_lengths([3, 5])
 EVEN = Segments.from_lengths([3, 5], 8)
 THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
@@ -544,6 +545,43 @@ REMEDIES = {
         "pad_to_multiple_of=4",
         lambda: adapt(EVEN, context_parallel=CP),
         lambda got: got["input_ids"].shape == (2, 4),
+    ),
+    "slices for recurrent layers that undo a zigzag": (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed", context_parallel=SLICES)(
+            batch_of(EVEN, attention_mask_2d=EVEN.keep)
+        ),
+        "Use ContextParallel(layout='zigzag'); ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo=",
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed", context_parallel=CP)(batch_of(EVEN, attention_mask_2d=EVEN.keep)),
+        lambda got: got["input_ids"].shape == (2, 4),
+    ),
+    "recurrent layers that their stack does not share out": (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2", context_parallel=SLICES),
+        "Give each rank rows of its own, or use Megatron's context parallelism",
+        lambda: [
+            BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2")(batch_of(EVEN, attention_mask_2d=EVEN.keep)),
+            BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP)(batch_of(EVEN, attention_mask_2d=EVEN.keep)),
+        ],
+        lambda got: [batch["input_ids"].shape[1] for batch in got] == [8, 4],
+    ),
+    "heads that the ranks do not share out": (
+        lambda: check_recurrent_split(CP, "head_exchange_zigzag", EVEN, heads=(3, 6)),
+        "Use a context parallel size that divides both numbers",
+        lambda: check_recurrent_split(
+            ContextParallel(3, 0), "head_exchange_zigzag", Segments.from_lengths([6]), heads=(3, 6)
+        ),
+        lambda got: got is None,
+    ),
+    "a ring of MindSpeed that is not known": (
+        lambda: layout_of_settings(SimpleNamespace(context_parallel_algo="hybrid_cp_algo")),
+        "Use one of them, or context_parallel=",
+        lambda: [layout_of_settings(SimpleNamespace(context_parallel_algo=f"{n}_cp_algo")) for n in ("megatron", "ulysses")],
+        lambda got: got == ["zigzag", "ulysses"],
+    ),
+    "padded rows for a state that is passed on": (
+        lambda: check_recurrent_split(SLICES, "state_passing", EVEN),
+        "Use padding_free=True: one flat row",
+        lambda: check_recurrent_split(SLICES, "state_passing", FLAT, padding_free=True),
+        lambda got: got is None,
     ),
     "documents on a plain layout": (
         lambda: split_batch(batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens), CP),

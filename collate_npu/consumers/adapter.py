@@ -14,7 +14,8 @@ from torch import Tensor
 
 from collate_npu.consumers.consumer import Case, Consumer, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
-from collate_npu.consumers.models import consumer_of, unwrap
+from collate_npu.consumers.mindspeed import layout_of_settings
+from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
@@ -23,7 +24,14 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_o
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.places import places_of
 from collate_npu.masks.polarity import Polarity, check_polarity
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, ranks_agree, split_batch
+from collate_npu.parallel import (
+    ContextParallel,
+    check_recurrent_split,
+    cu_seqlens_of,
+    query_rows,
+    ranks_agree,
+    split_batch,
+)
 from collate_npu.segments import Segments
 
 
@@ -75,13 +83,13 @@ class BatchAdapter:
         if self.model.needs_mask_2d is None and by_2d and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
         size = 1 if self.context_parallel is None else self.context_parallel.size
-        if size > 1 and self.consumer.counts_positions and self.model.needs_mask_2d:
-            rule = "A transformers model runs its recurrent layers on this rank's shard alone, out of order, in silence."
-            remedy = "Use Megatron's context parallelism, or a model without recurrent layers."
-            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
         if size > 1 and not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
+            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
+        if size > 1 and self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
+            rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
+            remedy = "Give each rank rows of its own, or use Megatron's context parallelism (megatron-core 0.18 or newer)."
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
     @classmethod
@@ -89,9 +97,9 @@ class BatchAdapter:
         """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
 
         `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
-        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode`, and
-        `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under context parallelism is
-        Megatron's; pass `context_parallel=` where it is not initialised.
+        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
+        `context_parallel_algo`, and `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under
+        context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
         """
         named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
         named["consumer"] = "megatron" if getattr(args, "attention_backend", None) is None else kernel_of_args(args)
@@ -101,7 +109,7 @@ class BatchAdapter:
         if "context_parallel" not in settings and (getattr(args, "context_parallel_size", 1) or 1) > 1:
             shared = bool(getattr(args, "sequence_parallel", False))
             cp = ContextParallel.from_megatron(
-                layout=getattr(args, "cp_partition_mode", None) or "zigzag",
+                layout=getattr(args, "cp_partition_mode", None) or layout_of_settings(args),
                 tensor_parallel=getattr(args, "tensor_model_parallel_size", 1) if shared else 1,
             )
             settings["context_parallel"] = cp.for_documents() if named["padding_free"] else cp
@@ -137,7 +145,14 @@ class BatchAdapter:
         whole = out[self.consumer.key]  # a dense mask was built for this rank's queries
         dense_key = self.consumer.key if isinstance(whole, Tensor) and whole.ndim == 4 else None
         parts = {key: value for key, value in out.items() if key != dense_key}
+        self._check_split(case)
         return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
+
+    def _check_split(self, case: Case) -> None:
+        scheme, cp = self.consumer.recurrent_scheme, self.context_parallel
+        if cp is not None and scheme is not None and self.model.needs_mask_2d:
+            heads = recurrent_heads(self.model.config)
+            check_recurrent_split(cp, scheme, case.segments, padding_free=case.padding_free, heads=heads)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's."""

@@ -23,6 +23,7 @@ from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
+from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
@@ -164,6 +165,10 @@ class Consumer:
     keeps_mask_2d: Keeps = "recurrent"
     splits_rows: bool = True
     """Can ranks share a row, each with its queries of a dense mask?"""
+    recurrent_scheme: RecurrentScheme | None = None
+    """How its recurrent layers get what this rank has not, where ranks share a row; None where no release does it right."""
+    not_shared: str = "its stack exchanges nothing between ranks"
+    """Why not, where there is no scheme."""
     opens_empty_rows: bool = False
     """Does its kernel want no query that sees no key? Such queries, all of them padding, then see themselves."""
     counts_positions: bool = False

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.parallel.layout import Layout
 
 TransformerEngine = Literal["own", "local", "separate"]
 """Whose attention runs where Megatron asks for TransformerEngine's."""
@@ -54,6 +55,7 @@ MINDSPEED = Consumer(
     name="mindspeed",
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, _WINDOW, NOT_EXACT),
+    recurrent_scheme="head_exchange_zigzag",
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
     "core/transformer/flash_attention/generate_mask/adaptor.py:26-31",
 )
@@ -122,6 +124,23 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
             raise UnsupportedFormError(explain("use_flash_attn", "False", rule, "Set use_flash_attn=True."))
         return "mindspeed_dense" if general else "mindspeed"
     return "mindspeed_dense" if reader == "local" and slow else "mindspeed"
+
+
+def layout_of_settings(settings: Any) -> Layout:
+    """How ranks share a row, by an argument namespace: MindSpeed's `context_parallel_algo`; zigzag without it.
+
+    Source: MindSpeed 0.16.0 core/context_parallel/get_batch_utils.py:112-136, 244-277. Raises for its other algorithms.
+    """
+    algorithm = getattr(settings, "context_parallel_algo", None) or "megatron_cp_algo"
+    if algorithm not in _LAYOUTS:
+        rule = f"The layouts known here are those of {' and '.join(_LAYOUTS)}."
+        raise UnsupportedFormError(
+            explain("context_parallel_algo", algorithm, rule, "Use one of them, or context_parallel=.")
+        )
+    return _LAYOUTS[algorithm]
+
+
+_LAYOUTS: dict[str, Layout] = {"megatron_cp_algo": "zigzag", "ulysses_cp_algo": "ulysses"}
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:

@@ -172,6 +172,15 @@ def _megatron_is_recurrent(config: Any) -> bool:
     )
 
 
+def recurrent_heads(config: Any) -> tuple[int, ...]:
+    """The numbers of key and of value heads of Gated DeltaNet layers, which ranks may share out; () where not said.
+
+    Source: transformers 5.23 configuration_qwen3_next.py, megatron-core 0.19.2 transformer_config.py:1368-1382.
+    """
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    return tuple(n for name in names if isinstance(n := getattr(text_config(config), name, None), int))
+
+
 def windows(model: Any) -> tuple[int, ...]:
     """The windows and chunks of the layers that attend less than the whole past, ascending; () where all attend to all.
 

@@ -23,5 +23,6 @@ TORCHTITAN = Consumer(
         ),
     ),
     keeps_mask_2d="never",
+    not_shared="torchtitan 0.3 has no context parallelism for GatedDeltaNet (models/qwen3_5/parallelize.py:61-66)",
     source="torchtitan models/common/attention.py:85-87, 468-508",
 )

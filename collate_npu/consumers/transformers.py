@@ -276,6 +276,7 @@ TRANSFORMERS = Consumer(
     ),
     keep_dtype=torch.int64,  # as tokenizers emit it: code downstream subtracts and counts it
     keeps_mask_2d="never",  # an attention_mask_2d keyword is accepted and never read
+    not_shared="a transformers model runs them on this rank's shard alone, out of order, in silence",
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
     reads_offsets=_reads_offsets,

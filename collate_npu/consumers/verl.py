@@ -27,6 +27,7 @@ VERL = Consumer(
     ),
     keep_dtype=torch.bool,
     keeps_mask_2d="always",
+    recurrent_scheme="head_exchange_zigzag",
     source="verl models/mcore/util.py:649-655, 775-848",
 )
 
@@ -35,5 +36,6 @@ VERL_NPU = Consumer(
     forms=(Form(form="none", reads="None, which MindSpeed turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, NOT_EXACT),
     keeps_mask_2d="always",
+    recurrent_scheme="head_exchange_zigzag",
     source="verl 0.9.1 models/mcore/util.py:649-655, 768-770, 884-885; workers/engine/mindspeed/transformer_impl.py:40-54",
 )

@@ -43,7 +43,9 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
     name = type(config_of(model)).__name__
     if needs_mask_2d(model):
         rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
-        remedy = "Use Megatron (its GatedDeltaNet gathers the row), or no sequence parallelism for this model."
+        remedy = (
+            "Use Megatron (its GatedDeltaNet gathers the row from megatron-core 0.18 on), or no sequence parallelism here."
+        )
         raise UnsupportedFormError(explain("model", name, rule, remedy))
     kinds = set(getattr(text_config(config_of(model)), "layer_types", None) or ()) - {"full_attention"}
     if kinds and backend == "torch":

@@ -5,11 +5,14 @@ from collate_npu.parallel.documents import cu_seqlens_of, pad_documents
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
 from collate_npu.parallel.groups import data_group, gloo_group
 from collate_npu.parallel.layout import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
+from collate_npu.parallel.recurrent import RecurrentScheme, check_recurrent_split, rank_offsets, recurrent_parallel
 from collate_npu.parallel.split import split_batch, split_tensor
 
 __all__ = [
     "BLOCKS",
     "ContextParallel",
+    "RecurrentScheme",
+    "check_recurrent_split",
     "cu_seqlens_of",
     "data_group",
     "gather_objects",
@@ -18,7 +21,9 @@ __all__ = [
     "join_shards",
     "pad_documents",
     "query_rows",
+    "rank_offsets",
     "ranks_agree",
+    "recurrent_parallel",
     "split_batch",
     "split_tensor",
     "token_rows",

@@ -182,6 +182,41 @@ def test_recurrent_layers_of_transformers_cannot_be_split():
     BatchAdapter(DENSE, consumer="transformers", context_parallel=ContextParallel(2, 0))
 
 
+@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
+def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
+    for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
+        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before theirs, and .*0\.18"):
+            BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
+        BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
+    BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(1, 0))
+
+
+@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.recurrent_scheme])
+def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(consumer):
+    """Of the stacks that share a row at all, every one undoes a zigzag, whatever its loader did."""
+    rows, flat = Segments.from_lengths([3, 8]), Segments.from_lengths([[8, 12]])
+    for segments, padding_free, right in ((rows, False, "zigzag"), (flat, True, "document_zigzag")):
+        for layout in ("contiguous", "ulysses", right):
+            cp = ContextParallel(2, 1, layout=layout)
+            batch = batch_of(segments, cu_seqlens=segments.cu_seqlens) if padding_free else batch_of(segments)
+            batch |= {} if padding_free else {"attention_mask_2d": segments.keep}
+            settings = {"consumer": consumer, "padding_free": padding_free, "context_parallel": cp}
+            assert BatchAdapter(DENSE, **settings)(batch)["input_ids"].shape[1] == segments.shape[1] // 2
+            if layout == right:
+                assert BatchAdapter(HYBRID, **settings)(batch)["input_ids"].shape[1] == segments.shape[1] // 2
+                continue
+            with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* layout '{right}' in order"):
+                BatchAdapter(HYBRID, **settings)(batch)
+
+
+def test_ranks_share_out_the_heads_of_recurrent_layers():
+    odd = SimpleNamespace(layer_types=HYBRID.layer_types, linear_num_key_heads=3, linear_num_value_heads=6)
+    batch = batch_of(Segments.from_lengths([4, 4]), attention_mask_2d=Segments.from_lengths([4, 4]).keep)
+    with pytest.raises(CollateError, match=r"heads: got \[3, 6\]"):
+        megatron(odd, context_parallel=ContextParallel(2, 0))(batch)
+    assert megatron(odd)(batch)["input_ids"].shape == (2, 4)
+
+
 def test_a_block_mask_is_not_split():
     with pytest.raises(UnsupportedFormError, match="torchtitan's and torch's own"):
         BatchAdapter(DENSE, consumer="torchtitan", context_parallel=ContextParallel(1, 0))(
@@ -224,6 +259,22 @@ def test_an_argument_namespace():
     split = SimpleNamespace(padding_free=False, context_parallel_size=2)
     cp = ContextParallel(2, 1)
     assert BatchAdapter.from_args(split, needs_mask_2d=True, context_parallel=cp).context_parallel is cp
+
+
+@pytest.mark.parametrize(
+    ("said", "layout"),
+    [
+        ({}, "zigzag"),
+        ({"cp_partition_mode": "contiguous"}, "contiguous"),
+        ({"context_parallel_algo": "megatron_cp_algo"}, "zigzag"),
+        ({"context_parallel_algo": "ulysses_cp_algo"}, "ulysses"),
+    ],
+)
+def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, layout):
+    made = lambda **settings: ContextParallel(2, 0, **settings)  # noqa: E731
+    monkeypatch.setattr(ContextParallel, "from_megatron", made)
+    args = SimpleNamespace(padding_free=False, context_parallel_size=2, **said)
+    assert BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel.layout == layout
 
 
 def test_the_byte_limit_reaches_the_mask():

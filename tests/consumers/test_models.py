@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from collate_npu import UnsupportedFormError
-from collate_npu.consumers.models import attention_windows, config_of, consumer_of, pattern_of, unwrap, windows
+from collate_npu.consumers.models import (
+    attention_windows,
+    config_of,
+    consumer_of,
+    pattern_of,
+    recurrent_heads,
+    unwrap,
+    windows,
+)
 
 
 def class_of(package, name, *bases):
@@ -141,3 +149,9 @@ def test_a_module_of_no_stack_says_no_pattern():
     layer = nn.Module()
     layer.is_causal = True
     assert pattern_of(layer) is None
+
+
+def test_the_heads_of_recurrent_layers():
+    text = SimpleNamespace(linear_num_key_heads=16, linear_num_value_heads=32)
+    assert recurrent_heads(text) == recurrent_heads(SimpleNamespace(text_config=text)) == (16, 32)
+    assert recurrent_heads(SimpleNamespace(linear_num_key_heads=None)) == recurrent_heads(None) == ()

@@ -21,6 +21,7 @@ from collate_npu.parallel import (
     split_batch,
     split_tensor,
 )
+from collate_npu.testing import tiny_config
 
 warnings.filterwarnings("ignore")
 
@@ -174,6 +175,36 @@ def swift_sequence_parallel(ulysses: int, lengths: list[int]) -> None:
     positions = torch.cat([torch.arange(n) for n in sizes])[None]
     x = torch.arange(sum(sizes))[None]
     same(split_tensor(x, cp, cu_seqlens=offsets), peer.split(x, 1, positions), layout)
+
+
+def swift_gated_delta_net(key_value_heads: int, length: int) -> dict[str, Any]:
+    """ms-swift's own forward of a Qwen3.5 layer between all ranks, on the mesh that it makes for so many heads."""
+    import os
+
+    from swift.model.models.qwen import _patch_qwen3_5_linear_attention_sequence_parallel
+    from swift.sequence_parallel import sequence_parallel
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    config = tiny_config("qwen3_5_text", vocab_size=40)
+    config.linear_num_key_heads, config.linear_num_value_heads = 4, 8
+    torch.manual_seed(0)
+    layer, positions = Qwen3_5GatedDeltaNet(config, layer_idx=0), torch.arange(length)[None]
+    x = torch.randn(1, length, config.hidden_size)
+    with torch.no_grad():
+        alone = layer(x)
+        _patch_qwen3_5_linear_attention_sequence_parallel()
+        sequence_parallel.num_heads, sequence_parallel.world_size = key_value_heads, size
+        sequence_parallel._init_device_mesh()
+        sequence_parallel.extra_kwargs["text_position_ids"] = positions
+        try:
+            local = layer(sequence_parallel.split(x, dim=1, position_ids=positions))
+            whole = sequence_parallel.gather(local, dim=1, position_ids=positions)
+        finally:
+            sequence_parallel.world_size = None
+    rings = sequence_parallel.rp_world_size
+    return {"rings": rings, "error": float((whole - alone).abs().max()), "size": float(alone.abs().max())}
 
 
 # --- verl ---------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from collate_npu import (
     BatchAdapter,
+    CollateError,
     PaddingCollator,
     Segments,
     UnsupportedFormError,
@@ -195,6 +196,23 @@ def test_gated_delta_net_of_megatron_takes_no_left_padding(model, monkeypatch):
 
 
 # --- context parallelism
+
+
+def test_recurrent_layers_get_the_tokens_whose_zigzag_they_undo(model, monkeypatch):
+    right = PaddingCollator(pad_token_id=PAD, pad_to_multiple_of=8)(samples(*LENGTHS))
+    slices, zigzag = ContextParallel(2, 0, layout="contiguous"), ContextParallel(2, 0)
+    assert gpt_batch(right, model, context_parallel=slices)[0]["input_ids"].shape[1] == 4
+    monkeypatch.setattr(model.config, "linear_attention_freq", 2)
+    assert gpt_batch(right, model, context_parallel=zigzag)[0]["input_ids"].shape[1] == 4
+    with pytest.raises(UnsupportedFormError, match=r"got 'contiguous'\. .*layout='zigzag'"):
+        gpt_batch(right, model, context_parallel=slices)
+    flat = PaddingCollator(pad_token_id=PAD, padding_free=True)(samples(*LENGTHS))
+    monkeypatch.setattr(model, "modules", list)  # its local attention takes no flat row
+    monkeypatch.setattr(model.config, "linear_num_key_heads", 1, raising=False)
+    with pytest.raises(UnsupportedFormError, match=r"got 'contiguous'\. .*layout='document_zigzag'"):
+        gpt_batch(flat, model, context_parallel=slices, padding_free=True)
+    with pytest.raises(CollateError, match=r"heads: got \[1"):
+        gpt_batch(flat, model, context_parallel=zigzag, padding_free=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -92,6 +92,16 @@ def test_ms_swift_ulysses_and_ring(pool, data, lengths):
     pool("peer_work.swift_sequence_parallel", ulysses, lengths, seconds=IMPORTS)
 
 
+@needs("swift")
+def test_ms_swifts_recurrent_layers_share_a_row_between_ulysses_ranks_and_refuse_rings(pool):
+    """As many Ulysses ranks as go into the key-value heads; what is left over are rings, which its layer refuses itself."""
+    for found in pool("peer_work.swift_gated_delta_net", pool.size, 16 * pool.size, seconds=IMPORTS):
+        assert found["rings"] == 1
+        assert found["error"] < 1e-5 * found["size"]
+    with pytest.raises(AssertionError, match="does not support derived ring attention"):
+        pool("peer_work.swift_gated_delta_net", pool.size // 2, 16 * pool.size, seconds=IMPORTS)
+
+
 @needs("verl")
 @given(lengths=lengths)
 @few

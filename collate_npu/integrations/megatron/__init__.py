@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
-from collate_npu.consumers.models import config_of, needs_mask_2d, unwrap
+from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
@@ -28,12 +28,15 @@ from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, pad_documents, query_rows, split_batch
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
+from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
+_SCHEME: RecurrentScheme = "head_exchange_zigzag"
+"""How its recurrent layers share a row, from 0.18 on; before, its config refuses that."""
 
 
 def install() -> None:
@@ -83,6 +86,9 @@ def gpt_batch(
     kernel = "" if padding_free else _kernel(model, segments)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
+    if cp is not None and needs_mask_2d(model):
+        heads = recurrent_heads(config)
+        check_recurrent_split(cp, _SCHEME, segments, padding_free=padding_free, offsets=offsets, heads=heads)
     if "labels" in row and unwrap(model).training:
         refuse_no_target(row["labels"], segments, config, cp, offsets)
     if cp is not None:

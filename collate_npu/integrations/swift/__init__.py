@@ -119,6 +119,7 @@ class _Trainers:
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
         if args.padding_free:
+            swift_masks.refuse_layout(args)
             out = original(args, data, vp_stage)
             number_sequences(out.get("packed_seq_params"))
             return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
+from collate_npu.consumers.models import needs_mask_2d, recurrent_heads
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.host import host_tensor
 from collate_npu.integrations.megatron import mcore_bridge
@@ -22,7 +23,7 @@ from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import dense
 from collate_npu.masks.polarity import Polarity
-from collate_npu.parallel import ContextParallel, query_rows, split_tensor
+from collate_npu.parallel import ContextParallel, check_recurrent_split, query_rows, split_tensor
 from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
@@ -131,6 +132,17 @@ def context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
 
     size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     return ContextParallel(size, rank, layout=args.cp_partition_mode, mask_2d=mask_2d)
+
+
+def refuse_layout(args: Any) -> None:
+    """Raise where ranks that share a flat row hold tokens that recurrent layers put in another order: whatever
+    `cp_partition_mode` says, mcore-bridge's undoes a zigzag of each sequence (modules/gated_delta_net.py:273-294)."""
+    cp, config = context_parallel(args, "local"), getattr(getattr(args, "model_info", None), "config", None)
+    if cp is None or config is None or not needs_mask_2d(config):
+        return
+    any_two = Segments.from_lengths([[2 * cp.size] * 2])
+    heads = recurrent_heads(config)
+    check_recurrent_split(cp.for_documents(), "head_exchange_zigzag", any_two, padding_free=True, heads=heads)
 
 
 def _tensor_parallel(args: Any) -> tuple[int, int]:

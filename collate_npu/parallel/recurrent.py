@@ -1,0 +1,186 @@
+"""Recurrent layers whose rows are shared out: which tokens a rank must hold, and which offsets the layer is given.
+
+A recurrent layer needs the state of the tokens before its own. Stacks bring it in these ways, and each puts one order
+of the tokens right; any other is computed without a word::
+
+    state_passing         the end of a rank's state goes to the next rank        contiguous slices of one flat row
+    head_exchange         heads for tokens, then the whole row                   contiguous slices (Ulysses)
+    head_exchange_zigzag  the same, then zigzag is undone                        zigzag; in a flat row each sequence's own
+    row_zigzag            the same, undone over the whole row, offsets or not    zigzag; no flat row of several sequences
+
+Offsets are always those of the whole row, never a rank's own: each of these layers sees the row, or cuts them itself. A 2D
+mask is this rank's part (`mask_2d="local"`): all of these layers zero their input before they exchange it, or read none.
+Costs O(N). Legend: S width, N sequences, W width of the convolution.
+
+Sources: state_passing fla 0.5.2 ops/cp/context.py:61-160, modules/conv/cp/ops.py:49-67 (verl 0.9.1
+models/transformers/qwen3_5.py:92-130); head_exchange ms-swift 4.6.0 model/models/qwen.py:1361-1442, twinkle-kit 0.5.1
+linear_attention_sp.py:211-315; head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731,
+mcore-bridge 1.6.5 modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:338-381;
+row_zigzag MindSpeed-LLM c77308a1 fsdp2/distributed/context_parallel/gdn_context_parallel.py:52-63, 150-151.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.host import host_array
+from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
+from collate_npu.segments import Segments
+
+RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
+Offsets = Tensor | Sequence[int]
+
+
+class _Takes(NamedTuple):
+    """The layouts whose tokens a scheme puts in order; the first is the one to name. () = none is right."""
+
+    rows: tuple[Layout, ...]
+    flat: tuple[Layout, ...]
+
+
+_SLICES: tuple[Layout, ...] = ("contiguous", "ulysses")
+_TAKES: Mapping[RecurrentScheme, _Takes] = MappingProxyType(
+    {
+        "state_passing": _Takes(rows=(), flat=_SLICES),  # its convolution asserts one row (conv/cp/ops.py:56)
+        "head_exchange": _Takes(rows=_SLICES, flat=_SLICES),
+        "head_exchange_zigzag": _Takes(rows=("zigzag",), flat=("document_zigzag",)),
+        "row_zigzag": _Takes(rows=("zigzag",), flat=()),
+    }
+)
+
+
+def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
+    """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right."""
+    if scheme not in get_args(RecurrentScheme):
+        listed = ", ".join(map(repr, get_args(RecurrentScheme)))
+        raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
+    if cp.size == 1:
+        return cp
+    takes = _TAKES[scheme].flat if padding_free else _TAKES[scheme].rows
+    if not takes:
+        got, remedy = ("padded rows", "Use padding_free=True: one flat row.")
+        if padding_free:
+            got, remedy = "a flat row", "Give each sequence its own row (padding_free=False)."
+        rule = f"Recurrent layers that share a row by {scheme} have no order of the tokens that is right for that."
+        raise UnsupportedFormError(explain("context_parallel", got, rule, remedy))
+    return cp if cp.layout in takes else replace(cp, layout=takes[0], ulysses=1)
+
+
+def check_recurrent_split(
+    cp: ContextParallel,
+    scheme: RecurrentScheme,
+    segments: Segments,
+    *,
+    padding_free: bool = False,
+    offsets: Offsets | None = None,
+    heads: Sequence[int] = (),
+    conv_width: int = 4,
+) -> None:
+    """Raise unless recurrent layers that exchange by `scheme` compute this batch right, shared out as `cp` says.
+
+    `segments` are of the whole, unsplit batch. `offsets` of a flat row are those it is split by and the layer is given;
+    they default to where the sequences of `segments` begin, padding behind each. `heads` are the numbers of key and of
+    value heads, `conv_width` is W. Raises `UnsupportedFormError` for a layout whose tokens the layers would take in
+    another order, `CollateError` for offsets, widths, sequences or heads that the ranks cannot share out.
+    """
+    if cp.size == 1:
+        return
+    right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
+    bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
+    if not _same_tokens(cp, right, len(bounds) - 1):
+        rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
+        stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
+        remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
+        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
+    token_runs(width, right, bounds)
+    _check_heads(cp, scheme, heads)
+    if scheme == "state_passing":
+        _check_slices(cp, width, conv_width)
+
+
+def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...], int]:
+    """This rank's part of `offsets` under state passing, and how many tokens of its first sequence stand before it.
+
+    For kernels that take a state from outside and cut no offsets themselves (fla's `build_cp_context` does). The
+    convolution needs the last `min(W - 1, before)` of those tokens; at 0 the state begins empty. Empty sequences are
+    left out. Four tokens and eight on two ranks::
+
+        0 4 12   ->   0 4 6, 0 before   |   0 6, 2 before
+    """
+    bounds = _whole(offsets)
+    (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
+    if more or not _same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
+        rule = "State goes from rank to rank in contiguous slices of the row."
+        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, "Use layout='contiguous'."))
+    inside = sorted({start, stop, *(n for n in bounds if start < n < stop)})
+    return tuple(n - start for n in inside), start - max(n for n in bounds if n <= start)
+
+
+def _same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
+    """Do the ranks hold the same in both layouts? Of one sequence zigzag and document_zigzag do, of several they do not."""
+    return cp == other or _held(cp.size, cp.layout, cp.ulysses, sequences > 1) == _held(
+        other.size, other.layout, other.ulysses, sequences > 1
+    )
+
+
+@lru_cache
+def _held(size: int, layout: Layout, ulysses: int, several: bool) -> tuple[tuple[Run, ...], ...]:
+    """What each rank holds of a row that every layout can share out."""
+    offsets = range(0, 2 * size**2 * (3 if several else 2), 2 * size**2)
+    ranks = [ContextParallel(size, rank, layout=layout, ulysses=ulysses) for rank in range(size)]
+    return tuple(token_runs(offsets[-1], rank, offsets) for rank in ranks)
+
+
+def _whole(offsets: Offsets) -> tuple[int, ...]:
+    return tuple(int(n) for n in host_array("offsets", offsets).tolist())
+
+
+def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, ...]:
+    """Offsets at which every sequence begins and none is cut, over the whole row."""
+    B, S = segments.shape
+    if B != 1:
+        rule = "A flat row is [1, S]."
+        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
+    starts = sorted({0, S, *(start for _, start, _ in segments.spans)})
+    if offsets is None:
+        return tuple(starts)
+    bounds = _whole(offsets)
+    rising = all(a <= b for a, b in pairwise(bounds))
+    if bounds[:1] != (0,) or bounds[-1] != S or not rising:
+        rule = f"Offsets are of the whole row of {S} tokens: 0 first, {S} last, never falling."
+        remedy = "Pass those of the unsplit row, the tail counted: no rank's own, nor ends or lengths."
+        raise CollateError(explain("offsets", str(list(bounds[:16])), rule, remedy))
+    after = [bisect_right(bounds, start) for _, start, _ in segments.spans]
+    right = [bounds[k - 1] == a and bounds[k] >= b for k, (_, a, b) in zip(after, segments.spans)]
+    bad = [(n, f"tokens {a} to {b - 1}") for n, (_, a, b) in enumerate(segments.spans) if not right[n]]
+    if bad:
+        rule = f"A sequence begins at an offset, and none stands inside it; they are {list(bounds[:16])}."
+        remedy = "Pass the offsets of these sequences, or leave offsets out."
+        raise CollateError(explain_rows("offsets (rows are sequences)", bad, rule, remedy))
+    return bounds
+
+
+def _check_heads(cp: ContextParallel, scheme: RecurrentScheme, heads: Sequence[int]) -> None:
+    ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
+    bad = [n for n in heads if n % ranks]
+    if scheme != "state_passing" and bad:
+        rule = f"{ranks} ranks share out the key heads and the value heads of a recurrent layer."
+        remedy = "Use a context parallel size that divides both numbers."
+        raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
+
+
+def _check_slices(cp: ContextParallel, width: int, conv_width: int) -> None:
+    """The convolution's halo comes from the previous rank alone (fla 0.5.2 modules/conv/cp/ops.py:56-66)."""
+    if width // cp.size < conv_width - 1:
+        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
+        remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
+        raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))

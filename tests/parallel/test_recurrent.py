@@ -1,0 +1,234 @@
+"""Layouts for recurrent layers: the check says yes exactly where a scheme puts the tokens in order; offsets stay whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collate_npu import CollateError, Segments, UnsupportedFormError
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
+from collate_npu.parallel import (
+    ContextParallel,
+    RecurrentScheme,
+    check_recurrent_split,
+    pad_documents,
+    rank_offsets,
+    recurrent_parallel,
+    split_batch,
+    token_rows,
+)
+from collate_npu.parallel.layout import Layout
+
+SCHEMES, LAYOUTS = get_args(RecurrentScheme), get_args(Layout)
+ALL_SLICES = ("state_passing", "head_exchange")
+
+
+def offsets_of(lengths):
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+def gathered(cp, offsets):
+    """The tokens of all ranks, one rank behind the other: what an exchange of heads puts together."""
+    return torch.cat([token_rows(offsets[-1], cp.with_rank(rank), offsets) for rank in range(cp.size)])
+
+
+def undone(tokens, offsets, size):
+    """As Megatron undoes zigzag in each sequence, from the definition: a rank holds its chunks r and 2 * size - 1 - r."""
+    share, places = offsets[-1] // size, []
+    for start, stop in pairwise(offsets):
+        half = (stop - start) // (2 * size)
+        for chunk in range(2 * size):
+            rank, second = min(chunk, 2 * size - 1 - chunk), chunk >= size
+            first = rank * share + start // size + second * half
+            places += range(first, first + half)
+    return tokens[places]
+
+
+def in_order(scheme, cp, offsets):
+    tokens = gathered(cp, offsets)
+    if scheme not in ALL_SLICES:
+        tokens = undone(tokens, [0, offsets[-1]] if scheme == "row_zigzag" else offsets, cp.size)
+    return torch.equal(tokens, torch.arange(offsets[-1]))
+
+
+@st.composite
+def shared_rows(draw):
+    size = draw(st.sampled_from([2, 3, 4]))
+    layout = draw(st.sampled_from(LAYOUTS))
+    ulysses = draw(st.sampled_from([n for n in (1, 2, size) if size % n == 0])) if layout.endswith("ulysses_ring") else 1
+    lengths = [n * 2 * size for n in draw(st.lists(st.integers(2, 4), min_size=1, max_size=4))]
+    return ContextParallel(size, 0, layout=layout, ulysses=ulysses), lengths
+
+
+@given(shared_rows(), st.sampled_from(["state_passing", "head_exchange", "head_exchange_zigzag"]))
+def test_a_flat_row_passes_exactly_where_the_scheme_puts_its_tokens_in_order(row, scheme):
+    cp, lengths = row
+    segments, offsets = Segments.from_lengths([lengths]), offsets_of(lengths)
+    if in_order(scheme, cp, offsets):
+        check_recurrent_split(cp, scheme, segments, padding_free=True)
+        return
+    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'"):
+        check_recurrent_split(cp, scheme, segments, padding_free=True)
+    right = recurrent_parallel(cp, scheme, padding_free=True)
+    check_recurrent_split(right, scheme, segments, padding_free=True)  # the remedy
+    assert in_order(scheme, right, offsets)
+    split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
+
+
+@given(shared_rows(), st.sampled_from(["head_exchange", "head_exchange_zigzag", "row_zigzag"]))
+def test_padded_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, scheme):
+    cp, lengths = row
+    segments = Segments.from_lengths(lengths)
+    right = recurrent_parallel(cp, scheme)
+    assert in_order(scheme, right, [0, segments.shape[1]])
+    if in_order(scheme, cp, [0, segments.shape[1]]):
+        check_recurrent_split(cp, scheme, segments)
+    else:
+        with pytest.raises(UnsupportedFormError, match="put tokens of layout"):
+            check_recurrent_split(cp, scheme, segments)
+        check_recurrent_split(right, scheme, segments)
+        split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
+
+
+def test_what_no_layout_serves():
+    cp, segments = ContextParallel(2, 0, layout="contiguous"), Segments.from_lengths([[8, 8]])
+    with pytest.raises(UnsupportedFormError, match="padding_free=True: one flat row"):
+        check_recurrent_split(cp, "state_passing", segments)
+    with pytest.raises(UnsupportedFormError, match=r"row_zigzag .* Give each sequence its own row"):
+        check_recurrent_split(cp, "row_zigzag", segments, padding_free=True)
+    with pytest.raises(CollateError, match="Schemes are 'state_passing'"):
+        check_recurrent_split(cp, "zigzag", segments)
+    check_recurrent_split(ContextParallel(1, 0), "state_passing", segments)  # nothing is shared
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [10, 2], [2, 4]])
+def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(lengths):
+    """megatron-core 0.19.2 lets 6 + 6 pass on two ranks, and makes an index with -5 ... -11 of it (common.py:466, 565)."""
+    cp, segments = ContextParallel(2, 0, layout="document_zigzag"), Segments.from_lengths([lengths])
+    with pytest.raises(CollateError, match="multiple of 4"):
+        check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=True)
+    batch, padded = pad_documents(  # the remedy
+        {"input_ids": torch.ones(segments.shape), "cu_seqlens": segments.cu_seqlens}, cp
+    )
+    offsets = gated_delta_kwargs(padded, kernel="megatron")["cu_seqlens_q_padded"]
+    check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=offsets)
+    assert torch.equal(offsets, batch["cu_seqlens_padded"])  # it is split by what the kernel is given
+    own = gated_delta_kwargs(padded, kernel="fla_cp")["cu_seqlens"]
+    if len(own) > len(offsets):  # the padding as sequences of its own, which zigzag cannot share out
+        with pytest.raises(CollateError, match="pad_documents"):
+            check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=own)
+
+
+def test_a_row_whose_width_does_not_divide_names_the_multiple():
+    segments = Segments.from_lengths([6, 3])
+    with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
+        check_recurrent_split(ContextParallel(2, 0), "head_exchange_zigzag", segments)
+    cp = ContextParallel(4, 0, layout="contiguous")
+    with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
+        check_recurrent_split(cp, "state_passing", Segments.from_lengths([[73]]), padding_free=True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "tp"), [("head_exchange", "ulysses", 1), ("head_exchange_zigzag", "zigzag", 2)]
+)
+def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
+    cp, segments = ContextParallel(2, 0, layout=layout, tensor_parallel=tp), Segments.from_lengths([8, 8])
+    check_recurrent_split(cp, scheme, segments, heads=(2 * tp, 4 * tp))
+    for heads in ((2 * tp, 2 * tp + 1), (tp, 4 * tp)):
+        with pytest.raises(CollateError, match=f"heads: got .* {2 * tp} ranks share out the key heads"):
+            check_recurrent_split(cp, scheme, segments, heads=heads)
+    flat = Segments.from_lengths([[16]])
+    slices = ContextParallel(2, 0, layout="contiguous")
+    check_recurrent_split(slices, "state_passing", flat, padding_free=True, heads=(1, 3))  # it exchanges no heads
+
+
+def test_the_halo_of_the_convolution_comes_from_one_rank():
+    cp = ContextParallel(4, 0, layout="contiguous")
+    with pytest.raises(CollateError, match=r"asks the previous rank alone\. .* at least 12 tokens"):
+        check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True)
+    check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]], width=12), padding_free=True)
+    check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True, conv_width=3)
+
+
+@pytest.mark.parametrize("made", [list, tuple, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([0, 5, 8], ""),
+        ([0, 5, 5, 7, 8], ""),  # an empty sequence, the tail one of its own
+        ([0, 8], "row 1: got tokens 5 to 6"),
+        ([0, 3, 5, 8], "row 0: got tokens 0 to 4"),
+        ([0, 4], "8 last"),  # a rank's own
+        ([0, 2, 4], "8 last"),
+        ([5, 8], "0 first"),  # ends
+        ([5, 2], "0 first"),  # lengths
+        ([0, 5, 7], "the tail counted"),
+        ([0, 5, 3, 8], "never falling"),
+    ],
+)
+def test_offsets_are_those_of_the_whole_row(offsets, said, made):
+    cp, segments = ContextParallel(2, 0, layout="contiguous"), Segments.from_lengths([[5, 2]], width=8)
+    if not said:
+        check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=made(offsets))
+        return
+    with pytest.raises(CollateError, match=said):
+        check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=made(offsets))
+    check_recurrent_split(cp, "state_passing", segments, padding_free=True)  # the remedy: leave them out
+
+
+def test_several_rows_are_no_flat_row():
+    with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
+        check_recurrent_split(
+            ContextParallel(2, 0), "head_exchange_zigzag", Segments.from_lengths([4, 4]), padding_free=True
+        )
+
+
+# --- a rank's own offsets
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from(["contiguous", "ulysses"]),
+)
+def test_the_ranks_parts_make_up_the_whole_row(size, lengths, layout):
+    lengths = [*lengths, -sum(lengths) % size]
+    offsets, places = offsets_of(lengths), []
+    share = offsets[-1] // size
+    for rank in range(size):
+        own, before = rank_offsets(offsets, ContextParallel(size, rank, layout=layout))
+        start = rank * share
+        assert (own[0], own[-1]) == (0, share)
+        assert list(own) == sorted(set(own))
+        assert (before == 0) == (start in offsets)  # the state begins empty where a sequence does
+        assert start - before in offsets
+        assert not any(start - before < n <= start for n in offsets) or before == 0
+        places += [start + n for n in own[before > 0 : -1]]
+    assert [*places, offsets[-1]] == sorted(set(offsets))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "own"),
+    [
+        ([0, 3, 73, 128], [((0, 3, 64), 0), ((0, 9, 64), 61)]),  # fla 0.5.2 build_cp_context, run with world size 2
+        ([0, 64, 128], [((0, 64), 0), ((0, 64), 0)]),
+        ([0, 3, 3, 73, 128], [((0, 3, 64), 0), ((0, 9, 64), 61)]),
+        ([0, 4, 12], [((0, 4, 6), 0), ((0, 6), 2)]),
+    ],
+)
+def test_they_are_those_of_flas_context(offsets, own):
+    assert [rank_offsets(offsets, ContextParallel(2, rank, layout="contiguous")) for rank in (0, 1)] == own
+
+
+def test_a_row_that_slices_do_not_share_out_has_none():
+    with pytest.raises(CollateError, match="pad_to_multiple_of=2"):
+        rank_offsets([0, 3, 73], ContextParallel(2, 0, layout="contiguous"))
+    for layout in ("zigzag", "document_contiguous"):
+        with pytest.raises(UnsupportedFormError, match="Use layout='contiguous'"):
+            rank_offsets([0, 4, 8], ContextParallel(2, 0, layout=layout))
