@@ -12,7 +12,7 @@ Offsets are always those of the whole row, never a rank's own: each of these lay
 mask is this rank's part (`mask_2d="local"`): all of these layers zero their input before they exchange it, or read none.
 Costs O(N). Legend: S width, N sequences, W width of the convolution.
 
-Sources: state_passing fla 0.5.2 ops/cp/context.py:61-160, modules/conv/cp/ops.py:49-67 (verl 0.9.1
+Sources: state_passing fla bc3b101 ops/cp/context.py:61-160, modules/conv/cp/ops.py:49-67 (verl 0.9.1
 models/transformers/qwen3_5.py:92-130); head_exchange ms-swift 4.6.0 model/models/qwen.py:1361-1442, twinkle-kit 0.5.1
 linear_attention_sp.py:211-315; head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731,
 mcore-bridge 1.6.5 modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:338-381;
@@ -179,7 +179,7 @@ def _check_heads(cp: ContextParallel, scheme: RecurrentScheme, heads: Sequence[i
 
 
 def _check_slices(cp: ContextParallel, width: int, conv_width: int) -> None:
-    """The convolution's halo comes from the previous rank alone (fla 0.5.2 modules/conv/cp/ops.py:56-66)."""
+    """The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66)."""
     if width // cp.size < conv_width - 1:
         rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
         remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."

@@ -42,7 +42,7 @@ def step(odd: str, by: str) -> str:
 
 def entry(by: str, batch: dict[str, Any], cp: ContextParallel) -> None:
     if by == "adapter":
-        BatchAdapter(needs_mask_2d=True, consumer="megatron", context_parallel=cp)(batch)
+        BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp)(batch)
     elif by == "split":
         split_batch(batch, cp, segments=Segments.from_keep(batch["attention_mask_2d"]))
     else:
