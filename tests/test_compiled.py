@@ -113,6 +113,7 @@ def signature(batch):
     return [(k, (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v) for k, v in batch.items()]
 
 
+@pytest.mark.usefixtures("newest_transformers")
 @pytest.mark.parametrize("shape", [STATIC, ALIGNED], ids=["not aligned", "aligned"])
 @pytest.mark.parametrize("reader", READERS)
 @given(lengths=batches, others=batches)
@@ -163,6 +164,7 @@ class Step(torch.nn.Module):
         return last + torch.nn.functional.one_hot(seq_idx[0].long(), COUNT).sum(0)[:, None] + max_length_q
 
 
+@pytest.mark.usefixtures("newest_transformers")
 @pytest.mark.parametrize("reader", ["neutral", "attention alone", "recurrent"])
 def test_a_step_is_compiled_once_for_all_batches(reader):
     torch._dynamo.reset()

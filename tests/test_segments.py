@@ -235,3 +235,13 @@ def test_what_is_no_segmentation_is_refused(build, told):
     with pytest.raises(CollateError) as raised:
         build()
     assert told in str(raised.value)
+
+
+@given(strategies.segments())
+def test_padding_is_counted_over_all_places(segments):
+    assert segments.num_padding == int((segments.ids == 0).sum())
+    assert segments.padding_share == segments.num_padding / segments.ids.numel()
+
+
+def test_a_batch_without_places_has_no_share_of_padding():
+    assert Segments.from_lengths([[]], 0).padding_share == 0
