@@ -6,6 +6,7 @@ A number that is wrong carries a `!`, and the verdict is a word: nothing is said
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -84,7 +85,7 @@ class Report:
     def lines(self) -> Iterator[str]:
         """What was refused, raised, left out or not proved, and why."""
         said = [f for f in self.findings if f.note]
-        for (what, note), found in _grouped(((_what(f), f.note), f) for f in said):
+        for (what, note), found in _grouped(((_what(f), _unnamed(f)), f) for f in said):
             columns, models = (", ".join(dict.fromkeys(each)) for each in zip(*((f.column, f.model) for f in found)))
             yield f"{what}: {columns} on {models}: {note}"
         for listed, names in _grouped((_listed(packages), model) for model, packages in self.kernels.items()):
@@ -102,6 +103,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unnamed(finding: Finding) -> str:
+    """Its note without the model's name, so that one line says it of several."""
+    return re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", finding.note)
 
 
 def _listed(packages: Mapping[str, str]) -> str:

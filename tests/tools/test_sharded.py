@@ -27,8 +27,10 @@ def audited(*models, plugins=(), seconds=300.0, **settings):
     return report, {(f.model, f.column): f for f in report.findings if f.side == "cp 2"}
 
 
-def test_two_ranks_give_the_numbers_of_each_sample_alone_and_recurrent_families_are_refused():
-    report, found = audited("llama", "qwen3_next")
+def test_two_ranks_give_the_numbers_of_each_sample_alone_and_a_wrong_shard_is_exit_code_1(monkeypatch):
+    """That right shards alone are exit code 0 is in test_cli."""
+    monkeypatch.setenv("BROKEN_RANK", "pads left")
+    report, found = audited("llama", "qwen3_next", plugins=["broken_rank"])
     for column in ("accelerate", "Trainer"):
         assert found["llama", column].right
         assert found["llama", column].gradient < 1e-5
@@ -38,14 +40,8 @@ def test_two_ranks_give_the_numbers_of_each_sample_alone_and_recurrent_families_
     assert found["llama", "Trainer, left"].logits > 1
     assert found["llama", "Trainer, left"].gradient > 0.1
     assert report.yardsticks["llama (sdpa) cp 2"].tells()
-    assert report.exit_code == 0
-
-
-def test_a_shard_that_is_wrong_is_exit_code_1(monkeypatch):
-    monkeypatch.setenv("BROKEN_RANK", "pads left")
-    report, found = audited("llama", plugins=["broken_rank"], gradients=False)
-    assert found["llama", "accelerate"].right is False
-    assert found["llama", "Trainer"].right
+    assert found["llama", "broken"].right is False
+    assert found["llama", "broken"].ours
     assert report.exit_code == 1
 
 
