@@ -1,18 +1,11 @@
 """Watching a trainer's model: what its layers received, and how far each sequence is from the same sequence alone.
 
-Also stand-ins for the CUDA kernels of packed rows: transformers' own functions, run sequence by sequence where offsets say.
 Legend: B rows, S width.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from itertools import pairwise
-
 import torch
-
-KERNELS = {"causal_conv1d_fn": ("seq_idx", 2), "torch_chunk_gated_delta_rule": ("cu_seqlens", 1)}
 
 
 class Watch:
@@ -77,32 +70,3 @@ def _gradient(model, batch):
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1].flatten(0, 1)
     torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
-
-def with_kernels(monkeypatch, model):
-    """The model, with the functions that give way to a CUDA kernel run sequence by sequence."""
-    module = importlib.import_module(type(model).__module__)
-    for name, (key, axis) in KERNELS.items():
-        if (function := getattr(module, name, None)) is not None:
-            monkeypatch.setattr(module, name, _kernel(inspect.unwrap(function), key, axis))
-    return model
-
-
-def _kernel(plain, key, axis):
-    def run(*args, **kwargs):
-        if (told := kwargs.get(key)) is None:
-            return plain(*args, **kwargs)
-        length = args[0].shape[axis]
-        cuts = told.tolist() if key == "cu_seqlens" else [0, *(1 + told[0].diff().nonzero().flatten()).tolist(), length]
-
-        def cut(x, a, b):
-            tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[axis] == length
-            return x.narrow(axis, a, b - a) if tokens else x
-
-        parts = [
-            plain(*(cut(x, a, b) for x in args), **{k: cut(x, a, b) for k, x in kwargs.items()}) for a, b in pairwise(cuts)
-        ]
-        outs = [part[0] if isinstance(part, tuple) else part for part in parts]
-        return (torch.cat(outs, axis), parts[-1][1]) if isinstance(parts[0], tuple) else torch.cat(outs, axis)
-
-    return run

@@ -104,6 +104,8 @@ def _flat_state(case: Case) -> str:
         return "nobody said which model it is"
     if family not in _STATES_READ_OFFSETS:
         return f"the recurrent layers of {family} do not ask where a sequence begins"
+    if models.transformers_version() < (5, 19):
+        return "before transformers 5.19 nobody can see what its recurrent layers ask for, and in most they do not ask"
     if case.model.boundaries_unread is None and models.transformers_version() < (5, 20):
         return "before 5.20 transformers trains on where a kernel is missing, and a config does not tell"
     return ""

@@ -67,7 +67,7 @@ def test_upstream_a_flat_row_leaks_through_the_recurrent_layers():
 @pytest.mark.usefixtures("installed")
 def test_several_samples_in_a_flat_row_are_refused_on_a_recurrent_model(model_type):
     made = template(transformers=model_type, padding_free=True)
-    with pytest.raises(UnsupportedFormError, match=r"no recurrent layer asks .* \(padding_free=False\)"):
+    with pytest.raises(UnsupportedFormError, match=r"a config does not tell.* \(padding_free=False\)"):
         made.data_collator(samples(7, 5))
     assert made.data_collator(samples(7))["input_ids"].shape == (1, 7)  # one alone
     assert template(transformers="qwen3", padding_free=True).data_collator(samples(7, 5))["input_ids"].shape == (1, 12)
@@ -94,7 +94,7 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     if len(lengths) == 1:
         check_batch(made, batch)
     else:
-        with pytest.raises(UnsupportedFormError, match="no recurrent layer asks"):
+        with pytest.raises(UnsupportedFormError, match="where a kernel is missing, and a config does not tell"):
             check_batch(made, batch)
 
 
@@ -111,5 +111,5 @@ def test_pairs_of_a_preference_are_checked_too():
     made.set_mode("rlhf")
     (row,) = samples(5)
     pair = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in row.items()}
-    with pytest.raises(UnsupportedFormError, match="no recurrent layer asks"):
+    with pytest.raises(UnsupportedFormError, match="where a kernel is missing, and a config does not tell"):
         made.data_collator([pair])

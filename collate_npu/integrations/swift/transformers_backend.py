@@ -2,9 +2,9 @@
 
 Padded on either side, ms-swift 4.6.0 sends the 2D mask (template/base.py:2132-2135), which every layer of a transformers
 model reads. Two of its settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing`
-(positions alone; 4.6.0 needs transformers < 5.20, where no such layer asks for offsets) and `sequence_parallel_size`
-(sequence_parallel.py splits the row; Qwen3.5 alone has a forward for that, model/models/qwen.py:1312-1445, which refuses
-rings and heads that the ranks do not share out itself, :1363, :1605).
+(positions alone, which no such layer reads; the transformers it needs, before 5.20, does not notice) and
+`sequence_parallel_size` (sequence_parallel.py splits the row; Qwen3.5 alone has a forward for that,
+model/models/qwen.py:1312-1445, which refuses rings and heads that the ranks do not share out itself, :1363, :1605).
 Costs O(B * S) per batch of a recurrent model, nothing for others.
 """
 
