@@ -194,6 +194,7 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (RULE, CU | {"attention_mask": None, "position_ids_unused": None}, FLAT),
         (RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8)} | STATES, FLAT),
         (RULE, {"cp_context": object()}, FLAT),
+        (RULE, {"cu_seqlens": dev(0, 3, 3, 73), "output_final_state": True}, FLAT | {"versions": {"fla": "0.5.1"}}),
         (RULE, qkv(T=1), {"B": 1, "T": 1}),
         (RULE, qkv(4, 8, T=4), {"B": 1, "T": 4}),
         (CONV, {"cu_seqlens": dev(0, 73, 146)}, {"B": 2, "T": 73, "training": False}),
