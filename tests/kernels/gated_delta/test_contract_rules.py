@@ -29,6 +29,7 @@ from contract_cases import (
     MSL,
     NPU_CONV,
     NPU_GDR,
+    NPU_KDA,
     RULE,
     TABLE,
     TE,
@@ -43,7 +44,7 @@ from contract_cases import (
     thd,
 )
 
-from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense
 from collate_npu.kernels.gated_delta import (
     check_gated_delta_contract,
     chunk_indices,
@@ -194,6 +195,8 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (RULE, CU | {"attention_mask": None, "position_ids_unused": None}, FLAT),
         (RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8)} | STATES, FLAT),
         (RULE, {"cp_context": object()}, FLAT),
+        (MG, {"attention_mask": dense(RIGHT, polarity="bias")}, ROWS),
+        (NPU_CONV, {"x": torch.empty(1, 73, 16, device="meta", requires_grad=True)}, FLAT),
         (RULE, {"cu_seqlens": dev(0, 3, 3, 73), "output_final_state": True}, FLAT | {"versions": {"fla": "0.5.1"}}),
         (RULE, qkv(T=1), {"B": 1, "T": 1}),
         (RULE, qkv(4, 8, T=4), {"B": 1, "T": 4}),
@@ -233,6 +236,13 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
 )
 def test_what_is_right_passes(operator: str, kwargs: dict[str, Any], says: dict[str, Any]) -> None:
     check_gated_delta_contract(kwargs, kernel=operator, **({"B": 1} | says))
+
+
+def test_a_rule_is_silent_where_the_operator_does_not_check_it() -> None:
+    (below,) = gated_delta_breaches({"cu_seqlens": dev(0, 4, 7)}, kernel=NPU_KDA, B=1, T=8)
+    (above,) = gated_delta_breaches({"cu_seqlens": dev(0, 4, 9)}, kernel=NPU_KDA, B=1, T=8)
+    assert (below.rule, below.silent, above.rule, above.silent) == ("last", True, "last", False)
+    assert "one more sequence" in below.remedy
 
 
 # --- names, values, messages
