@@ -90,6 +90,7 @@ STATES = {"initial_state": meta(2, 4, 128, 128)}
         (RULE, "count", {"cu_seqlens": dev(0)}, FLAT),
         (RULE, "sizes-differ", {"cu_seqlens": dev(0, 3, 74)}, {"B": 1, "T": 74, "segments": PACKED}),
         (RULE, "ranks-total", CU, FLAT | cp("ulysses")),
+        ("fla_cp", "ranks-total", CU | {"world_size": 2}, FLAT),
         (CONV, "cuda-state", CU | STATES | {"backend": "cuda"}, FLAT),
         (CONV, "strides", CU | {"dy": meta(1, 16, 73).transpose(1, 2)}, FLAT),
         (CONV, "short-state", {"cu_seqlens": dev(0, 2, 73), "dht": meta(2, 16, 4)}, FLAT),
@@ -217,6 +218,12 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False, "g": meta(1, 73, 4)}, FLAT),
         (NPU_CONV, X | {"x": meta(1, 73, 16)}, {"B": 1, "T": 73}),
         (MBR, thd(3, 73), FLAT),
+        ("fla_cp", {"cu_seqlens": dev(0, 3, 74), "world_size": 2}, {"B": 1, "T": 74}),
+        (
+            NPU_GDR,
+            {"actual_seq_lengths": i32(0, 4, 4), "ssm_state_indices": i32(*range(8)), "state": meta(8, 4, 8, 8)},
+            {"T": 8, "training": False},
+        ),
         (MG, {"packed_seq_params": SimpleNamespace(**thd(0, 3, 73))}, FLAT | {"versions": {"megatron": "0.18.0"}}),
         (
             MG,
