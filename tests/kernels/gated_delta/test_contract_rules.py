@@ -91,6 +91,7 @@ STATES = {"initial_state": meta(2, 4, 128, 128)}
         (RULE, "sizes-differ", {"cu_seqlens": dev(0, 3, 74)}, {"B": 1, "T": 74, "segments": PACKED}),
         (RULE, "ranks-total", CU, FLAT | cp("ulysses")),
         ("fla_cp", "ranks-total", CU | {"world_size": 2}, FLAT),
+        ("fla_npu.chunk_kda_fwd", "shape", HOST | {"q": meta(1, 4, 73, 128)}, FLAT),
         (CONV, "cuda-state", CU | STATES | {"backend": "cuda"}, FLAT),
         (CONV, "strides", CU | {"dy": meta(1, 16, 73).transpose(1, 2)}, FLAT),
         (CONV, "short-state", {"cu_seqlens": dev(0, 2, 73), "dht": meta(2, 16, 4)}, FLAT),
@@ -218,6 +219,8 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False, "g": meta(1, 73, 4)}, FLAT),
         (NPU_CONV, X | {"x": meta(1, 73, 16)}, {"B": 1, "T": 73}),
         (MBR, thd(3, 73), FLAT),
+        (RULE, {"cu_seqlens": dev(0, 3, 128), "cp_context": object()}, {"B": 1, "T": 128} | cp()),
+        ("fla_npu.chunk_kda_fwd", HOST | {"q": meta(1, 4, 73, 128), "layout": "BNSD"}, FLAT),
         ("fla_cp", {"cu_seqlens": dev(0, 3, 74), "world_size": 2}, {"B": 1, "T": 74}),
         (
             NPU_GDR,
