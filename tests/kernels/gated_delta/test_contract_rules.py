@@ -59,6 +59,7 @@ TAILED = Segments.from_lengths([[3, 70]], width=80)
 LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
 HOLE = Segments.from_keep(padded("hole"))
 ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
+LONG = Segments.from_lengths([[3, 125]])
 FLAT = {"B": 1, "T": 73}
 ROWS = {"B": 2, "T": 25}
 
@@ -219,7 +220,7 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False, "g": meta(1, 73, 4)}, FLAT),
         (NPU_CONV, X | {"x": meta(1, 73, 16)}, {"B": 1, "T": 73}),
         (MBR, thd(3, 73), FLAT),
-        (RULE, {"cu_seqlens": dev(0, 3, 128), "cp_context": object()}, {"B": 1, "T": 128} | cp()),
+        (RULE, {"cu_seqlens": dev(0, 3, 128), "cp_context": object()}, {"B": 1, "T": 128, "segments": LONG} | cp()),
         ("fla_npu.chunk_kda_fwd", HOST | {"q": meta(1, 4, 73, 128), "layout": "BNSD"}, FLAT),
         ("fla_cp", {"cu_seqlens": dev(0, 3, 74), "world_size": 2}, {"B": 1, "T": 74}),
         (
