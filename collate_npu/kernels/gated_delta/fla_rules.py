@@ -18,6 +18,10 @@ _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
 
 
 def fla(call: Call) -> Iterator[Breach]:
+    ranks = call.get("world_size")
+    if isinstance(ranks, int) and ranks > 1 and call.T % ranks:
+        says, remedy = f"The row is shared out over {ranks} ranks.", "Pad it, the tail a sequence of its own."
+        yield call.breach("ranks-total", "world_size", f"{call.T} tokens", says, remedy)
     if "cp_context" not in call.arguments:
         return
     for name in ("initial_state", "output_final_state"):

@@ -45,6 +45,8 @@ def _actual_offsets(call: Call) -> Iterator[Breach]:
             yield call.breach("keys", kv, got, f"Recurrent layers have one row of offsets, {q}.", f"Pass {q} for both.")
     if call.where == "cu_seqlens_q_padded" and "cu_seqlens_q" in call.arguments:
         actual = numbers(call, "cu_seqlens_q", host=False)
+        if actual == call.given:
+            return
         real = [end - start for start, end in pairwise(actual)]
         if len(real) != len(call.lengths) or any(r < 0 or r > n for r, n in zip(real, call.lengths)) or actual[:1] != (0,):
             says = f"Actual offsets fit into the padded ones, {list(call.given[:8])}, sequence by sequence."

@@ -89,15 +89,9 @@ def _containers(call: Call) -> Iterator[Breach]:
     unreadable = {name: got for name, reader in read.items() if name and (got := _unreadable(reader))}
     for name, got in unreadable.items():
         yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
-    if call.where and not unreadable:
-        least = 1 if call.operator.form in ("lengths", "ends") else 2
-        if len(call.given) < least:
-            says = (
-                "The first entry is no sequence, and at least one follows."
-                if least == 2
-                else "There is at least one sequence."
-            )
-            yield call.breach("count", call.where, f"{len(call.given)} entries", says)
+    if call.where and not unreadable and len(call.offsets) < 2:
+        says = "There is at least one sequence, behind the leading 0 where there is one."
+        yield call.breach("count", call.where, f"{len(call.given)} entries", says)
 
 
 def _unreadable(read: Any) -> str:
@@ -170,12 +164,6 @@ def _empties(call: Call) -> Iterator[Breach]:
             else ""
         )
         yield call.breach("empty", call.where, got, says, "Drop empty sequences: " + _remedy(call))
-    elif kind == "fla" and call.is_set("output_final_state"):
-        says, remedy = (
-            "What the final state of an empty sequence is, is not established.",
-            "Drop it, and keep its state yourself.",
-        )
-        yield call.breach("empty-state", call.where, got, says, remedy)
 
 
 def _rows(call: Call) -> Iterator[Breach]:

@@ -62,8 +62,8 @@ def _positions(call: Call) -> Iterator[Breach]:
 
 def _agree(call: Call) -> Iterator[Breach]:
     ids_BT = numbered(call)
-    if not call.where or not ids_BT.size or call.offsets[-1] != ids_BT.shape[1] or call.B != 1:
-        return
+    if call.trusted or not call.where or not ids_BT.size or call.offsets[-1] != ids_BT.shape[1] or call.B != 1:
+        return  # with the Segments at hand each is compared with them
     begins = np.flatnonzero(ids_BT[0, 1:] != ids_BT[0, :-1]) + 1
     inner = np.unique([n for n in call.offsets if 0 < n < call.T])
     if not np.array_equal(begins, inner):

@@ -196,6 +196,95 @@ def _cp(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, i
     return spans_of(offsets)
 
 
+def _bridge(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+    """mcore-bridge: ends get their 0, and what it cannot use is replaced by the actual offsets, as they are."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    only(kwargs, *names, "qkv_format", "total_tokens", "max_seqlen_q", "max_seqlen_kv", "attention_mask")
+    held = {name: ints(kwargs[name]) for name in names if kwargs.get(name) is not None}
+    offsets = held.get("cu_seqlens_q_padded", held.get("cu_seqlens_q"))
+    if not offsets:
+        if held or kwargs.get("qkv_format") == "thd":
+            raise RefusedError
+        return None
+    if offsets[0] != 0 and offsets[-1] == T:
+        offsets = [0, *offsets]
+    elif offsets[0] != 0 and offsets[-1] - offsets[0] == T:
+        raise WildError  # moved to 0: right by luck alone
+    offsets = offsets if offsets[-1] == T else held.get("cu_seqlens_q", [])
+    keys = [held.get("cu_seqlens_kv"), held.get("cu_seqlens_kv_padded")]
+    same = [held.get("cu_seqlens_q"), held.get("cu_seqlens_q_padded")]
+    mixed = any(k is not None and q is not None and k != q for k, q in zip(keys, same))
+    if mixed or kwargs.get("qkv_format", "thd") != "thd" or kwargs.get("total_tokens", T) != T:
+        raise WildError  # the attention beside it reads other ones
+    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or any(a > b for a, b in spans_of(offsets)):
+        raise WildError
+    return spans_of(offsets)
+
+
+def _verl(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+    only(kwargs, "cu_seqlens", "cu_seqlens_cpu", "attention_mask")
+    spans = _fla({name: value for name, value in kwargs.items() if name != "attention_mask"}, B, T, 64, 64)
+    if spans is not None and spans[-1][1] != T:
+        raise RefusedError
+    return spans
+
+
+def _titan(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+    """Rows laid one behind the other."""
+    only(kwargs, "cu_seqlens", "cu_seqlens_cpu")
+    if kwargs.get("cu_seqlens") is None:
+        if kwargs:
+            raise RefusedError
+        return [(0, B * T)]
+    offsets, copy = ints(kwargs["cu_seqlens"]), ints(kwargs.get("cu_seqlens_cpu"))
+    if copy != offsets or len(offsets) < 2 or any(a > b for a, b in spans_of(offsets)):
+        raise WildError
+    return spans_of(offsets)
+
+
+def _mamba(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+    """Runs of one number; a number that comes back is the same sequence again."""
+    only(kwargs, "seq_idx", "cu_seqlens")
+    given = kwargs.get("seq_idx")
+    if given is None:
+        if kwargs:
+            raise WildError
+        return None
+    if (
+        not isinstance(given, Tensor)
+        or given.is_floating_point()
+        or tuple(given.shape) != (B, T)
+        or not given.is_contiguous()
+    ):
+        raise RefusedError
+    spans = []
+    for b, row in enumerate(given.tolist()):
+        begins = [t for t in range(T) if t == 0 or row[t] != row[t - 1]]
+        if len({row[t] for t in begins}) != len(begins):
+            raise WildError
+        spans += [(b * T + start, b * T + end) for start, end in pairwise([*begins, T])]
+    return spans
+
+
+def _unpadded(kwargs: dict[str, Any], x: Any, decay: Any, B: int, T: int) -> Any:
+    """fla's layer: padding by a mask of two dimensions is taken out, and put back as zeros."""
+    keep = kwargs.get("attention_mask")
+    if "cu_seqlens" in kwargs and keep is not None:
+        raise WildError
+    if keep is None and kwargs:
+        return decayed(x, decay, _fla(kwargs, B, T, 64, 64) or [])
+    only(kwargs, "attention_mask")
+    if keep is None:
+        return decayed(x, decay, [(b * T, (b + 1) * T) for b in range(B)])
+    if not isinstance(keep, Tensor) or tuple(keep.shape) != (B, T) or not bool(((keep == 0) | (keep == 1)).all()):
+        raise RefusedError
+    out = np.zeros(B * T)
+    for b in range(B):
+        at = b * T + np.flatnonzero(keep[b].numpy())
+        out[at] = decayed(x[at], decay[at], [(0, len(at))])
+    return out
+
+
 def _numbers(kwargs: dict[str, Any], B: int, T: int) -> np.ndarray[Any, Any]:
     given = kwargs.get("seq_idx")
     if given is None:
@@ -219,6 +308,8 @@ def computed(kernel: str, kwargs: dict[str, Any], x: np.ndarray[Any, Any], decay
         only(kwargs, "seq_idx")
         ids = _numbers(kwargs, B, T)
         return np.concatenate([convolved(x[a:b], ids[i]) for i, (a, b) in enumerate(rows)])
+    if kernel == "fla.GatedDeltaNet":
+        return _unpadded(kwargs, x, decay, B, T)
     if kernel == "transformers":
         return _layer(kwargs, x, decay, B, T, rows)
     spans = {
@@ -230,7 +321,15 @@ def computed(kernel: str, kwargs: dict[str, Any], x: np.ndarray[Any, Any], decay
         "fla_npu_recurrent": lambda: _lengths(kwargs, B, T, chunk, prefix=True, longest=8),
         "torch_npu": lambda: _lengths(kwargs, B, T, chunk, prefix=False, longest=10**9),
         "megatron": lambda: _megatron(kwargs, B, T, chunk),
+        "mcore_bridge.GatedDeltaNet": lambda: _bridge(kwargs, B, T, chunk),
+        "verl.qwen3_5_gdn": lambda: _verl(kwargs, B, T, chunk),
+        "torchtitan.qwen3_5_gdn": lambda: _titan(kwargs, B, T, chunk),
+        "mamba.mamba_chunk_scan_combined": lambda: _mamba(kwargs, B, T, chunk),
     }[kernel]()
+    if kernel == "verl.qwen3_5_gdn" and "attention_mask" in kwargs:
+        if tuple(kwargs["attention_mask"].shape) != (B, T):
+            raise RefusedError
+        x = x * kwargs["attention_mask"].reshape(-1).double().numpy()
     if not kernel.endswith("conv"):
         return decayed(x, decay, rows if spans is None else spans)
     spans = rows if spans is None else spans

@@ -27,6 +27,14 @@ from collate_npu.kernels.gated_delta import (
 from collate_npu.kernels.gated_delta.arguments import Kernel
 
 KERNELS = get_args(Kernel)
+STACKS = {
+    "fla.GatedDeltaNet": "transformers",
+    "mcore_bridge.GatedDeltaNet": "megatron",
+    "verl.qwen3_5_gdn": "fla",
+    "torchtitan.qwen3_5_gdn": "fla",
+    "mamba.mamba_chunk_scan_combined": "causal_conv1d",
+}
+"""Operators whose arguments `gated_delta_kwargs` makes under the name of a kernel."""
 INFERENCE = ("fla_npu_recurrent", "torch_npu")
 NEWEST = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1", "megatron": "0.19.0"}
 DECODED = 8
@@ -53,18 +61,22 @@ def drawn(draw: random.Random, longest: int) -> Segments:
 class Spelled:
     """A right call: a batch, a kernel, its arguments, and the tensor that they speak of."""
 
-    def __init__(self, draw: random.Random, kernel: str) -> None:
+    def __init__(self, draw: random.Random, operator: str) -> None:
+        kernel = STACKS.get(operator, operator)
         chunk = draw.choice({"fla": (16, 32, 64), "fla_npu": (64, 128)}.get(kernel, (64,)))
         batch = drawn(draw, DECODED if kernel == "fla_npu_recurrent" else draw.choice((8, 40, 150)))
         keep, padding, tables = draw.choice((None, None, False, True)), draw.choice(("own", "behind")), draw.random() < 0.5
-        self.kernel, self.batch, self.chunk = kernel, batch, chunk
+        self.kernel, self.batch, self.chunk = operator, batch, chunk if operator in KERNELS else 64
+        if operator == "fla.GatedDeltaNet":
+            self._masked(batch)
+            return
         self.kwargs: dict[str, Any] = gated_delta_kwargs(
             batch,
             kernel=kernel,  # type: ignore[arg-type]
             chunk_size=chunk,
             keep_padding=keep,
             padding=padding,  # type: ignore[arg-type]
-            tables=tables,
+            tables=tables and operator in KERNELS,
         )
         B, S = batch.shape
         rows = "attention_mask" in self.kwargs
@@ -73,6 +85,13 @@ class Spelled:
         self.B, self.T = (B, S) if rows else (1, len(self.places))
         if kernel == "fla_cp" and self.T % RANKS:
             raise UnsupportedFormError("the row cannot be shared out")
+
+    def _masked(self, batch: Segments) -> None:
+        """Rows with a mask, which may have holes: fla's layer takes its padding out."""
+        if batch.packed:
+            raise UnsupportedFormError("a mask knows one sequence a row")
+        self.kwargs, self.places = {"attention_mask": batch.keep.long()}, np.arange(batch.array.size)
+        self.B, self.T = batch.shape
 
     @property
     def says(self) -> dict[str, Any]:
@@ -114,7 +133,7 @@ def elsewhere(call: Spelled) -> Iterator[dict[str, Any]]:
     """The arguments of other batches of as many tokens, and of other kernels."""
     for n in {1, call.T // 2} - {0, call.T}:
         other = Segments.from_lengths([[n, call.T - n]])
-        for kernel in ("fla", "causal_conv1d", "torch_npu", call.kernel):
+        for kernel in ("fla", "causal_conv1d", "torch_npu", STACKS.get(call.kernel, call.kernel)):
             try:
                 yield gated_delta_kwargs(other, kernel=kernel, chunk_size=call.chunk)  # type: ignore[arg-type]
             except UnsupportedFormError:
@@ -128,7 +147,7 @@ MUTATIONS, EACH, HARMLESS = 1000, 40, 15
 """Of each kernel, at least; ten thousand in all."""
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *STACKS])
 def test_no_wrong_call_passes_and_no_right_one_is_refused(kernel: str) -> None:
     counts: Counter[str] = Counter()
     strict: Counter[str] = Counter()

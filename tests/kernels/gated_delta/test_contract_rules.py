@@ -29,6 +29,7 @@ from contract_cases import (
     MSL,
     NPU_CONV,
     NPU_GDR,
+    NPU_KDA,
     RULE,
     TABLE,
     TE,
@@ -43,7 +44,7 @@ from contract_cases import (
     thd,
 )
 
-from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError
+from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense
 from collate_npu.kernels.gated_delta import (
     check_gated_delta_contract,
     chunk_indices,
@@ -58,6 +59,7 @@ TAILED = Segments.from_lengths([[3, 70]], width=80)
 LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
 HOLE = Segments.from_keep(padded("hole"))
 ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
+LONG = Segments.from_lengths([[3, 125]])
 FLAT = {"B": 1, "T": 73}
 ROWS = {"B": 2, "T": 25}
 
@@ -89,6 +91,8 @@ STATES = {"initial_state": meta(2, 4, 128, 128)}
         (RULE, "count", {"cu_seqlens": dev(0)}, FLAT),
         (RULE, "sizes-differ", {"cu_seqlens": dev(0, 3, 74)}, {"B": 1, "T": 74, "segments": PACKED}),
         (RULE, "ranks-total", CU, FLAT | cp("ulysses")),
+        ("fla_cp", "ranks-total", CU | {"world_size": 2}, FLAT),
+        ("fla_npu.chunk_kda_fwd", "shape", HOST | {"q": meta(1, 4, 73, 128)}, FLAT),
         (CONV, "cuda-state", CU | STATES | {"backend": "cuda"}, FLAT),
         (CONV, "strides", CU | {"dy": meta(1, 16, 73).transpose(1, 2)}, FLAT),
         (CONV, "short-state", {"cu_seqlens": dev(0, 2, 73), "dht": meta(2, 16, 4)}, FLAT),
@@ -194,6 +198,9 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (RULE, CU | {"attention_mask": None, "position_ids_unused": None}, FLAT),
         (RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8)} | STATES, FLAT),
         (RULE, {"cp_context": object()}, FLAT),
+        (MG, {"attention_mask": dense(RIGHT, polarity="bias")}, ROWS),
+        (NPU_CONV, {"x": torch.empty(1, 73, 16, device="meta", requires_grad=True)}, FLAT),
+        (RULE, {"cu_seqlens": dev(0, 3, 3, 73), "output_final_state": True}, FLAT | {"versions": {"fla": "0.5.1"}}),
         (RULE, qkv(T=1), {"B": 1, "T": 1}),
         (RULE, qkv(4, 8, T=4), {"B": 1, "T": 4}),
         (CONV, {"cu_seqlens": dev(0, 73, 146)}, {"B": 2, "T": 73, "training": False}),
@@ -213,6 +220,14 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
         (CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False, "g": meta(1, 73, 4)}, FLAT),
         (NPU_CONV, X | {"x": meta(1, 73, 16)}, {"B": 1, "T": 73}),
         (MBR, thd(3, 73), FLAT),
+        (RULE, {"cu_seqlens": dev(0, 3, 128), "cp_context": object()}, {"B": 1, "T": 128, "segments": LONG} | cp()),
+        ("fla_npu.chunk_kda_fwd", HOST | {"q": meta(1, 4, 73, 128), "layout": "BNSD"}, FLAT),
+        ("fla_cp", {"cu_seqlens": dev(0, 3, 74), "world_size": 2}, {"B": 1, "T": 74}),
+        (
+            NPU_GDR,
+            {"actual_seq_lengths": i32(0, 4, 4), "ssm_state_indices": i32(*range(8)), "state": meta(8, 4, 8, 8)},
+            {"T": 8, "training": False},
+        ),
         (MG, {"packed_seq_params": SimpleNamespace(**thd(0, 3, 73))}, FLAT | {"versions": {"megatron": "0.18.0"}}),
         (
             MG,
@@ -232,6 +247,13 @@ def test_each_rule_says_its_name(operator: str, rule: str, kwargs: dict[str, Any
 )
 def test_what_is_right_passes(operator: str, kwargs: dict[str, Any], says: dict[str, Any]) -> None:
     check_gated_delta_contract(kwargs, kernel=operator, **({"B": 1} | says))
+
+
+def test_a_rule_is_silent_where_the_operator_does_not_check_it() -> None:
+    (below,) = gated_delta_breaches({"cu_seqlens": dev(0, 4, 7)}, kernel=NPU_KDA, B=1, T=8)
+    (above,) = gated_delta_breaches({"cu_seqlens": dev(0, 4, 9)}, kernel=NPU_KDA, B=1, T=8)
+    assert (below.rule, below.silent, above.rule, above.silent) == ("last", True, "last", False)
+    assert "one more sequence" in below.remedy
 
 
 # --- names, values, messages

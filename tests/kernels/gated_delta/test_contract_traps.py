@@ -124,14 +124,6 @@ TRAPS = [
     Trap(5, RULE, "last", {"cu_seqlens": dev(0, 3, 80)}, CU, FLAT),
     Trap(5, RULE, "falling", {"cu_seqlens": dev(0, 70, 3, 73)}, CU, FLAT),
     Trap(6, RULE, "empty", {"cu_seqlens": dev(0, 3, 3, 73)}, CU, FLAT | {"versions": {"fla": "0.5.0"}}),
-    Trap(
-        6,
-        RULE,
-        "empty-state",
-        {"cu_seqlens": dev(0, 3, 3, 73), "output_final_state": True},
-        CU | {"output_final_state": True},
-        FLAT,
-    ),
     Trap(6, MS, "empty", thd(0, 3, 3, 73), thd(0, 3, 73), FLAT | {"versions": {"mindspeed": "0.16"}}),
     Trap(
         6,
