@@ -30,6 +30,8 @@ READS: Mapping[str, str] = {
 """Kernel -> how it is told where a sequence begins. The others of transformers (mamba's selective scan) cannot be told, and
 mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
 
+PLAIN_TORCH = "is plain torch, without the package"
+"""What a refusal says of a kernel that is not there."""
 _STEP = re.compile(r"_update$|^fused_recurrent")
 """Kernels of one more token in generation: no flat row comes to them."""
 _DISPATCH = {"func_name", "package", "implementation", "is_new_implementation", "applicable_params"}
@@ -64,7 +66,7 @@ def _why_unread(call: KernelCall) -> str:
         code = inspect.unwrap(call.of_hub).__code__
         return "" if key in (*code.co_varnames, *code.co_consts) else f"{call.kernel} of the hub does not read {key}"
     if not found["is_new_implementation"]:
-        return f"{call.kernel} is plain torch, without the package {call.package}"
+        return f"{call.kernel} {PLAIN_TORCH} {call.package}"
     return "" if key in found["applicable_params"] else f"{call.kernel} of this {call.package} does not take {key}"
 
 

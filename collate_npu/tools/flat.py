@@ -8,13 +8,16 @@ offsets. Rows go in without a cache, as trainers run them.
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH, kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.segments import Segments
+from collate_npu.testing import reference_kernels
 from collate_npu.tools.handover import Batch, Handover, Subject
 
 Kernels = Literal["installed", "reference"]
@@ -36,9 +39,11 @@ def check_packed(batches: list[list[Batch]]) -> None:
 
 
 def no_kernel(error: Exception, device: str) -> str:
-    """Why a flat row could not run for want of a kernel; nothing where the error says something else."""
-    said = str(error).partition(" Install ")[0]
-    if _NO_KERNEL not in said:
+    """Why a flat row could not run for want of a kernel, by our refusal or transformers'; nothing where it says else."""
+    said = "; ".join(re.findall(rf"\w+ {PLAIN_TORCH} \w+", str(error)))
+    if _NO_KERNEL in str(error):
+        said = str(error).partition(" Install ")[0]
+    if not said:
         return ""
     remedy = (
         "none exists for transformers on an NPU: give each sequence its own row, or pack on a Megatron-style stack"
@@ -48,27 +53,9 @@ def no_kernel(error: Exception, device: str) -> str:
     return f"no kernel here that keeps packed sequences apart: {said} ({remedy})"
 
 
-def check_kernels(kernels: Kernels) -> None:
-    """Refuse reference kernels where this release has none."""
-    if kernels == "reference":
-        _reference_kernels()
-
-
-def kernels_for(model: Any, kernels: Kernels) -> AbstractContextManager[Any]:
+def kernels_for(model: Any, kernels: Kernels) -> AbstractContextManager[None]:
     """What recurrent layers run on while a model is audited: what is installed, or this library's reference kernels."""
-    if kernels == "installed":
-        return nullcontext()
-    found: AbstractContextManager[Any] = _reference_kernels()(model)
-    return found
-
-
-def _reference_kernels() -> Any:
-    from collate_npu import testing
-
-    if (found := getattr(testing, "reference_kernels", None)) is None:
-        rule = "This release of collate_npu has no reference kernels."
-        raise CollateError(explain("--kernels", "reference", rule, "Leave --kernels out, or upgrade."))
-    return found
+    return reference_kernels(model) if kernels == "reference" and kernel_calls(model) else nullcontext()
 
 
 def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
@@ -120,16 +107,7 @@ FLAT_OTHERS: dict[str, Handover] = {
 
 
 def resolved_kernels(model: Any) -> dict[str, str]:
-    """Each function of a recurrent layer that gives way to a kernel, and the package it was found in ("torch": none).
-
-    transformers 5.20 and later keep the choice in the closure of a wrapper (integrations/hub_kernels.py:1000-1055).
-    """
-    module = inspect.getmodule(type(model))
-    functions = [f for name, f in vars(module).items() if inspect.isfunction(f)] if module else []
-    found = {}
-    for function in functions:
-        chosen = inspect.getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
-        if callable(chosen) and hasattr(function, "__wrapped__"):
-            package = getattr(chosen, "__module__", "").partition(".")[0]
-            found[function.__name__] = "torch" if package == "transformers" else package
-    return found
+    """Each function of a recurrent layer that gives way to a kernel, and the package it was found in ("torch": none)."""
+    chosen = {call.kernel: variables_of(call.function)["implementation"] for call in kernel_calls(model)}
+    packages = {name: getattr(function, "__module__", "").partition(".")[0] for name, function in chosen.items()}
+    return {name: "torch" if package == "transformers" else package for name, package in packages.items()}

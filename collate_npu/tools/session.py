@@ -19,7 +19,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.tools.attentions import check_attentions, import_plugins, named
 from collate_npu.tools.audit import Audit, Layout, read_text, sample_ids, shipped_text
 from collate_npu.tools.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named, first_line
-from collate_npu.tools.flat import Kernels, check_kernels, kernels_for, resolved_kernels
+from collate_npu.tools.flat import Kernels, kernels_for, resolved_kernels
 from collate_npu.tools.ranks import RanksError
 from collate_npu.tools.report import Report
 from collate_npu.tools.sharded import audit_sharded, check_ranks
@@ -37,7 +37,6 @@ def audit_all(
     import_plugins(plugins)
     check_named(names, tokenizer, device, torch_dtype)
     check_attentions(implementations, device, torch_dtype, gradients=gradients)
-    check_kernels(kernels)
     if ranks:
         check_ranks(ranks, device, implementations)
     text = read_text(data) if data else shipped_text()

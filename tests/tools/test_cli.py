@@ -6,18 +6,16 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
-import recurrent_kernels
 from typer.testing import CliRunner
 
 import collate_npu.tools.cli as cli
 from collate_npu.consumers.models import transformers_version
-from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.testing import byte_tokenizer, kernels, tiny_model
 from collate_npu.tools import audit as audit_module
 from collate_npu.tools import candidates
 
@@ -234,23 +232,21 @@ def test_a_recurrent_family_without_kernels_is_not_run_and_not_wrong():
 
 
 @NEWER
-@pytest.mark.parametrize(("deaf", "code"), [((), 0), (("causal_conv1d_fn",), 1)])
-def test_reference_kernels_take_the_place_of_a_cards(monkeypatch, deaf, code):
-    import collate_npu.testing
-
-    made = partial(recurrent_kernels.kernels, deaf=deaf)
-    monkeypatch.setattr(collate_npu.testing, "reference_kernels", made, raising=False)
+@pytest.mark.parametrize("deaf", [False, True])
+def test_reference_kernels_take_the_place_of_a_cards(monkeypatch, deaf):
+    if deaf:
+        plain = kernels.causal_conv1d_fn
+        monkeypatch.setitem(
+            kernels._KERNELS,
+            "causal_conv1d_fn",
+            lambda x, weight, bias=None, seq_idx=None, activation=None: plain(x, weight, bias, activation=activation),
+        )
     result = run("--model", "qwen3_next", "--kernels", "reference", *PACKED)
-    assert result.exit_code == code, result.output
+    assert result.exit_code == deaf, result.output
 
 
-def test_a_release_without_reference_kernels_says_so(monkeypatch, no_model):
-    import collate_npu.testing
-
-    monkeypatch.delattr(collate_npu.testing, "reference_kernels", raising=False)
-    result = run("--model", "qwen3_next", "--packed", "--kernels", "reference")
-    assert result.exit_code == 2
-    assert "has no reference kernels" in result.output
+def test_reference_kernels_change_nothing_for_attention_alone():
+    assert run("--model", "llama", "--kernels", "reference", *PACKED).exit_code == 0
 
 
 @pytest.mark.parametrize(("name", "code"), [("hears", 0), ("deaf", 1)])
