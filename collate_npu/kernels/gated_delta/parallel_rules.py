@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collate_npu.kernels.breach import Breach
+from collate_npu.kernels.gated_delta.fla_rules import taps
 from collate_npu.kernels.gated_delta.operator_call import Call
 
 _CONTIGUOUS = ("contiguous", "ulysses")
@@ -39,6 +40,10 @@ def breaches(call: Call) -> Iterator[Breach]:
     else:
         yield from _layout(call, ("ulysses",) if kind == "whole row" else _CONTIGUOUS)
         yield from _total(call, cp.size, "ranks-total")
+        if kind == "state" and call.T // cp.size < taps(call) - 1:
+            says = f"The convolution reads {taps(call) - 1} tokens back, and asks the rank before it alone."
+            got, remedy = f"{call.T} tokens on {cp.size} ranks", f"Pad the row to {cp.size * (taps(call) - 1)} or more."
+            yield call.breach("ranks-halo", "T", got, says, remedy, silent=True)
 
 
 def _layout(call: Call, taken: tuple[str, ...]) -> Iterator[Breach]:
