@@ -96,7 +96,7 @@ def check_recurrent_split(
         return
     right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
-    if not _same_tokens(cp, right, len(bounds) - 1):
+    if not same_tokens(cp, right, len(bounds) - 1):
         rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
         stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
         remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
@@ -118,14 +118,14 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
     """
     bounds = _whole(offsets)
     (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
-    if more or not _same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
+    if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
         rule = "State goes from rank to rank in contiguous slices of the row."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, "Use layout='contiguous'."))
     inside = sorted({start, stop, *(n for n in bounds if start < n < stop)})
     return tuple(n - start for n in inside), start - max(n for n in bounds if n <= start)
 
 
-def _same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
+def same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
     """Do the ranks hold the same in both layouts? Of one sequence zigzag and document_zigzag do, of several they do not."""
     return cp == other or _held(cp.size, cp.layout, cp.ulysses, sequences > 1) == _held(
         other.size, other.layout, other.ulysses, sequences > 1

@@ -15,10 +15,12 @@ ssm/gated_delta_net/common.py:487, 586-618; prime-rl #3002; mcore-bridge #162.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.fla_rules import taps
 from collate_npu.kernels.gated_delta.operator_call import Call
+from collate_npu.parallel.recurrent import same_tokens
 
 _CONTIGUOUS = ("contiguous", "ulysses")
 _ZIGZAG = ("zigzag", "document_zigzag")
@@ -49,7 +51,8 @@ def breaches(call: Call) -> Iterator[Breach]:
 def _layout(call: Call, taken: tuple[str, ...]) -> Iterator[Breach]:
     cp = call.context_parallel
     assert cp is not None
-    if cp.layout not in taken:
+    slices = replace(cp, layout="contiguous", ulysses=1)
+    if cp.layout not in taken and not ("contiguous" in taken and same_tokens(cp, slices, len(call.lengths))):
         what = "slices that follow one another" if "contiguous" in taken else "the whole row behind a head all-to-all"
         what = "two pieces of each sequence, zigzag" if "zigzag" in taken else what
         says = f"The layer expects {what} on a rank; with others states and the convolution run over wrong neighbours."
