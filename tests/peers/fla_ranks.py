@@ -24,6 +24,7 @@ from collate_npu.kernels.gated_delta import (
     reference_gated_delta_rule,
 )
 from collate_npu.keys import TOKENS
+from collate_npu.parallel import rank_offsets
 
 fla_interpreted.count_in_triton()
 flat_gather = dist.all_gather_into_tensor
@@ -101,6 +102,9 @@ def main(rank, store, report):
     for name, segments in rows.items():
         offsets = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"]
         found[name] = error(on_ranks(segments, right, offsets), one_process(segments))
+        context = build_cp_context(offsets, group=dist.group.WORLD, conv1d_kernel_size=W)
+        found[f"{name}, local"] = (tuple(context.cu_seqlens.tolist()), context.pre_num_conv_tokens)
+        found[f"{name}, ours"] = rank_offsets(offsets, right)
     expected, offsets = one_process(packed), gated_delta_kwargs(packed, kernel="fla_cp")["cu_seqlens"]
     found["zigzag slices"] = error(on_ranks(packed, zigzag, offsets), expected)
     found["one sequence made up"] = error(on_ranks(packed, right, torch.tensor([0, 128])), expected)
@@ -110,7 +114,7 @@ def main(rank, store, report):
         split_batch(drawn(73)[0], right, segments=Segments.from_lengths([[3, 70]]), keys=KEYS)
     except CollateError as refused:
         found["refused"] = str(refused)
-    if rank == 0:
+    if rank == 1:
         Path(report).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -260,8 +260,8 @@ def test_without_padding_the_offsets_are_one_tensor(counts):
 @pytest.mark.parametrize(
     ("ids", "what"),
     [
-        ([[0, 1, 1, 2]], "1 tokens of padding before it"),
-        ([[1, 0, 1, 2]], "padding inside it"),
+        ([[0, 1, 1, 2]], "padding before the first sequence"),
+        ([[1, 0, 1, 2]], "padding inside a sequence"),
         ([[1, 1], [1, 0]], "one flat row"),
         ([[0, 0]], "at least one sequence"),
     ],
@@ -276,7 +276,7 @@ def test_the_remedy_for_holes_works(thd):
     ids = torch.full(truth.shape, PAD).masked_scatter(
         truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
     )
-    with pytest.raises(CollateError, match=r"unpad\(\) the row first"):
+    with pytest.raises(CollateError, match=r"unpad\(\)"):
         gpt_batch({"input_ids": ids, "segment_ids": truth.ids}, thd, padding_free=True)
     row = unpad(ids, truth)[None]
     same_as_alone(

@@ -88,18 +88,11 @@ def megatron_ranks() -> ContextParallel | None:
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
     """Where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
 
-    Raises `CollateError` where there is not one row, no sequence, or padding before or inside a sequence.
+    Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence.
     """
     if segments.shape[0] != 1 or not segments.num_sequences:
         rule = "Offsets speak of one flat row [1, S] with at least one sequence."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Collate with padding_free=True."))
-    spans = enumerate(zip(segments.sequence_lengths, segments.spans))
-    bad = [(n, "padding inside it") for n, (length, (_, start, stop)) in spans if stop - start != length]
-    if first := segments.spans[0][1]:
-        bad.insert(0, (0, f"{first} tokens of padding before it"))
-    if bad:
-        rule = "In a flat row padding stands behind a sequence."
-        raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, "unpad() the row first."))
     return flat_offsets(segments, padding="behind")
 
 
