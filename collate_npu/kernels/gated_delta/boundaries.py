@@ -89,7 +89,8 @@ def _starts(segments: Segments, *, own: bool) -> Array:
         if len(leading):
             rows = [(int(b), "padding before the first sequence") for b in leading]
             rule = "Padding can lie behind a sequence, never before the first: the state would begin with it."
-            raise UnsupportedFormError(explain_rows("segments", rows, rule, "unpad() first, or make it a sequence of its own (padding='own')."))
+            remedy = "unpad() first, or make it a sequence of its own (padding='own')."
+            raise UnsupportedFormError(explain_rows("segments", rows, rule, remedy))
         begins_BS &= ids_BS != 0
     return np.flatnonzero(begins_BS)
 
