@@ -155,10 +155,10 @@ def _hazards(packages: dict[str, str], settings: dict[str, str], devices: str, n
         yield "torch is not installed: install the build for this machine (the CPU build where there is no card)."
     elif "torch does not load" in devices and "torch_npu" not in packages:
         yield "torch is installed and does not load: every other command needs it."
-    if "triton" in packages and "flash-linear-attention" in packages and devices == "cpu only":
+    if "triton" in packages and {"flash-linear-attention", "fla-core"} & packages.keys() and devices == "cpu only":
         yield (
-            "flash-linear-attention and triton are installed and there is no GPU: transformers hands Gated DeltaNet to "
-            "their kernels, which fail on a CPU. Uninstall both here."
+            "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers hands Gated "
+            "DeltaNet to their kernels, which fail on a CPU. Uninstall them here."
         )
     if "transformers" in packages and _release(packages["transformers"]) < (5, 15):
         yield (

@@ -98,8 +98,8 @@ def _missing(packages: Mapping[str, str]) -> Iterator[str]:
     if fla and newer:
         yield (
             "flash-linear-attention without causal-conv1d: with cu_seq_lens_q alone transformers raises nothing, and the "
-            "convolution runs from one sequence of a flat row into the next. seq_idx beside it, as this library hands over, "
-            "makes it raise."
+            "convolution runs from one sequence of a flat row into the next. Such rows are refused here, where the model is "
+            "given."
         )
     elif fla:
         yield (

@@ -211,3 +211,10 @@ def test_known_faults_of_recurrent_kernels_are_hazards(installed):
     installed |= {"flash-linear-attention": "0.5.0", "fla-core": "0.5.0"}
     assert "flash-linear-attention 0.5.0: chunk tables go wrong after an empty sequence (#909)" in hazards()
     assert env.environment().packages["fla-core"] == "0.5.0"
+
+
+@pytest.mark.parametrize("name", ["flash-linear-attention", "fla-core"])
+def test_kernels_without_a_card_are_a_hazard(installed, monkeypatch, name):
+    monkeypatch.setattr(env, "_devices", lambda: "cpu only")
+    installed |= {"triton": "3.7.0", name: "0.5.2"}
+    assert "which fail on a CPU. Uninstall them here." in hazards()

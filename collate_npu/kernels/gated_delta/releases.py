@@ -25,7 +25,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "fla": ("flash-linear-attention", "fla-core"),
     "causal_conv1d": ("causal-conv1d",),
-    "fla_npu": ("fla-npu",),
+    "fla_npu": tuple(f"flash-linear-attention-npu{chip}" for chip in ("", "-a2", "-a3", "-a5")),
     "megatron": ("megatron-core",),
     "mcore_bridge": ("mcore-bridge",),
     "mindspeed": ("mindspeed",),

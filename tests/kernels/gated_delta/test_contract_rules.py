@@ -50,6 +50,7 @@ from collate_npu.kernels.gated_delta import (
     chunk_indices,
     gated_delta_breaches,
     gated_delta_kwargs,
+    releases,
 )
 from collate_npu.kernels.gated_delta.operator_names import OPERATORS
 
@@ -349,3 +350,15 @@ def test_odd_values_are_read_or_refused_never_a_raw_error(operator: str) -> None
         for kwargs, segments in (({name: value}, PACKED), (right | {name: value}, None), (right | {name: value}, PACKED)):
             with contextlib.suppress(CollateError):
                 gated_delta_breaches(kwargs, kernel=operator, B=1, T=73, segments=segments, versions=FULL | MAIN)
+
+
+@pytest.mark.parametrize("name", ["flash-linear-attention-npu", "flash-linear-attention-npu-a2"])
+def test_the_release_of_fla_npu_is_read_by_the_names_it_ships_under(monkeypatch, name):
+    monkeypatch.setattr(releases.metadata, "version", lambda asked: _installed(asked, name))
+    assert releases.Releases.of(None).text("fla_npu") == "26.6.0"
+
+
+def _installed(asked, name):
+    if asked == name:
+        return "26.6.0"
+    raise releases.metadata.PackageNotFoundError(asked)
