@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import ContextParallel, Segments
+from collate_npu.kernels.gated_delta import chunk_indices, gated_delta_kwargs
 
 FULL = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1"}
 MAIN = {"megatron": "main"}
@@ -50,6 +51,24 @@ def padded(side: str = "right", B: int = 2) -> Tensor:
     keep = torch.ones(B, 25, dtype=torch.int64)
     keep[0, {"left": slice(0, 5), "right": slice(20, 25), "hole": slice(9, 14)}[side]] = 0
     return keep
+
+
+PACKED = Segments.from_lengths([[3, 70]])
+BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
+TAILED = Segments.from_lengths([[3, 70]], width=80)
+LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
+HOLE = Segments.from_keep(padded("hole"))
+ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
+FLAT = {"B": 1, "T": 73}
+ROWS = {"B": 2, "T": 25}
+
+
+def pairs(offsets: list[int], block: int) -> Tensor:
+    return torch.from_numpy(chunk_indices(offsets, block))
+
+
+def fla_conv(offsets: Tensor, **more: Any) -> dict[str, Any]:
+    return {"cu_seqlens": offsets, **more}
 
 
 def cp(layout: str = "contiguous", size: int = 2) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from contract_cases import (
+    BOTH,
     BRIDGED,
     CC,
     CONV,
     CU,
     CUMSUM,
+    FLAT,
     FULL,
     HF,
     HOST,
@@ -30,6 +32,9 @@ from contract_cases import (
     NPU_CONV,
     NPU_GDR,
     NPU_KDA,
+    PACKED,
+    RIGHT,
+    ROWS,
     RULE,
     TABLE,
     TE,
@@ -40,6 +45,7 @@ from contract_cases import (
     ids,
     meta,
     padded,
+    pairs,
     qkv,
     thd,
 )
@@ -47,32 +53,13 @@ from contract_cases import (
 from collate_npu import CollateError, ContextParallel, Segments, UnsupportedFormError, dense
 from collate_npu.kernels.gated_delta import (
     check_gated_delta_contract,
-    chunk_indices,
     gated_delta_breaches,
     gated_delta_kwargs,
     releases,
 )
 from collate_npu.kernels.gated_delta.operator_names import OPERATORS
 
-PACKED = Segments.from_lengths([[3, 70]])
-BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
-TAILED = Segments.from_lengths([[3, 70]], width=80)
-LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
-HOLE = Segments.from_keep(padded("hole"))
-ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
 LONG = Segments.from_lengths([[3, 125]])
-FLAT = {"B": 1, "T": 73}
-ROWS = {"B": 2, "T": 25}
-
-
-def pairs(offsets: list[int], block: int) -> torch.Tensor:
-    return torch.from_numpy(chunk_indices(offsets, block))
-
-
-def fla_conv(offsets: torch.Tensor, **more: Any) -> dict[str, Any]:
-    return {"cu_seqlens": offsets, **more}
-
-
 X = {"x": meta(73, 16), "weight": meta(4, 16)}
 STATES = {"initial_state": meta(2, 4, 128, 128)}
 

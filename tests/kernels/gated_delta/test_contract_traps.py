@@ -7,18 +7,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from contract_cases import (
+    BOTH,
     CC,
     CONTEXT,
     CONV,
     CU,
     CUMSUM,
     DHU,
+    FLAT,
     FULL,
     HF,
+    HOLE,
     HOST,
     KDA_BWD,
     KDA_FWD,
     KDA_INTRA,
+    LEFT,
     MAIN,
     MAMBA,
     MASKED,
@@ -28,42 +32,29 @@ from contract_cases import (
     MSL,
     NPU_CONV,
     NPU_GDR,
+    PACKED,
+    ROWS,
     RULE,
     TABLE,
+    TAILED,
     cp,
     dev,
+    fla_conv,
     i32,
     ids,
     meta,
     padded,
+    pairs,
     qkv,
     thd,
 )
 
-from collate_npu import Segments, UnsupportedFormError
+from collate_npu import UnsupportedFormError
 from collate_npu.kernels.gated_delta import (
     check_gated_delta_contract,
-    chunk_indices,
     gated_delta_breaches,
     gated_delta_kwargs,
 )
-
-PACKED = Segments.from_lengths([[3, 70]])
-BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
-TAILED = Segments.from_lengths([[3, 70]], width=80)
-LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
-HOLE = Segments.from_keep(padded("hole"))
-ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
-FLAT = {"B": 1, "T": 73}
-ROWS = {"B": 2, "T": 25}
-
-
-def pairs(offsets: list[int], block: int) -> torch.Tensor:
-    return torch.from_numpy(chunk_indices(offsets, block))
-
-
-def fla_conv(offsets: torch.Tensor, **more: Any) -> dict[str, Any]:
-    return {"cu_seqlens": offsets, **more}
 
 
 class Trap(NamedTuple):
