@@ -35,6 +35,8 @@ class Emitter(Protocol):
     @property
     def attention_mask(self) -> MaskMode: ...
     @property
+    def padding_free(self) -> bool: ...
+    @property
     def consumer(self) -> str | Consumer | None: ...
     @property
     def pattern(self) -> str | Pattern | None: ...
@@ -115,6 +117,7 @@ def adapter_of(collator: Emitter, model: Any, model_type: str | None) -> BatchAd
         model,
         model_type=model_type,
         consumer=collator.consumer,
+        padding_free=collator.padding_free,
         pattern=collator.pattern,
         keys=collator.keys,
         max_mask_bytes=collator.max_mask_bytes,

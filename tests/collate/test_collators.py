@@ -573,3 +573,11 @@ def test_shapes_without_a_meaning_are_refused_at_once(settings):
 def test_flat_rows_that_are_padded_need_a_pad_id(settings):
     with pytest.raises(CollateError, match="pad_token_id: got None"):
         PaddingCollator(padding_free=True, **settings)
+
+
+def test_a_flat_row_for_a_named_consumer_needs_no_model():
+    """Whether layers need the 2D mask does not matter: a padding-free batch carries none."""
+    collator = PaddingCollator(pad_token_id=0, consumer="megatron", padding_free=True)
+    batch = collator([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 3]
+    assert "attention_mask_2d" not in batch
