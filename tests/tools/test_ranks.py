@@ -24,8 +24,8 @@ def fails(how):
     ("how", "said"), [("raises", "rank 1: ValueError: broken$"), ("ends", "rank 1: it ended without an answer")]
 )
 def test_a_lost_rank_ends_all(how, said):
-    began = time.monotonic()
+    began, others = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(RanksError, match=said):
         together(fails, 2, how, device="cpu", seconds=300)
     assert time.monotonic() - began < 100  # the others wait in a barrier
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
