@@ -83,7 +83,7 @@ class Spelled:
         whole = rows or keep or (keep is None and B == 1)
         self.places = np.arange(B * S) if whole else np.flatnonzero(batch.array)
         self.B, self.T = (B, S) if rows else (1, len(self.places))
-        if kernel == "fla_cp" and self.T % RANKS:
+        if kernel == "fla_cp" and (self.T % RANKS or self.T < 3 * RANKS):
             raise UnsupportedFormError("the row cannot be shared out")
 
     def _masked(self, batch: Segments) -> None:
