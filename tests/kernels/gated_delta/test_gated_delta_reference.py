@@ -23,6 +23,7 @@ def gradients(out, inputs):
     return torch.autograd.grad((out * weights).sum(), inputs)
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 130])
