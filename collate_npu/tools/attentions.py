@@ -23,7 +23,7 @@ def import_plugins(modules: Sequence[str]) -> None:
         try:
             import_module(name)
         except Exception as error:  # whatever a module of somebody else raises
-            got = f"{name} ({type(error).__name__}: {_first_line(error)})"
+            got = f"{name} ({type(error).__name__}: {first_line(error)})"
             rule = "A plugin is a module that Python can import from here."
             raise CollateError(explain("--plugin", got, rule, "Put its folder on PYTHONPATH.")) from None
 
@@ -69,7 +69,7 @@ def _check_computes(name: str, device: str, dtype: torch.dtype) -> None:
                 model.to(device)(input_ids=torch.arange(4, device=device)[None])
     except Exception as error:  # ImportError for a package, ValueError for a device, RuntimeError from a driver ...
         got = f"{name} on {device} in {str(dtype).removeprefix('torch.')}"
-        rule = f"It does not run there: {type(error).__name__}: {_first_line(error)}"
+        rule = f"It does not run there: {type(error).__name__}: {first_line(error)}"
         remedy = "Install what it needs, or name another: collate-npu env lists what is here."
         raise CollateError(explain("--attn", got, rule, remedy)) from None
 
@@ -83,5 +83,6 @@ def check_is_run(model: torch.nn.Module, name: str) -> None:
         raise ValueError(f"transformers runs {runs} in the place of {name}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 300 letters."""
     return (str(error).strip().splitlines() or ["no message"])[0][:300]

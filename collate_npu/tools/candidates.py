@@ -15,7 +15,7 @@ import torch
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
-from collate_npu.tools.attentions import DEFAULT, check_is_run
+from collate_npu.tools.attentions import DEFAULT, check_is_run, first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,3 @@ def check_device(device: str, dtype: torch.dtype) -> None:
     if not torch.equal(two, torch.full((3,), 2.0)):
         rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
         raise CollateError(explain("--device", device, rule, "Run on a real device."))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 300 letters."""
-    return (str(error).strip().splitlines() or ["no message"])[0][:300]

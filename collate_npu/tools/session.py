@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.attentions import check_attentions, import_plugins, named
+from collate_npu.tools.attentions import check_attentions, first_line, import_plugins, named
 from collate_npu.tools.audit import Audit, Layout, read_text, sample_ids, shipped_text
-from collate_npu.tools.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named, first_line
+from collate_npu.tools.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
 from collate_npu.tools.flat import Kernels, kernels_for, resolved_kernels
 from collate_npu.tools.ranks import RanksError
 from collate_npu.tools.report import Report

@@ -62,7 +62,7 @@ def _kda_backward(call: Call) -> Iterator[Breach]:
         yield call.breach("limit", "chunks", str(chunks), says, remedy)
     if tails:
         says = "dk and dg are wrong, or the call is refused, where a length is no multiple of 64 (#544, #733)."
-        remedy = "Pad each sequence to a multiple of 64, gated_delta_kwargs(..., padding='behind')."
+        remedy = "Pad each sequence: sequence_multiple=64 of the collator, and padding=batch['cu_seqlens_padded'] here."
         silent = call.get("disable_recompute") is not False
         yield call.breach("tails", call.where, f"lengths {tails[:8]}", says, remedy, silent=silent)
     q, order = call.get("q"), KDA_LAYOUTS.get(call.word("layout", "BSND"), "")
