@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
@@ -100,11 +101,23 @@ SEGMENT_KEY = "segment_ids"
 
 def with_role(names: Iterable[str], *roles: Role, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
     """Those of `names` that have one of these roles, in the order of the table."""
-    held = set(names)
-    return tuple(name for name, key in keys.items() if key.role in roles and name in held)
+    listed = _of_role(roles) if keys is KEYS else (name for name, key in keys.items() if key.role in roles)
+    held = names if isinstance(names, dict) else set(names)
+    return tuple(name for name in listed if name in held)
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
     """Those of `names` that are of one of these kinds, in the order of the table."""
-    held = set(names)
-    return tuple(name for name, key in keys.items() if key.kind in kinds and name in held)
+    listed = _of_kind(kinds) if keys is KEYS else (name for name, key in keys.items() if key.kind in kinds)
+    held = names if isinstance(names, dict) else set(names)
+    return tuple(name for name in listed if name in held)
+
+
+@cache
+def _of_role(roles: tuple[Role, ...]) -> tuple[str, ...]:
+    return tuple(name for name, key in KEYS.items() if key.role in roles)
+
+
+@cache
+def _of_kind(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
+    return tuple(name for name, key in KEYS.items() if key.kind in kinds)

@@ -10,8 +10,9 @@ Legend: B batch rows, S width, T tokens without padding, N sequences in the whol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -41,28 +42,26 @@ class Segments:
     where ids are not whole numbers from 1 upwards in the order of the sequences; `from_ids` renumbers any labels.
     """
 
+    _shape: tuple[int, int]
+    _side: Side | None
+    """Where padding stands around rows without gaps, which are known by their lengths; None where ids were given."""
+
     def __init__(self, ids: Values) -> None:
         ids_BS = _as_ids(ids)
         _check_order(ids_BS)
-        self._set(ids_BS)
+        self._hold(ids_BS).ready()
 
-    def _set(self, ids_BS: Array) -> None:
-        """What compiled code reads is computed here, not when it is first asked for."""
+    def _hold(self, ids_BS: Array) -> Segments:
+        """By its ids; everything else is computed where it is asked for."""
         array = np.array(ids_BS, np.int32, order="C")
         array.flags.writeable = False
-        self.array = array
-        """int32 `[B, S]`, read-only: for the library's own use; callers take `ids`."""
-        self._counts_B: Array = array.max(axis=1) if array.size else np.zeros(len(array), np.int32)
-        self._indices_T = np.flatnonzero(array)
-        starts_B = np.cumsum(self._counts_B) - self._counts_B
-        self._sequence_T: Array = (array + (starts_B - 1)[:, None])[array != 0]
-        self._lengths_N = np.bincount(self._sequence_T, minlength=int(self._counts_B.sum()))
-        self._ends_N = self._indices_T[np.cumsum(self._lengths_N) - 1]
+        self.array, self._side, self._shape = array, None, array.shape
+        return self
+
+    def ready(self) -> Segments:
+        """Compute now what compiled code reads: torch cannot trace the search for it. Every public way to build one does."""
         self._compiled = torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
-        self.sequence_lengths: tuple[int, ...] = tuple(self._lengths_N.tolist())
-        """Real tokens of each of the N sequences."""
-        self.empty_rows: tuple[int, ...] = tuple(np.flatnonzero(self._counts_B == 0).tolist())
-        """Rows of padding alone."""
+        return self
 
     # --- built from
 
@@ -80,23 +79,33 @@ class Segments:
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
         if side not in ("left", "right"):
             raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
-        ids_BS = np.zeros((len(rows), width), np.int32)
-        for b, row in enumerate(rows):
-            start = 0 if side == "right" else width - totals[b]
-            for n, length in enumerate((n for n in row if n), start=1):
-                ids_BS[b, start : start + length] = n
-                start += length
-        return cls._built(ids_BS)
+        return cls.laid_out(rows, width, side).ready()
+
+    @classmethod
+    def laid_out(cls, rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
+        """As `from_lengths`, for the library's own use: nothing is checked, and nothing computed before it is asked for."""
+        segments = object.__new__(cls)
+        segments.lengths = tuple(tuple(n for n in row if n) for row in rows)
+        segments._shape, segments._side = (len(rows), width), side
+        return segments
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
         """From `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`."""
         keep_BS = host_array("keep", keep)
-        if keep_BS.ndim != 2 or not np.isin(keep_BS, (0, 1)).all():
+        if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
             raise CollateError(explain("keep", _values(keep_BS), rule, remedy))
-        return cls._built(keep_BS.astype(np.int32))
+        return cls.kept(keep_BS.astype(bool, copy=False)).ready()
+
+    @classmethod
+    def kept(cls, keep_BS: Array) -> Segments:
+        """As `from_keep`, of a bool array, for the library's own use: nothing is computed before it is asked for."""
+        side = _side_of(keep_BS)
+        if side in ("left", "right", "none"):
+            return cls.laid_out([[n] for n in _count(keep_BS)], keep_BS.shape[1], "left" if side == "left" else "right")
+        return cls._built(keep_BS)
 
     @classmethod
     def from_ids(cls, ids: Values) -> Segments:
@@ -105,7 +114,7 @@ class Segments:
         Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
         back after another sequence began is an error, not a new sequence.
         """
-        return cls._built(_renumber(_as_ids(ids)))
+        return cls._built(_renumber(_as_ids(ids))).ready()
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
@@ -134,15 +143,45 @@ class Segments:
             rule = "Positions tell sequences apart where each of them counts 0, 1, 2, ..."
             remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
             raise CollateError(explain_rows("position_ids", bad, rule, remedy))
-        return cls._built(np.cumsum(starts_BS, axis=1))
+        return cls._built(np.cumsum(starts_BS, axis=1)).ready()
 
     @classmethod
     def _built(cls, ids_BS: Array) -> Segments:
-        segments = object.__new__(cls)
-        segments._set(ids_BS)
-        return segments
+        return object.__new__(cls)._hold(ids_BS)
 
     # --- read off
+
+    @cached_property
+    def array(self) -> Array:
+        """int32 `[B, S]`, read-only: for the library's own use; callers take `ids`."""
+        ids_BS = np.zeros(self._shape, np.int32)
+        at = iter(self.spans)
+        for row in self.lengths:
+            for n, (b, start, end) in zip(range(1, len(row) + 1), at):
+                ids_BS[b, start:end] = n
+        ids_BS.flags.writeable = False
+        return ids_BS
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
+        counts_B = self.array.max(axis=1, initial=0)
+        if counts_B.max(initial=0) <= 1:
+            return tuple((n,) if n else () for n in _count(self.array != 0))
+        starts_B = np.cumsum(counts_B) - counts_B
+        sequence_T = (self.array + (starts_B - 1)[:, None])[self.array != 0]
+        flat = iter(np.bincount(sequence_T, minlength=int(counts_B.sum())).tolist())
+        return tuple(tuple(next(flat) for _ in range(n)) for n in counts_B.tolist())
+
+    @cached_property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Real tokens of each of the N sequences."""
+        return tuple(n for row in self.lengths for n in row)
+
+    @property
+    def empty_rows(self) -> tuple[int, ...]:
+        """Rows of padding alone."""
+        return tuple(b for b, row in enumerate(self.lengths) if not row)
 
     @property
     def ids(self) -> Tensor:
@@ -152,18 +191,21 @@ class Segments:
     @property
     def shape(self) -> tuple[int, int]:
         """`(B, S)`."""
-        return self.array.shape[0], self.array.shape[1]
+        return self._shape
 
     @property
     def keep(self) -> Tensor:
         """bool `[B, S]`, True = real token: the wire's `attention_mask_2d`. Inverse of `from_keep` for unpacked rows."""
-        return torch.from_numpy(self.array != 0)
+        return torch.from_numpy(self.keep_array())
 
-    @cached_property
-    def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
-        flat = iter(self._lengths_N.tolist())
-        return tuple(tuple(next(flat) for _ in range(n)) for n in self._counts_B.tolist())
+    def keep_array(self) -> Array:
+        """bool `[B, S]`, a fresh numpy array: for the library's own use."""
+        if self._side is None:
+            return self.array.astype(bool)
+        keep_BS = np.zeros(self._shape, bool)
+        for row_S, (start, end) in zip(keep_BS, self._extents):
+            row_S[start:end] = True
+        return keep_BS
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -173,32 +215,32 @@ class Segments:
     @property
     def num_sequences(self) -> int:
         """N, over all rows."""
-        return len(self._lengths_N)
+        return len(self.sequence_lengths)
 
     @property
     def num_tokens(self) -> int:
         """T, real tokens of the batch."""
-        return len(self._indices_T)
+        return sum(self.sequence_lengths)
 
     @property
     def num_padding(self) -> int:
         """Places of the batch that are padding, alignment and tail included: computed, and thrown away."""
-        return self.array.size - self.num_tokens
+        return self._shape[0] * self._shape[1] - self.num_tokens
 
     @property
     def padding_share(self) -> float:
         """The part of all places that is padding, 0 to 1: what a throughput in tokens is to be corrected by."""
-        return self.num_padding / max(self.array.size, 1)
+        return self.num_padding / max(self._shape[0] * self._shape[1], 1)
 
     @property
     def max_length(self) -> int:
         """The longest sequence, 0 for a batch of padding."""
-        return int(self._lengths_N.max(initial=0))
+        return max(self.sequence_lengths, default=0)
 
     @cached_property
     def cu_seqlens_host(self) -> tuple[int, ...]:
         """`(0, end of sequence 1, ...)` over the T real tokens, N + 1 numbers, on the host."""
-        return (0, *np.cumsum(self._lengths_N).tolist())
+        return (0, *accumulate(self.sequence_lengths))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -208,12 +250,20 @@ class Segments:
     @property
     def indices(self) -> Tensor:
         """int64 `[T]`, where the real tokens stand in the flattened `[B * S]` batch, in order."""
-        return _fresh(self._indices_T, self._compiled[0])
+        return self._compiled[0].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._indices_T).clone()
 
     @property
     def last_indices(self) -> Tensor:
         """int64 `[N]`, where the last real token of each sequence stands in the flattened `[B * S]` batch."""
-        return _fresh(self._ends_N, self._compiled[1])
+        return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
+
+    @cached_property
+    def _indices_T(self) -> Array:
+        return np.flatnonzero(self.array)
+
+    @cached_property
+    def _ends_N(self) -> Array:
+        return self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
 
     @property
     def position_ids(self) -> Tensor:
@@ -223,26 +273,42 @@ class Segments:
         because a reset there would read as one more sequence to whoever infers packing from positions
         (transformers 5.23 masking_utils.py:876-882).
         """
-        B, S = self.shape
-        if self.padding_side in ("none", "right") and not self.packed:
-            return torch.from_numpy(np.tile(np.arange(S), (B, 1)))
-        return torch.from_numpy(_positions(self.array, self._sequence_T, self._lengths_N))
+        return torch.from_numpy(self.position_array())
+
+    def position_array(self) -> Array:
+        """int64 `[B, S]`, a fresh numpy array: for the library's own use."""
+        B, S = self._shape
+        count_S, after = np.arange(S), (*self.spans[1:], (B, 0, 0))
+        positions_BS = np.empty(self._shape, np.int64)
+        positions_BS[:, : self._leading_padding] = 0
+        for (b, start, _), (next_b, next_start, _) in zip(self.spans, after):
+            end = next_start if next_b == b else S
+            positions_BS[b, start:end] = count_S[: end - start]
+        for b in (*self.hole_rows, *self.empty_rows):
+            positions_BS[b] = _positions_with_holes(self.array[b])
+        return positions_BS
+
+    @property
+    def _leading_padding(self) -> int:
+        """Places before the last of the rows' first tokens."""
+        return max((start for _, start, _ in self.spans), default=0)
 
     @cached_property
     def padding_side(self) -> PaddingSide:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
-        keep_BS = self.array != 0
-        if keep_BS.all():
+        if self._side is None:
+            return _side_of(self.array != 0)
+        totals, width = self.row_lengths, self._shape[1]
+        if all(n == width for n in totals):
             return "none"
-        grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
-        if not grows.any():
+        if self._side == "right" or not any(0 < n < width for n in totals):
             return "right"
-        return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
+        return "left" if all(totals) else "mixed"
 
     @property
     def packed(self) -> bool:
         """True where some row holds more than one sequence."""
-        return bool((self._counts_B > 1).any())
+        return any(len(row) > 1 for row in self.lengths)
 
     @property
     def longest_span(self) -> int:
@@ -258,10 +324,23 @@ class Segments:
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
-        S = max(self.shape[1], 1)
-        starts = np.cumsum(self._lengths_N) - self._lengths_N
-        first, last = self._indices_T[starts], self._indices_T[starts + self._lengths_N - 1]
-        return tuple(zip((first // S).tolist(), (first % S).tolist(), (last % S + 1).tolist()))
+        if self._side is not None:
+            return tuple(self._side_by_side())
+        S = max(self._shape[1], 1)
+        stops_N = np.array(self.cu_seqlens_host)
+        first_N, last_N = self._indices_T[stops_N[:-1]], self._indices_T[stops_N[1:] - 1]
+        return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
+
+    def _side_by_side(self) -> Iterator[tuple[int, int, int]]:
+        for b, (row, (start, _)) in enumerate(zip(self.lengths, self._extents)):
+            for length in row:
+                yield b, start, (start := start + length)
+
+    @property
+    def _extents(self) -> list[tuple[int, int]]:
+        """Where the tokens of each row start and end, of rows without gaps."""
+        S = self._shape[1]
+        return [(0, n) if self._side == "right" else (S - n, S) for n in self.row_lengths]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Segments) and np.array_equal(self.array, other.array)
@@ -274,9 +353,18 @@ class Segments:
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
 
 
-def _fresh(array: Array, compiled: Tensor) -> Tensor:
-    """A tensor of its own: from the array under a FakeTensorMode, from the tensor where torch traces."""
-    return compiled.clone() if torch.compiler.is_compiling() else torch.from_numpy(array).clone()
+def _count(keep_BS: Array) -> list[int]:
+    counts: list[int] = np.count_nonzero(keep_BS, axis=1).tolist()
+    return counts
+
+
+def _side_of(keep_BS: Array) -> PaddingSide:
+    if keep_BS.all():
+        return "none"
+    grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
+    if not grows.any():
+        return "right"
+    return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
 
 
 def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
@@ -293,6 +381,8 @@ def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
 
 def _length_rows(lengths: Any) -> list[list[int]]:
     """One list of token counts for each row of the batch; raises for what is no count."""
+    if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
+        return [[n] for n in lengths]
     if isinstance(lengths, (Tensor, np.ndarray)):
         lengths = host_array("lengths", lengths)
     rows: list[list[int]] = []
@@ -354,13 +444,12 @@ def _renumber(ids_BS: Array) -> Array:
     return numbered_BS
 
 
-def _positions(ids_BS: Array, sequence_T: Array, lengths_N: Array) -> Array:
-    S = ids_BS.shape[1]
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    positions_BS = np.zeros(ids_BS.shape, np.int64)
-    positions_BS[ids_BS != 0] = np.arange(len(sequence_T)) - starts_N[sequence_T]
-    columns_S = np.arange(S)
-    last_BS = np.maximum.accumulate(np.where(ids_BS != 0, columns_S, -1), axis=1)
-    carried_BS = np.take_along_axis(positions_BS, np.maximum(last_BS, 0), axis=1) + columns_S - last_BS
-    filled: Array = np.where(last_BS >= 0, carried_BS, 0)
-    return filled
+def _positions_with_holes(ids_S: Array) -> Array:
+    """Of one row: real tokens count in their own sequence, padding after a token counts on from it."""
+    place_S, real_S = np.arange(len(ids_S)), ids_S != 0
+    last_S = np.maximum.accumulate(np.where(real_S, place_S, -1))
+    rank_S = np.cumsum(real_S) - 1
+    starts_S = real_S & (ids_S != _previous_real(ids_S[None])[0])
+    origin_S = np.maximum.accumulate(np.where(starts_S, rank_S, 0))
+    positions_S: Array = np.where(last_S >= 0, rank_S - origin_S + place_S - last_S, 0)
+    return positions_S

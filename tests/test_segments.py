@@ -45,6 +45,30 @@ def test_readings_are_those_counted_by_hand(ids):
     assert segments.shape == (len(ids), len(ids[0]))
 
 
+READINGS = (
+    "lengths", "sequence_lengths", "row_lengths", "empty_rows", "shape", "keep", "num_sequences", "num_tokens", "max_length",
+    "num_padding", "cu_seqlens_host", "indices", "last_indices", "position_ids", "padding_side", "packed", "longest_span",
+    "hole_rows", "spans", "ids",
+)  # fmt: skip
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.sampled_from(["left", "right"]),
+    st.permutations(READINGS),
+)
+def test_rows_known_by_their_lengths_read_as_those_known_by_their_ids(rows, room, side, order):
+    """Whatever is asked for first."""
+    width = max(map(sum, rows)) + room
+    by_lengths = Segments.from_lengths(rows, width, side)
+    by_ids = Segments(Segments.from_lengths(rows, width, side).ids)
+    for name in order:
+        one, other = getattr(by_lengths, name), getattr(by_ids, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    assert by_lengths == by_ids
+
+
 @given(strategies.segment_ids())
 def test_spans_hold_exactly_the_tokens_of_their_sequence(ids):
     segments = Segments(torch.tensor(ids))

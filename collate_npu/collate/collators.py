@@ -15,15 +15,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from collate_npu.collate import padding
+from collate_npu.collate.columns import Features
 from collate_npu.collate.features import Samples, read_features
 from collate_npu.collate.wire import (
     MaskMode,
     adapter_of,
     check_mode,
+    check_tensors,
     finish_batch,
-    ignore_labels,
     pattern_of,
     predicts_next,
     with_offsets,
@@ -36,10 +38,9 @@ from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import aligned, least_room, with_tail
+from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.documents import place_documents
 from collate_npu.segments import Segments, Side
-
-Features = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class PaddingCollator:
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row."""
-        check_mode(self.attention_mask, self.consumer, return_tensors or self.return_tensors)
+        check_tensors(return_tensors or self.return_tensors)
         samples = read_features(features, allow_empty=self.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         return finish_batch(self, batch, segments, padding_free=self.padding_free)
@@ -134,12 +135,26 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         else:
             batch[key] = _other(collator, key, column, samples)
     if samples.segment_ids is None:
-        segments = Segments.from_lengths(samples.lengths, width, side)
+        segments = Segments.laid_out([[n] for n in samples.lengths], width, side)
     else:
         segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
     if collator._adapter is None and "position_ids" not in batch and not of_kind(batch, "vision"):
         batch["position_ids"] = segments.position_ids
-    return ignore_labels(collator, batch, segments), segments
+    if samples.kinds.get("labels") == "tokens" and predicts_next(collator):
+        batch["labels"] = _ignored(collator, batch["labels"], segments, holes=samples.segment_ids is not None)
+    return batch, segments
+
+
+def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, holes: bool) -> Tensor:
+    """Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
+
+    Padding is filled already, but for what a sample's own mask calls padding.
+    """
+    if holes:
+        return ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)
+    if starts := [(b, start) for b, start, _ in segments.spans if start]:
+        labels.numpy()[tuple(zip(*starts))] = collator.label_pad_token_id
+    return labels
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:

@@ -13,12 +13,17 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from collate_npu.collate.columns import Features, columns_of
 from collate_npu.collate.padding import check_lengths, is_ragged
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 
 ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
+
+
+_LOOKED_AT = 8
+"""How many values of a long list of labels tell whether they are floats; the rest is checked where it is packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +38,11 @@ class Samples:
     """Segment ids `[L]` of each sample, or None where every sample is one sequence without holes."""
 
 
-def read_features(
-    features: Sequence[Mapping[str, Any]], *, allow_empty: bool = False, keys: Mapping[str, Key] = KEYS
-) -> Samples:
-    """Sort out the keys of B samples. Raises `CollateError` for every sample that cannot be one row of a batch."""
+def read_features(features: Features, *, allow_empty: bool = False, keys: Mapping[str, Key] = KEYS) -> Samples:
+    """Sort out the keys of B samples, handed over as `columns` takes them.
+
+    Raises `CollateError` for every sample that cannot be one row of a batch.
+    """
     columns = _columns(features, keys)
     lengths = _lengths(columns)
     segment_ids = _own_segments(columns, lengths)
@@ -84,45 +90,35 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
     return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(rows, before)])
 
 
-def _columns(features: Sequence[Mapping[str, Any]], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
-    _check_features(features)
-    names = list(dict.fromkeys(["input_ids", *(key for feature in features for key in feature)]))
+def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
+    held = columns_of(features, keys)
     columns: dict[str, list[Any]] = {}
-    for name in names:
-        column = [feature.get(name) for feature in features]
-        missing = [(b, "nothing") for b, value in enumerate(column) if value is None]
-        if len(missing) == len(features):
+    for name in dict.fromkeys(["input_ids", *held]):
+        column = held.get(name, [])
+        missing = [b for b, value in enumerate(column) if value is None]
+        if len(missing) == len(column):
             if name == "input_ids":
-                raise _no_tokens(features)
+                raise _no_tokens(held)
             continue
         if _renamed(name) in columns:
-            rows = [(b, f"{name} too") for b in range(len(features))]
+            rows = [(b, f"{name} too") for b in range(len(column))]
             raise CollateError(explain_rows("labels", rows, "A sample has one kind of label.", "Keep labels or label."))
         if missing and keys.get(name, SAMPLE).kind != "vision":
             rule = f"{name} stands in every sample or in none."
-            raise CollateError(explain_rows(name, missing, rule, "Fill it in, or drop it, where the sample is built."))
+            remedy = "Fill it in, or drop it, where the sample is built."
+            raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[_renamed(name)] = column
     return columns
 
 
-def _no_tokens(features: Sequence[Mapping[str, Any]]) -> CollateError:
+def _no_tokens(columns: Mapping[str, Any]) -> CollateError:
     """Preference data (TRL's `prompt_ids`, `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own."""
-    names = ", ".join(dict.fromkeys(str(key) for feature in features for key in feature))
+    names = ", ".join(map(str, columns))
     rule = "A row of a batch is the input_ids of a sample, and no sample has any."
     remedy = (
         "Wrap the collator that makes rows of these columns: wrap_collator(DataCollatorForPreference(...), model=model)."
     )
     return CollateError(explain("input_ids", f"samples of {names or 'nothing'}", rule, remedy))
-
-
-def _check_features(features: Any) -> None:
-    rule, remedy = "A batch is built from a list of one or more dicts of features.", "Check the dataset and the sampler."
-    if not isinstance(features, Sequence) or isinstance(features, (str, bytes)) or not features:
-        got = "no samples" if isinstance(features, Sequence) and not features else f"a {type(features).__name__}"
-        raise CollateError(explain("features", got, rule, remedy))
-    bad = [(b, f"a {type(feature).__name__}") for b, feature in enumerate(features) if not isinstance(feature, Mapping)]
-    if bad:
-        raise CollateError(explain_rows("features", bad, rule, remedy))
 
 
 def _renamed(name: str) -> str:
@@ -151,7 +147,7 @@ def _kind(key: str, column: list[Any], lengths: list[int], keys: Mapping[str, Ke
         return "vision"
     if known.role == "labels" and not all(is_ragged(row) for row in column):
         return "sample"
-    if known.role == "labels" and _is_targets(column):
+    if known.role == "labels" and _is_targets(column, lengths):
         return "targets"
     if known.kind == "positions" and all(_rank(row) == 2 for row in column):
         _check_axes(key, column, lengths)
@@ -183,9 +179,16 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
         raise CollateError(explain_rows(key, bad, rule, "Build them with the tokens, before collation."))
 
 
-def _is_targets(column: list[Any]) -> bool:
+def _is_targets(column: list[Any], lengths: list[int]) -> bool:
     """Float labels are one vector of targets a sample (multi-label classification), not labels of tokens."""
-    return all(np.asarray(row).dtype.kind == "f" and np.asarray(row).size for row in column)
+    per_token = list(map(len, column)) == lengths
+    return all(len(row) and _is_float(row[:_LOOKED_AT] if per_token and isinstance(row, list) else row) for row in column)
+
+
+def _is_float(row: Any) -> bool:
+    if isinstance(row, Tensor):
+        return row.is_floating_point()
+    return bool(np.asarray(row).dtype.kind == "f")
 
 
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
@@ -212,6 +215,8 @@ def _is_numeric(row: Any) -> bool:
 def _own_segments(columns: dict[str, list[Any]], lengths: list[int]) -> list[Array] | None:
     """Segment ids of each sample from its own mask and sequence lengths, which must agree."""
     masks = [key for key in of_kind(columns, "truth") if key != "seq_lengths"]
+    if all(_all_real(columns[key], lengths) for key in masks):
+        masks = []
     sources = [_mask_ids(key, columns[key], lengths) for key in masks]
     _check_same_tokens(masks, sources)
     if "seq_lengths" in columns:
@@ -223,6 +228,18 @@ def _own_segments(columns: dict[str, list[Any]], lengths: list[int]) -> list[Arr
     for other in sources[1:]:
         ids = [_merged(mine, theirs) for mine, theirs in zip(ids, other)]
     return ids
+
+
+def _all_real(column: list[Any], lengths: list[int]) -> bool:
+    """Ones throughout, as tokenizers emit them, say what the lengths say."""
+    for row, length in zip(column, lengths):
+        if isinstance(row, (list, tuple)):
+            ones = row.count(1) == len(row) == length
+        else:
+            ones = isinstance(row, (np.ndarray, Tensor)) and row.shape == (length,) and bool((row == 1).all())
+        if not ones:
+            return False
+    return True
 
 
 def _merged(mine: Array, theirs: Array) -> Array:

@@ -1,7 +1,8 @@
 """Padding: ragged rows to one tensor of one width, or to one flat row.
 
-Buffers are allocated once by numpy (huge pages where the system has them) and written once; lists of ints go through
-`struct`, which checks each value for free and is several times faster than `torch.tensor(list)`.
+Each key is one buffer, allocated by numpy (huge pages where the system has them) and written once. Lists of ints go through
+`struct`, which checks each value for free and is several times faster than `torch.tensor(list)`; arrays and tensors
+are joined in one call, with the padding between them.
 
 Legend: B batch rows, S width, T tokens, F trailing dimensions of a token's value (routed_experts: layers, experts).
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,8 +26,8 @@ from collate_npu.segments import Side
 Array = npt.NDArray[Any]
 Row = Sequence[Any] | Array | Tensor
 
-STRUCT_LIMIT = 1 << 15
-"""Longest list packed in one call: beyond it the argument tuple is a fresh mapping and page faults take over."""
+STRUCT_LIMIT = 1 << 14
+"""Longest list packed in one call: beyond it the argument tuple may be a fresh mapping, and page faults take over."""
 
 
 def round_up(value: int, multiple: int | None) -> int:
@@ -44,25 +47,15 @@ def pad_rows(
 
     int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
-    arrays = _arrays(key, rows, whole)
-    out = np.empty((len(rows), width, *_trailing(key, arrays)), _dtype(arrays, whole))
-    places = []
-    for b, row in enumerate(arrays):
-        start, stop = (0, len(row)) if side == "right" else (width - len(row), width)
-        out[b, :start], out[b, stop:] = fill, fill
-        places.append(out[b, start:stop])
-    _write(key, places, arrays)
-    return torch.from_numpy(out)
+    starts = [b * width + (width - len(row) if side == "left" else 0) for b, row in enumerate(rows)]
+    laid = _laid(key, rows, starts, len(rows) * width, fill, whole)
+    return torch.from_numpy(laid.reshape(len(rows), width, *laid.shape[1:]))
 
 
 def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0, whole: bool = False) -> Tensor:
     """Rows of `[length, ...F]` to one row `[1, width, ...F]`, one after another, `fill` in the tail."""
-    arrays = _arrays(key, rows, whole)
-    out = np.empty((1, width, *_trailing(key, arrays)), _dtype(arrays, whole))
-    ends = np.cumsum([len(row) for row in arrays]).tolist()
-    out[0, ends[-1] if ends else 0 :] = fill
-    _write(key, [out[0, end - len(row) : end] for end, row in zip(ends, arrays)], arrays)
-    return torch.from_numpy(out)
+    starts = list(accumulate(map(len, rows), initial=0))[:-1]
+    return torch.from_numpy(_laid(key, rows, starts, width, fill, whole)[None])
 
 
 def pad_positions(rows: Sequence[Row], *, width: int, side: Side = "right") -> Tensor:
@@ -82,98 +75,115 @@ def _tokens_first(row: Row) -> Array:
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """Raise where a row of this key has another length than the row's `input_ids`."""
-    bad = [
-        (b, f"{len(row)} values beside {length} input_ids")
-        for b, (row, length) in enumerate(zip(rows, lengths))
-        if len(row) != length
-    ]
-    if bad:
-        longer = key.startswith("attention_mask") and any(len(rows[b]) > lengths[b] for b, _ in bad)
-        rule = "A mask is as long as its row." if longer else f"{key} has one value for each token of its row."
-        raise CollateError(explain_rows(key, bad, rule, "Cut or build both together, before collation."))
+    found = list(map(len, rows))
+    if found == lengths:
+        return
+    bad = [(b, f"{n} values beside {length} input_ids") for b, (n, length) in enumerate(zip(found, lengths)) if n != length]
+    longer = key.startswith("attention_mask") and any(found[b] > lengths[b] for b, _ in bad)
+    rule = "A mask is as long as its row." if longer else f"{key} has one value for each token of its row."
+    raise CollateError(explain_rows(key, bad, rule, "Cut or build both together, before collation."))
 
 
-def _arrays(key: str, rows: Sequence[Row], whole: bool) -> list[Sequence[Any] | Array]:
-    """Tensors as arrays, nested lists as arrays, flat lists as they are (struct reads them)."""
-    arrays: list[Sequence[Any] | Array] = []
+def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: float, whole: bool) -> Array:
+    """`[total, ...F]` with each row at its start, `fill` in between."""
+    if whole and all(isinstance(row, (list, tuple)) and not (row and is_ragged(row[0])) for row in rows):
+        out = np.full(total, fill, np.int64)
+        _pack_all(key, out, starts, rows)
+        return out
+    arrays = _arrays(key, rows, whole)
+    out = np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
+    _join(out, starts, arrays, fill)
+    return out
+
+
+def _pack_all(key: str, out: Array, starts: list[int], rows: Sequence[Any]) -> None:
+    try:
+        for start, row in zip(starts, rows):
+            _pack(out, start, row)
+    except struct.error:
+        bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
+        rule = f"{key} holds whole numbers of at most 64 bits."
+        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
+
+
+def _pack(out: Array, start: int, row: Sequence[Any]) -> None:
+    for low in range(0, len(row), STRUCT_LIMIT):
+        part = row if len(row) <= STRUCT_LIMIT else row[low : low + STRUCT_LIMIT]
+        partial(struct.pack_into, f"{len(part)}q", out.data, 8 * (start + low))(*part)
+
+
+def _join(out: Array, starts: list[int], arrays: Sequence[Array], fill: float) -> None:
+    ends = [start + len(row) for start, row in zip(starts, arrays)]
+    gaps = [start - end for start, end in zip((*starts, len(out)), (0, *ends))]
+    padding = np.full((max(gaps), *out.shape[1:]), fill, out.dtype)
+    rows = [row if len(row) else padding[:0] for row in (*arrays, padding[:0])]
+    np.concatenate([piece for gap, row in zip(gaps, rows) for piece in (padding[:gap], row)], out=out, casting="unsafe")
+
+
+def _arrays(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
+    arrays: list[Array] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(rows):
         try:
             arrays.append(_array(row, whole))
-        except ValueError:
-            bad.append((b, "nested lists of unequal length"))
+        except (ValueError, struct.error):
+            bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
             continue
         if not _is_number(arrays[-1], whole):
             bad.append((b, _kind(arrays[-1])))
     if bad:
-        lists = [(b, _first_bad(row)) for b, row in enumerate(rows) if isinstance(row, (list, tuple))]
-        bad += [(b, text) for b, text in lists if text and b not in dict(bad)]
         rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
     return arrays
 
 
-def _array(row: Row, whole: bool) -> Sequence[Any] | Array:
-    if isinstance(row, Tensor):
-        host = row.detach().cpu()
-        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+def _array(row: Row, whole: bool) -> Array:
     if isinstance(row, np.ndarray):
         return row
-    nested = bool(len(row)) and isinstance(row[0], (list, tuple, np.ndarray, Tensor))
-    return row if whole and not nested else np.asarray(row)
+    if isinstance(row, Tensor):
+        return _from_tensor(row)
+    if not whole or (len(row) and is_ragged(row[0])):
+        return np.asarray(row)
+    packed = np.empty(len(row), np.int64)
+    _pack(packed, 0, row)
+    return packed
 
 
-def _is_number(row: Sequence[Any] | Array, whole: bool) -> bool:
-    kinds = "iub" if whole else "iubf"
-    if not isinstance(row, np.ndarray) or not row.size:
-        return True
-    wraps = row.dtype.kind == "u" and row.dtype.itemsize == 8 and row.max() > np.iinfo(np.int64).max
-    return row.dtype.kind in kinds and not wraps
+def _from_tensor(row: Tensor) -> Array:
+    try:
+        return row.numpy()
+    except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
+        host = row.detach().cpu()
+        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
 
 
-def _kind(row: Sequence[Any] | Array) -> str:
-    return f"{shape_of(row)} starting {np.asarray(row).reshape(-1)[:3].tolist()}"
+def _is_number(row: Array, whole: bool) -> bool:
+    wraps = row.dtype.kind == "u" and row.dtype.itemsize == 8 and row.size and row.max() > np.iinfo(np.int64).max
+    return not row.size or (row.dtype.kind in ("iub" if whole else "iubf") and not wraps)
 
 
-def _trailing(key: str, arrays: Sequence[Sequence[Any] | Array]) -> tuple[int, ...]:
-    shapes = [row.shape[1:] if isinstance(row, np.ndarray) else () for row in arrays]
-    if len({shape for shape, row in zip(shapes, arrays) if len(row)}) > 1:
-        rows = [(b, f"values of shape {list(shape)}") for b, shape in enumerate(shapes)]
+def _kind(row: Array) -> str:
+    return f"{shape_of(row)} starting {row.reshape(-1)[:3].tolist()}"
+
+
+def _trailing(key: str, arrays: Sequence[Array]) -> tuple[int, ...]:
+    shapes = {row.shape[1:] for row in arrays if len(row)}
+    if len(shapes) > 1:
+        rows = [(b, f"values of shape {list(row.shape[1:])}") for b, row in enumerate(arrays)]
         rule = "All rows of a key have the same number of dimensions, and equal trailing ones."
         raise CollateError(explain_rows(key, rows, rule, "Give each token one value of the same shape in every row."))
-    return next((shape for shape, row in zip(shapes, arrays) if len(row)), ())
+    return next(iter(shapes), ())
 
 
-def _dtype(arrays: Sequence[Sequence[Any] | Array], whole: bool) -> npt.DTypeLike:
-    found = {row.dtype if isinstance(row, np.ndarray) else np.dtype(np.int64) for row in arrays if len(row)}
+def _dtype(arrays: Sequence[Array], whole: bool) -> npt.DTypeLike:
+    found = {row.dtype for row in arrays if len(row)}
     if whole or not found:
         return np.int64
     common = np.result_type(*found)
     return np.float32 if common == np.float64 else common
 
 
-def _write(key: str, places: Sequence[Array], arrays: Sequence[Sequence[Any] | Array]) -> None:
-    bad = []
-    for b, (place, row) in enumerate(zip(places, arrays)):
-        if isinstance(row, np.ndarray):
-            place[:] = row
-            continue
-        try:
-            _pack(place, row)
-        except struct.error:
-            bad.append((b, _first_bad(row) or repr(row[:3])))
-    if bad:
-        rule = f"{key} holds whole numbers of at most 64 bits."
-        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
-
-
-def _pack(place: Array, row: Sequence[Any]) -> None:
-    for start in range(0, len(row), STRUCT_LIMIT):
-        part = row[start : start + STRUCT_LIMIT]
-        struct.pack_into(f"={len(part)}q", place.data, start * 8, *part)
-
-
-def _first_bad(row: Sequence[Any]) -> str:
+def _first_bad(row: Any) -> str:
     for at, value in enumerate(row):
         try:
             struct.pack("q", value)

@@ -135,6 +135,11 @@ def check_mode(mode: str, consumer: object, return_tensors: str, *, padding_free
     if padding_free and mode in ("4d", "2d"):
         rule = "A padding-free row has offsets and no mask."
         raise CollateError(explain("attention_mask", repr(mode), rule, "Leave it at 'auto', or set padding_free=False."))
+    check_tensors(return_tensors)
+
+
+def check_tensors(return_tensors: str) -> None:
+    """Raise for batches of anything but torch's tensors."""
     if return_tensors != "pt":
         raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
 
