@@ -85,7 +85,9 @@ class Segments:
     def laid_out(cls, rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
         """As `from_lengths`, for the library's own use: nothing is checked, and nothing computed before it is asked for."""
         segments = object.__new__(cls)
-        segments.lengths = tuple(tuple(n for n in row if n) for row in rows)
+        segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
+        segments.row_lengths = tuple(map(sum, segments.lengths))
+        segments.padding_side = _side_around(segments.row_lengths, width, side)
         segments._shape, segments._side = (len(rows), width), side
         return segments
 
@@ -181,7 +183,7 @@ class Segments:
     @property
     def empty_rows(self) -> tuple[int, ...]:
         """Rows of padding alone."""
-        return tuple(b for b, row in enumerate(self.lengths) if not row)
+        return () if all(self.lengths) else tuple(b for b, row in enumerate(self.lengths) if not row)
 
     @property
     def ids(self) -> Tensor:
@@ -207,10 +209,10 @@ class Segments:
             row_S[start:end] = True
         return keep_BS
 
-    @property
+    @cached_property
     def row_lengths(self) -> tuple[int, ...]:
         """Real tokens of each row."""
-        return tuple(sum(row) for row in self.lengths)
+        return tuple(map(sum, self.lengths))
 
     @property
     def num_sequences(self) -> int:
@@ -235,7 +237,7 @@ class Segments:
     @property
     def max_length(self) -> int:
         """The longest sequence, 0 for a batch of padding."""
-        return max(self.sequence_lengths, default=0)
+        return max(map(max, filter(None, self.lengths)), default=0)
 
     @cached_property
     def cu_seqlens_host(self) -> tuple[int, ...]:
@@ -263,7 +265,8 @@ class Segments:
 
     @cached_property
     def _ends_N(self) -> Array:
-        return self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
+        ends_N: Array = self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
+        return ends_N
 
     @property
     def position_ids(self) -> Tensor:
@@ -278,46 +281,40 @@ class Segments:
     def position_array(self) -> Array:
         """int64 `[B, S]`, a fresh numpy array: for the library's own use."""
         B, S = self._shape
-        count_S, after = np.arange(S), (*self.spans[1:], (B, 0, 0))
-        positions_BS = np.empty(self._shape, np.int64)
-        positions_BS[:, : self._leading_padding] = 0
-        for (b, start, _), (next_b, next_start, _) in zip(self.spans, after):
+        count_S, positions_BS = np.arange(S), np.empty(self._shape, np.int64)
+        if not self.packed and self.padding_side in ("none", "right"):
+            positions_BS[:] = count_S
+            return positions_BS
+        positions_BS[:, : max((start for _, start, _ in self.spans), default=0)] = 0
+        for (b, start, _), (next_b, next_start, _) in zip(self.spans, (*self.spans[1:], (B, 0, 0))):
             end = next_start if next_b == b else S
             positions_BS[b, start:end] = count_S[: end - start]
         for b in (*self.hole_rows, *self.empty_rows):
             positions_BS[b] = _positions_with_holes(self.array[b])
         return positions_BS
 
-    @property
-    def _leading_padding(self) -> int:
-        """Places before the last of the rows' first tokens."""
-        return max((start for _, start, _ in self.spans), default=0)
-
     @cached_property
     def padding_side(self) -> PaddingSide:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
-        if self._side is None:
-            return _side_of(self.array != 0)
-        totals, width = self.row_lengths, self._shape[1]
-        if all(n == width for n in totals):
-            return "none"
-        if self._side == "right" or not any(0 < n < width for n in totals):
-            return "right"
-        return "left" if all(totals) else "mixed"
+        return _side_of(self.array != 0)
 
     @property
     def packed(self) -> bool:
         """True where some row holds more than one sequence."""
-        return any(len(row) > 1 for row in self.lengths)
+        return max(map(len, self.lengths), default=0) > 1
 
     @property
     def longest_span(self) -> int:
         """Places from the first to the last token of the widest sequence, holes counted."""
+        if self._side is not None:
+            return self.max_length
         return max((end - start for _, start, end in self.spans), default=0)
 
     @property
     def hole_rows(self) -> tuple[int, ...]:
         """Rows in which padding stands inside a sequence."""
+        if self._side is not None:
+            return ()
         wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
         return tuple(sorted(wide))
 
@@ -340,7 +337,7 @@ class Segments:
     def _extents(self) -> list[tuple[int, int]]:
         """Where the tokens of each row start and end, of rows without gaps."""
         S = self._shape[1]
-        return [(0, n) if self._side == "right" else (S - n, S) for n in self.row_lengths]
+        return [(0, n) for n in self.row_lengths] if self._side == "right" else [(S - n, S) for n in self.row_lengths]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Segments) and np.array_equal(self.array, other.array)
@@ -356,6 +353,15 @@ class Segments:
 def _count(keep_BS: Array) -> list[int]:
     counts: list[int] = np.count_nonzero(keep_BS, axis=1).tolist()
     return counts
+
+
+def _side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
+    """Where padding stands around rows of so many tokens, without gaps."""
+    if min(totals, default=width) == width:
+        return "none"
+    if side == "right" or not any(0 < n < width for n in totals):
+        return "right"
+    return "left" if all(totals) else "mixed"
 
 
 def _side_of(keep_BS: Array) -> PaddingSide:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate, pairwise
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ from collate_npu.keys import KEYS, SAMPLE, Key
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any
 """Samples, columns, or whatever speaks Arrow's C interface (`pa.Table`, `pa.RecordBatch`, polars)."""
 
+_KEYS = methodcaller("keys")
 _RULE = "A batch is built from a list of one or more dicts of features, a dict of columns, or an Arrow table."
 _FLAT = "Flat tokens are one row of values a key, and seq_lengths, the tokens of each sample."
 
 
 def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, list[Any]]:
     """Each key with B values, None where a sample has none of it. Raises `CollateError` for what is no batch of samples."""
+    if isinstance(features, list):
+        return _of_samples(features)
     if hasattr(features, "__arrow_c_stream__") or hasattr(features, "__arrow_c_array__"):
         return _of_rows(_of_arrow(features, keys))
     if isinstance(features, Mapping):
@@ -46,7 +50,9 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
         (b, f"a {type(sample).__name__}") for b, sample in enumerate(samples) if not isinstance(sample, (dict, Mapping))
     ]:
         raise CollateError(explain_rows("features", bad, _RULE, "Check the dataset and the sampler."))
-    names = dict.fromkeys(key for sample in samples for key in sample)
+    first = samples[0].keys()
+    same = all(map(first.__eq__, map(_KEYS, samples)))
+    names = first if same else dict.fromkeys(key for sample in samples for key in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.collate.columns import Features, columns_of
-from collate_npu.collate.padding import check_lengths, is_ragged
+from collate_npu.collate.padding import are_flat, are_lists, are_ragged, check_lengths, is_ragged, on_host
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
@@ -45,15 +45,15 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     """
     columns = _columns(features, keys)
     lengths = _lengths(columns)
-    segment_ids = _own_segments(columns, lengths)
+    truth = of_kind(columns, "truth", keys=keys)
+    segment_ids = _own_segments(columns, lengths) if truth else None
     real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
     if 0 in real and not allow_empty:
         rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
         rule = "A row without real tokens has no logits, no loss and no last token."
         raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples, or pass allow_empty=True."))
-    truth = of_kind(columns, "truth", keys=keys)
-    columns = {key: column for key, column in columns.items() if key not in truth}
-    kinds = {key: _kind(key, column, lengths, keys) for key, column in columns.items()}
+    kinds = {key: _kind(key, column, lengths, keys) for key, column in columns.items() if key not in truth}
+    columns = {key: columns[key] for key in kinds}
     return Samples(columns=columns, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
@@ -107,7 +107,8 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
             rule = f"{name} stands in every sample or in none."
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
-        columns[_renamed(name)] = column
+        known = keys.get(_renamed(name), SAMPLE).kind
+        columns[_renamed(name)] = on_host(column) if known in ("tokens", "positions", "truth") else column
     return columns
 
 
@@ -127,7 +128,8 @@ def _renamed(name: str) -> str:
 
 def _lengths(columns: dict[str, list[Any]]) -> list[int]:
     rows = columns["input_ids"]
-    bad = [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]
+    flat = are_lists(rows) or are_flat(rows)
+    bad = [] if flat else [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]
     if bad:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
@@ -145,7 +147,8 @@ def _kind(key: str, column: list[Any], lengths: list[int], keys: Mapping[str, Ke
         return "sample"
     if known.kind == "vision":
         return "vision"
-    if known.role == "labels" and not all(is_ragged(row) for row in column):
+    ragged = are_ragged(column)
+    if known.role == "labels" and not ragged:
         return "sample"
     if known.role == "labels" and _is_targets(column, lengths):
         return "targets"
@@ -153,7 +156,8 @@ def _kind(key: str, column: list[Any], lengths: list[int], keys: Mapping[str, Ke
         _check_axes(key, column, lengths)
         return "axes"
     if known.kind in ("tokens", "positions"):
-        if bad := [(b, repr(row)[:40]) for b, row in enumerate(column) if not is_ragged(row)]:
+        if not ragged:
+            bad = [(b, repr(row)[:40]) for b, row in enumerate(column) if not is_ragged(row)]
             rule = f"{key} has one value for each token of its row."
             raise CollateError(explain_rows(key, bad, rule, "Pass a list, an array or a tensor."))
         check_lengths(key, column, lengths)

@@ -1,8 +1,7 @@
 """Padding: ragged rows to one tensor of one width, or to one flat row.
 
 Each key is one buffer, allocated by numpy (huge pages where the system has them) and written once. Lists of ints go through
-`struct`, which checks each value for free and is several times faster than `torch.tensor(list)`; arrays and tensors
-are joined in one call, with the padding between them.
+`struct`, which checks each value for free and is several times faster than `torch.tensor(list)`.
 
 Legend: B batch rows, S width, T tokens, F trailing dimensions of a token's value (routed_experts: layers, experts).
 """
@@ -26,6 +25,8 @@ from collate_npu.segments import Side
 Array = npt.NDArray[Any]
 Row = Sequence[Any] | Array | Tensor
 
+_LISTS = frozenset((list, tuple))
+_HELD = (Tensor, np.ndarray)
 STRUCT_LIMIT = 1 << 14
 """Longest list packed in one call: beyond it the argument tuple may be a fresh mapping, and page faults take over."""
 
@@ -38,6 +39,37 @@ def round_up(value: int, multiple: int | None) -> int:
 def is_ragged(value: Any) -> bool:
     """May this be one value a token: a list, a tuple, an array or a tensor with a first dimension?"""
     return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
+
+
+def are_ragged(column: Sequence[Any]) -> bool:
+    """`is_ragged` of every value; lists and flat arrays are told at a glance."""
+    return set(map(type, column)) <= _LISTS or are_flat(column) or all(map(is_ragged, column))
+
+
+def are_lists(rows: Sequence[Any]) -> bool:
+    """Is every row a plain list or tuple of values, none of which is a list or an array itself?"""
+    if not set(map(type, rows)) <= _LISTS:
+        return False
+    return {type(row[0]) for row in rows if row} <= {int} or not any(row and is_ragged(row[0]) for row in rows)
+
+
+def are_flat(rows: Sequence[Any]) -> bool:
+    """Is every row an array `[L]` of numbers?"""
+    return (
+        set(map(type, rows)) == {np.ndarray} and {row.ndim for row in rows} == {1} and _numbers({row.dtype for row in rows})
+    )
+
+
+def _numbers(dtypes: set[np.dtype[Any]], kinds: str = "iubf") -> bool:
+    return all(dtype.kind in kinds for dtype in dtypes)
+
+
+def on_host(rows: list[Any]) -> list[Any]:
+    """Tensors as the arrays they are, float32 for bfloat16; everything else as it is."""
+    kinds = set(map(type, rows))
+    if not any(issubclass(kind, Tensor) for kind in kinds):
+        return rows
+    return [_from_tensor(row) if isinstance(row, Tensor) else row for row in rows]
 
 
 def pad_rows(
@@ -86,66 +118,63 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
 
 def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: float, whole: bool) -> Array:
     """`[total, ...F]` with each row at its start, `fill` in between."""
-    if whole and all(isinstance(row, (list, tuple)) and not (row and is_ragged(row[0])) for row in rows):
-        out = np.full(total, fill, np.int64)
-        _pack_all(key, out, starts, rows)
-        return out
-    arrays = _arrays(key, rows, whole)
-    out = np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
-    _join(out, starts, arrays, fill)
+    lists = whole and are_lists(rows)
+    arrays: Any = rows if lists else _arrays(key, rows, whole)
+    out = np.empty(total, np.int64) if lists else np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
+    end = 0
+    try:
+        for start, row in zip(starts, arrays):
+            if end != start:
+                out[end:start] = fill
+            end = start + len(row)
+            if lists:
+                _pack(out.data, start, row)
+            elif end != start:
+                out[start:end] = row
+    except struct.error:
+        raise _no_numbers(key, rows) from None
+    out[end:] = fill
     return out
 
 
-def _pack_all(key: str, out: Array, starts: list[int], rows: Sequence[Any]) -> None:
-    try:
-        for start, row in zip(starts, rows):
-            _pack(out, start, row)
-    except struct.error:
-        bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
-        rule = f"{key} holds whole numbers of at most 64 bits."
-        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
+def _no_numbers(key: str, rows: Sequence[Any]) -> CollateError:
+    bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
+    rule = f"{key} holds whole numbers of at most 64 bits."
+    return CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
 
 
-def _pack(out: Array, start: int, row: Sequence[Any]) -> None:
+def _pack(out: memoryview, start: int, row: Any) -> None:
+    if len(row) <= STRUCT_LIMIT:
+        partial(struct.pack_into, f"{len(row)}q", out, 8 * start)(*row)
+        return
     for low in range(0, len(row), STRUCT_LIMIT):
-        part = row if len(row) <= STRUCT_LIMIT else row[low : low + STRUCT_LIMIT]
-        partial(struct.pack_into, f"{len(part)}q", out.data, 8 * (start + low))(*part)
+        _pack(out, start + low, row[low : low + STRUCT_LIMIT])
 
 
-def _join(out: Array, starts: list[int], arrays: Sequence[Array], fill: float) -> None:
-    ends = [start + len(row) for start, row in zip(starts, arrays)]
-    gaps = [start - end for start, end in zip((*starts, len(out)), (0, *ends))]
-    padding = np.full((max(gaps), *out.shape[1:]), fill, out.dtype)
-    rows = [row if len(row) else padding[:0] for row in (*arrays, padding[:0])]
-    np.concatenate([piece for gap, row in zip(gaps, rows) for piece in (padding[:gap], row)], out=out, casting="unsafe")
-
-
-def _arrays(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
+def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
     arrays: list[Array] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(rows):
         try:
-            arrays.append(_array(row, whole))
+            arrays.append(row if isinstance(row, np.ndarray) else _array(row, whole))
         except (ValueError, struct.error):
+            arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
-            continue
-        if not _is_number(arrays[-1], whole):
-            bad.append((b, _kind(arrays[-1])))
+    if not _numbers({row.dtype for row in arrays}, "ib" if whole else "ibf"):
+        bad += [(b, _kind(row)) for b, row in enumerate(arrays) if not _is_number(row, whole)]
     if bad:
         rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
-        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
+        raise CollateError(explain_rows(key, sorted(bad), rule, "Convert them where the sample is built."))
     return arrays
 
 
-def _array(row: Row, whole: bool) -> Array:
-    if isinstance(row, np.ndarray):
-        return row
+def _array(row: Sequence[Any] | Tensor, whole: bool) -> Array:
     if isinstance(row, Tensor):
         return _from_tensor(row)
     if not whole or (len(row) and is_ragged(row[0])):
         return np.asarray(row)
     packed = np.empty(len(row), np.int64)
-    _pack(packed, 0, row)
+    _pack(packed.data, 0, row)
     return packed
 
 
@@ -194,8 +223,12 @@ def _first_bad(row: Any) -> str:
 
 def stack_values(key: str, values: Sequence[Any]) -> Any:
     """One value a sample: numbers and 0-d tensors become `[B]`, everything else a list of B."""
-    if all(isinstance(v, (bool, int, float, np.number)) or (isinstance(v, Tensor) and v.ndim == 0) for v in values):
-        return torch.as_tensor(np.asarray([v.item() if isinstance(v, (Tensor, np.number)) else v for v in values]))
+    if all(
+        isinstance(v, (bool, int, float, np.number)) or (isinstance(v, (Tensor, np.ndarray)) and v.ndim == 0) for v in values
+    ):
+        return torch.as_tensor(
+            np.asarray([v.item() if isinstance(v, (Tensor, np.ndarray, np.number)) else v for v in values])
+        )
     return list(values)
 
 

@@ -19,7 +19,7 @@ from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.find import find_segments
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.places import places_of
@@ -117,14 +117,16 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
-        return self.with_segments(batch)[0]
+        return self._rendered(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
+        out, segments = self._rendered(batch)
+        return out, segments.ready()
+
+    def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(self.context_parallel):
-            segments = segments_from_batch(
-                batch, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free
-            )
+            segments = find_segments(batch, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
             return self.render(batch, segments), segments
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:

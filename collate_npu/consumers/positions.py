@@ -28,10 +28,10 @@ def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> T
     given = (
         None if batch.get(KEY) is None else batch[KEY] if isinstance(batch[KEY], Tensor) else host_tensor(KEY, batch[KEY])
     )
-    derived = given is None or _derived(given, case)
     rule = case.model.positions
     if not consumer.counts_positions:
         return given if given is not None or _has_axes(case, batch) else case.segments.position_ids
+    derived = given is None or _derived(given, case)
     if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, None if derived else given, batch)
     if not derived:

@@ -68,10 +68,10 @@ def derive_segments(
         whole_number("batch_size", batch_size, least=1)
     if keep is None:
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
-        return read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments
+        return read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments.ready()
     truth = segments_from_2d("keep", keep, "keep")
     known = Known(keep=truth.array != 0, pattern=how, prove=prove)
-    return read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments
+    return read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments.ready()
 
 
 def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int) -> Reading:
@@ -87,7 +87,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_si
     values = MaskValues(full, polarity)
     if tuple(full.shape[:-1]) in ((len(keep_BS),), (len(keep_BS), 1, 1)) and not (full.ndim == 4 and full.shape[-1] == 1):
         found = _key_mask(values, keep_BS)
-        check_same_padding(Segments.from_keep(keep_BS), {KEY: found})
+        check_same_padding(Segments.kept(keep_BS), {KEY: found})
         if found.packed and known.segments is not None and found != known.segments:
             rule = "Its packing ids part the rows at other places than the other sources of the batch."
             raise CollateError(explain(KEY, repr(found), rule, "Keep one of them."))
@@ -103,7 +103,7 @@ def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
         return Segments.from_ids(values.array)
     polarities: tuple[Polarity, ...] = (values.declared,) if values.declared else ("keep", "masked")
     readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities]
-    return Segments.from_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
+    return Segments.kept(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
 def segments_from_2d(key: str, value: Values, polarity: Polarity | None = None) -> Segments:
@@ -178,7 +178,7 @@ def _from_keys(values: MaskValues) -> Segments:
         got = f"{shape_of(values.full)} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
-    return Segments.from_keep(values.read(values.declared or "keep"))
+    return Segments.kept(values.read(values.declared or "keep"))
 
 
 def _from_key_row(values: MaskValues) -> Segments:
@@ -186,7 +186,7 @@ def _from_key_row(values: MaskValues) -> Segments:
     if values.declared is None:
         rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
         raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
-    return Segments.from_keep(values.read(values.declared)[:, 0, 0])
+    return Segments.kept(values.read(values.declared)[:, 0, 0])
 
 
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:

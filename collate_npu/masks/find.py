@@ -55,6 +55,13 @@ def segments_from_batch(
     lost), where two sources differ, where a row has no real token (`segment_ids` may say so), and where the labels are
     all on padding, as a mask turned around would have it.
     """
+    return find_segments(batch, polarity=polarity, pattern=pattern, padding_free=padding_free).ready()
+
+
+def find_segments(
+    batch: Mapping[str, Any], *, polarity: Polarity | None, pattern: str | Pattern | None, padding_free: bool
+) -> Segments:
+    """`segments_from_batch` for the library's own use: what only compiled code needs is not computed."""
     declared = None if pattern is None else Pattern.of(pattern)
     B, S = token_shape(batch)
     if padding_free and B != 1:
@@ -62,14 +69,16 @@ def segments_from_batch(
         raise CollateError(explain("input_ids", f"{B} rows", rule, "Collate with padding_free=True, or set it to False."))
     masks = dict(_masks(batch))
     sources = list(_sources(batch, masks, (B, S), polarity))
-    truth = _agreed(sources, (B, S))
-    truth = _with_positions(batch, truth, (B, S), padding_free, bool(masks))
+    truth, positions_BS = _agreed(sources, (B, S)), _text_positions(batch, (B, S))
+    if truth is not None and positions_BS is not None and (positions_BS == truth.segments.position_array()).all():
+        positions_BS = None  # as our own collators add them: they say nothing more
+    truth = _with_positions(positions_BS, truth, (B, S), padding_free, bool(masks))
     for key, full in masks.items():
         if not _is_keys(full, (B, S)):
-            truth = _with_dense(key, full, truth, _parted_throughout(batch, (B, S)), (B, S), polarity, declared)
+            truth = _with_dense(key, full, truth, _parted_throughout(positions_BS), (B, S), polarity, declared)
     if truth is None:
         return _refuse_unknown(batch, padding_free)
-    _check_positions(batch, truth.segments)
+    _check_positions(positions_BS, truth.segments)
     check_offsets(batch, truth.segments)
     _refuse_inverted(batch, truth.segments)
     return truth.segments
@@ -217,13 +226,12 @@ def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
 
 
 def _with_positions(
-    batch: Mapping[str, Any], truth: _Truth | None, shape: tuple[int, int], padding_free: bool, masked: bool
+    positions_BS: Array | None, truth: _Truth | None, shape: tuple[int, int], padding_free: bool, masked: bool
 ) -> _Truth | None:
     """A keep mask does not show where one sequence of a row ends and the next begins; positions that restart do."""
-    positions_BS = _text_positions(batch, shape)
     if positions_BS is None or (truth is not None and truth.parted) or (truth is None and (masked or shape[0] != 1)):
         return truth  # without a keep mask, padding may stand anywhere
-    keep_BS = np.ones(shape, bool) if truth is None else truth.segments.array != 0
+    keep_BS = np.ones(shape, bool) if truth is None else truth.segments.keep_array()
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
     if not tells_B.any() or (truth is None and not restarts and not padding_free):
@@ -232,21 +240,19 @@ def _with_positions(
     return _Truth("position_ids", parted, bool(tells_B.all()) and (restarts or truth is None))
 
 
-def _parted_throughout(batch: Mapping[str, Any], shape: tuple[int, int]) -> Segments | None:
+def _parted_throughout(positions_BS: Array | None) -> Segments | None:
     """The sequences by positions alone, if every token of every row were real."""
-    positions_BS = _text_positions(batch, shape)
     if positions_BS is None:
         return None
-    starts_BS, tells_B = _restarts(positions_BS, np.ones(shape, bool))
+    starts_BS, tells_B = _restarts(positions_BS, np.ones(positions_BS.shape, bool))
     return Segments.from_ids(np.cumsum(starts_BS, axis=1)) if tells_B.all() and (starts_BS.sum(axis=1) > 1).any() else None
 
 
-def _check_positions(batch: Mapping[str, Any], segments: Segments) -> None:
+def _check_positions(positions_BS: Array | None, segments: Segments) -> None:
     """Rows whose positions restart must restart where their sequences begin."""
-    positions_BS = _text_positions(batch, segments.shape)
     if positions_BS is None:
         return
-    keep_BS = segments.array != 0
+    keep_BS = segments.keep_array()
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)
     wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
@@ -297,7 +303,7 @@ def _read(
 ) -> Reading:
     """What is known beside the mask decides; `throughout` only what the mask alone leaves open."""
     if truth is not None:
-        keep = None if truth.parted else truth.segments.array != 0
+        keep = None if truth.parted else truth.segments.keep_array()
         known = Known(pattern=declared, keep=keep, segments=truth.segments if truth.parted else None)
         return read_mask(full, known, polarity=polarity, batch_size=B)
     try:
@@ -341,12 +347,15 @@ def _refuse_inverted(batch: Mapping[str, Any], segments: Segments) -> None:
     """A keep mask turned around leaves a row without a real token, or puts every label on padding."""
     if batch.get(SEGMENT_KEY) is not None:
         return
-    keep_BS = segments.array != 0
     bad = dict.fromkeys(segments.empty_rows, "no real token")
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == segments.shape and not labels.is_floating_point():
-        labelled_BS = host_array("labels", labels) >= 0
-        lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_BS).any(axis=1)
+        labels_BS = host_array("labels", labels)
+        ends = [(b, end - 1) for b, _, end in segments.spans]
+        if ends and (labels_BS[tuple(zip(*ends))] >= 0).all() and not bad:
+            return  # a label on the last token of every sequence
+        labelled_BS = labels_BS >= 0
+        lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & segments.keep_array()).any(axis=1)
         bad |= {int(b): f"{int(labelled_BS[b].sum())} labels, all on padding" for b in np.flatnonzero(lost_B)}
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
