@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array, whole_number
 
-Side = Literal["left", "right"]
+Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -104,9 +104,10 @@ class Segments:
     @classmethod
     def kept(cls, keep_BS: Array) -> Segments:
         """As `from_keep`, of a bool array, for the library's own use: nothing is computed before it is asked for."""
-        side = _side_of(keep_BS)
-        if side in ("left", "right", "none"):
-            return cls.laid_out([[n] for n in _count(keep_BS)], keep_BS.shape[1], "left" if side == "left" else "right")
+        real = np.count_nonzero(keep_BS)
+        for side in get_args(Side):
+            if real == sum(lengths := _one_run(keep_BS, side)):
+                return cls.laid_out([[n] for n in lengths], keep_BS.shape[1], side)
         return cls._built(keep_BS)
 
     @classmethod
@@ -278,6 +279,11 @@ class Segments:
         """
         return torch.from_numpy(self.position_array())
 
+    def counts_as(self, positions_BS: Array) -> bool:
+        """Are these `position_ids`, at every place? For the library's own use."""
+        plain = not self.packed and self.padding_side in ("none", "right")
+        return bool((positions_BS == (np.arange(self._shape[1]) if plain else self.position_array())).all())
+
     def position_array(self) -> Array:
         """int64 `[B, S]`, a fresh numpy array: for the library's own use."""
         B, S = self._shape
@@ -353,6 +359,20 @@ class Segments:
 def _count(keep_BS: Array) -> list[int]:
     counts: list[int] = np.count_nonzero(keep_BS, axis=1).tolist()
     return counts
+
+
+def _one_run(keep_BS: Array, side: Side) -> list[int]:
+    """Real tokens of each row, if they stand together on one side, padding on this."""
+    B, S = keep_BS.shape
+    if not S:
+        return [0] * B
+    if side == "right":
+        at_B = keep_BS.argmin(axis=1)  # the first padding, or any place of a row without
+        lengths_B = np.where(keep_BS[np.arange(B), at_B], S, at_B)
+    else:
+        at_B = keep_BS.argmax(axis=1)  # the first token, or any place of a row without
+        lengths_B = np.where(keep_BS[np.arange(B), at_B], S - at_B, 0)
+    return cast(list[int], lengths_B.tolist())
 
 
 def _side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:

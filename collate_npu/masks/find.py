@@ -70,7 +70,7 @@ def find_segments(
     masks = dict(_masks(batch))
     sources = list(_sources(batch, masks, (B, S), polarity))
     truth, positions_BS = _agreed(sources, (B, S)), _text_positions(batch, (B, S))
-    if truth is not None and positions_BS is not None and (positions_BS == truth.segments.position_array()).all():
+    if truth is not None and positions_BS is not None and truth.segments.counts_as(positions_BS):
         positions_BS = None  # as our own collators add them: they say nothing more
     truth = _with_positions(positions_BS, truth, (B, S), padding_free, bool(masks))
     for key, full in masks.items():
@@ -124,6 +124,8 @@ class _Truth:
 def _masks(batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """`attention_mask`, or each mask of a mapping by kind of layer."""
     carried = batch.get(MASK_KEY)
+    if carried is None:
+        return
     entries = carried.items() if isinstance(carried, Mapping) else [("", carried)]
     for kind, value in entries:
         if value is not None:

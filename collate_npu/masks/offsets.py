@@ -59,8 +59,8 @@ def check_offsets(batch: Mapping[str, Any], segments: Segments) -> None:
 def _read(batch: Mapping[str, Any]) -> dict[str, Array]:
     params = batch.get("packed_seq_params")
     named = {key: batch[key] for key in with_role(batch, "offsets", "padded_offsets")}
-    of_params = {key: getattr(params, key, None) for key in with_role(KEYS, "offsets", "padded_offsets")}
-    found = {**{f"packed_seq_params.{k}": v for k, v in of_params.items()}, **named}
+    listed = () if params is None else with_role(KEYS, "offsets", "padded_offsets")
+    found = {**{f"packed_seq_params.{key}": getattr(params, key, None) for key in listed}, **named}
     read = {key: host_array(key, value).astype(np.int64) for key, value in found.items() if value is not None}
     for key, ends in read.items():
         if ends.ndim != 1 or not len(ends) or ends[0] != 0 or (np.diff(ends) < 0).any():
