@@ -140,7 +140,9 @@ def text_config(config: Any) -> Any:
 
 
 def config_of(model: Any) -> Any:
-    """The config of a model, wrapped or not; a config as it is."""
+    """The config of a model, wrapped or not; a config as it is (its class says `get_text_config`: nothing wraps it)."""
+    if hasattr(type(model), "get_text_config"):
+        return model
     model = unwrap(model)
     return getattr(model, "config", model)
 
