@@ -160,22 +160,24 @@ def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, h
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     """One row of real tokens; what padding does in the samples is left out, alignment comes at the end or is placed."""
-    ids = samples.segment_ids or [np.ones(n, np.int32) for n in samples.lengths]
-    lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
+    ids, lengths = samples.segment_ids, samples.lengths
+    if ids is not None:
+        lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
     _check_max_length(collator, samples.lengths)
     places, width = _places(collator, lengths)
     written = width if places is None else sum(lengths)
     batch: dict[str, Any] = {}
     for key, column in samples.columns.items():
         if samples.kinds[key] == "tokens":
-            rows = column if samples.segment_ids is None else [np.asarray(row)[i > 0] for row, i in zip(column, ids)]
+            rows = column if ids is None else [np.asarray(row)[i > 0] for row, i in zip(column, ids)]
             fill, whole = _fill(collator, key), collator.keys[key].whole
             batch[key] = padding.flatten_rows(key, rows, width=written, fill=fill, whole=whole)
         elif samples.kinds[key] == "axes":
-            batch[key] = padding.flatten_positions([np.asarray(row)[:, i > 0] for row, i in zip(column, ids)], width=written)
+            axes = column if ids is None else [np.asarray(row)[:, i > 0] for row, i in zip(column, ids)]
+            batch[key] = padding.flatten_positions(axes, width=written)
         else:
             batch[key] = _other(collator, key, column, samples)
-    segments = Segments.from_lengths([lengths], written)
+    segments = Segments.laid_out([lengths], written)
     if places is not None:
         batch, segments = place_documents(batch, segments, places, keys=_filled(collator, batch))
     batch = with_offsets(batch, segments, places, longest=width if collator.max_sequences else None)

@@ -322,7 +322,7 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     entry for each place. `longest` stands in for the length of the longest, which it must not be below.
     """
     held = own_places(segments) if places is None else list(places)
-    flat = Segments.from_lengths([held])
+    flat = Segments.laid_out([held], sum(held))
     physical, longest = _cumulated(held), max(longest or 0, flat.max_length)
     told = {
         "position_ids": flat.position_ids,

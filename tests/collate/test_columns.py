@@ -1,0 +1,155 @@
+"""Columns: whoever holds the samples, the batch is the same; and what is no batch of samples is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from collate_npu import CollateError, PaddingCollator
+from collate_npu.collate.columns import columns_of
+
+pa = pytest.importorskip("pyarrow")
+
+SETTINGS = ({}, {"padding_side": "left"}, {"padding_free": True})
+lengths_of = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+def samples_of(lengths):
+    tokens = iter(range(100, 1000))
+    rows = [[next(tokens) for _ in range(n)] for n in lengths]
+    return [{"input_ids": row, "labels": [n + 1 for n in row], "loss_scale": [n / 4 for n in row]} for row in rows]
+
+
+def flat(samples):
+    joined = {key: [n for sample in samples for n in sample[key]] for key in samples[0]}
+    return {**joined, "seq_lengths": [len(sample["input_ids"]) for sample in samples]}
+
+
+def held(samples):
+    """The same samples as everybody holds them."""
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    table, tokens = pa.table(columns), flat(samples)
+    yield "columns", columns
+    yield "arrays", {key: [np.array(row) for row in column] for key, column in columns.items()}
+    yield "tensors", {key: [torch.tensor(row) for row in column] for key, column in columns.items()}
+    yield "table", table
+    yield "record batch", table.to_batches()[0]
+    yield "slice of a table", pa.concat_tables([table, table]).slice(len(samples) - 1).slice(1)
+    yield "chunks", pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    yield "rows taken", table.take(list(range(len(samples))))
+    yield "large lists", table.cast(pa.schema([(f.name, pa.large_list(f.type.value_type)) for f in table.schema]))
+    yield "lists", tokens
+    yield "flat arrays", {key: np.array(values) for key, values in tokens.items()}
+    yield "flat tensors", {key: torch.tensor(values) for key, values in tokens.items()}
+
+
+def same(one, other):
+    assert list(one) == list(other)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["right", "left", "flat"])
+@given(lengths=lengths_of)
+def test_the_batch_is_that_of_the_list_of_samples(settings, lengths):
+    collate = PaddingCollator(pad_token_id=0, **settings)
+    expected = collate(samples_of(lengths))
+    for name, features in held(samples_of(lengths)):
+        try:
+            same(expected, collate(features))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_rows_of_several_sequences(parts):
+    """`seq_lengths` of each sample say where its sequences part, flat or not."""
+    samples = samples_of([sum(row) for row in parts])
+    collate = PaddingCollator(pad_token_id=0, attention_mask="2d")
+    expected = collate([{**sample, "seq_lengths": row} for sample, row in zip(samples, parts)])
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]} | {"seq_lengths": parts}
+    for features in (columns, pa.table(columns), {**flat(samples), "seq_lengths": parts}):
+        same(expected, collate(features))
+
+
+def test_a_table_is_read_where_it_lies():
+    """The rows are slices of Arrow's own buffers, those of numbers with one value a token."""
+    table = pa.table({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[1, 2, 3], [4, 5]], "id": ["a", "b"], "tags": [[1], [2]]})
+    columns = columns_of(table)
+    values = table["input_ids"].chunk(0).values.to_numpy()
+    assert all(np.shares_memory(row, values) for row in columns["input_ids"])
+    assert columns["id"] == ["a", "b"]
+    assert columns["tags"] == [[1], [2]]  # nobody listed it: Python's own values, which alias nothing
+
+
+def test_what_goes_out_of_a_table_aliases_nothing():
+    table = pa.table({"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]], "image_grid_thw": [[1, 2, 2]]})
+    batch = PaddingCollator(pad_token_id=0)(table)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(True)
+    assert table.to_pydict() == {"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]], "image_grid_thw": [[1, 2, 2]]}
+
+
+def test_rows_of_fixed_size_axes_bools_and_nulls():
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(range(8)), 2).slice(1, 2)
+    assert [list(row) for row in columns_of(pa.table({"input_ids": fixed}))["input_ids"]] == [[2, 3], [4, 5]]
+    axes, own = [[[0, 1], [0, 1]], [[0], [0]]], [[True, False], [True]]
+    table = pa.table({"input_ids": [[1, 2], [3]], "position_ids": axes, "attention_mask": own})
+    batch = PaddingCollator(pad_token_id=0)(table)
+    assert batch["position_ids"].shape == (2, 2, 2)
+    assert batch["attention_mask_2d"].tolist() == [[True, False], [True, False]]
+    with pytest.raises(CollateError, match="row 1: got nothing"):
+        PaddingCollator(pad_token_id=0)(pa.table({"input_ids": [[1], [2]], "labels": [[1], None]}))
+    with pytest.raises(CollateError, match="None at token 1"):
+        PaddingCollator(pad_token_id=0)(pa.table({"input_ids": [[1, None], [2]]}))
+
+
+@pytest.mark.parametrize("name", ["arrow", "numpy", "torch", None])
+@pytest.mark.parametrize("whole", [True, False], ids=["batch sampler", "row by row"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_formatted_datasets_through_a_dataloader(name, whole, workers):
+    datasets = pytest.importorskip("datasets")
+    if name == "arrow" and not whole:
+        pytest.skip("datasets hands out no rows of a table but one table a row")
+    samples = samples_of([3, 5, 2, 4, 1])
+    dataset = datasets.Dataset.from_list(samples).with_format(name)
+    collate = PaddingCollator(pad_token_id=0)
+    split = (
+        {"sampler": BatchSampler(SequentialSampler(dataset), 2, False), "batch_size": None} if whole else {"batch_size": 2}
+    )
+    loaded = list(DataLoader(dataset, collate_fn=collate, num_workers=workers, **split))
+    for n, batch in enumerate(loaded):
+        same(collate(samples[2 * n : 2 * n + 2]), batch)
+    assert len(loaded) == 3
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ({"input_ids": [1, 2, 3]}, "seq_lengths"),
+        ({"input_ids": np.array([1, 2, 3])}, "seq_lengths"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "sum to 2"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [-1, 4]}, "seq_lengths"),
+        ({"input_ids": [1, 2], "id": ["a"], "seq_lengths": [1, 1]}, "Every column has one entry"),
+        ({"input_ids": [[1], [2]], "labels": [[1]]}, "Every column has one entry"),
+        ({"input_ids": [[1], [2]], "label": 3}, "label"),
+        ({"input_ids": []}, "no samples"),
+        ({}, "no samples"),
+        (pa.table({"input_ids": pa.array([], pa.list_(pa.int64()))}), "no samples"),
+        ([], "no samples"),
+        ("text", "a str"),
+        (3, "a int"),
+        ((sample for sample in samples_of([2])), "a generator"),
+        ([{"input_ids": [1]}, 3], "row 1: got a int"),
+    ],
+)
+def test_what_is_no_batch_of_samples(features, told):
+    with pytest.raises(CollateError, match=told):
+        PaddingCollator(pad_token_id=0)(features)
