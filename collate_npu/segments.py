@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,19 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array, whole_number
+from collate_npu.rows import (
+    PaddingSide,
+    Side,
+    as_ids,
+    check_order,
+    one_run,
+    positions_with_holes,
+    renumber,
+    sequence_starts,
+    side_around,
+    side_of,
+)
 
-Side = Literal["right", "left"]
-PaddingSide = Literal["none", "left", "right", "mixed"]
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
 
@@ -47,8 +57,8 @@ class Segments:
     """Where padding stands around rows without gaps, which are known by their lengths; None where ids were given."""
 
     def __init__(self, ids: Values) -> None:
-        ids_BS = _as_ids(ids)
-        _check_order(ids_BS)
+        ids_BS = as_ids(ids)
+        check_order(ids_BS)
         self._hold(ids_BS).ready()
 
     def _hold(self, ids_BS: Array) -> Segments:
@@ -87,7 +97,7 @@ class Segments:
         segments = object.__new__(cls)
         segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
         segments.row_lengths = tuple(map(sum, segments.lengths))
-        segments.padding_side = _side_around(segments.row_lengths, width, side)
+        segments.padding_side = side_around(segments.row_lengths, width, side)
         segments._shape, segments._side = (len(rows), width), side
         return segments
 
@@ -106,7 +116,7 @@ class Segments:
         """As `from_keep`, of a bool array, for the library's own use: nothing is computed before it is asked for."""
         real = np.count_nonzero(keep_BS)
         for side in get_args(Side):
-            if real == sum(lengths := _one_run(keep_BS, side)):
+            if real == sum(lengths := one_run(keep_BS, side)):
                 return cls.laid_out([[n] for n in lengths], keep_BS.shape[1], side)
         return cls._built(keep_BS)
 
@@ -117,7 +127,7 @@ class Segments:
         Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
         back after another sequence began is an error, not a new sequence.
         """
-        return cls._built(_renumber(_as_ids(ids))).ready()
+        return cls._built(renumber(as_ids(ids))).ready()
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
@@ -296,13 +306,13 @@ class Segments:
             end = next_start if next_b == b else S
             positions_BS[b, start:end] = count_S[: end - start]
         for b in (*self.hole_rows, *self.empty_rows):
-            positions_BS[b] = _positions_with_holes(self.array[b])
+            positions_BS[b] = positions_with_holes(self.array[b])
         return positions_BS
 
     @cached_property
     def padding_side(self) -> PaddingSide:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
-        return _side_of(self.array != 0)
+        return side_of(self.array != 0)
 
     @property
     def packed(self) -> bool:
@@ -361,50 +371,6 @@ def _count(keep_BS: Array) -> list[int]:
     return counts
 
 
-def _one_run(keep_BS: Array, side: Side) -> list[int]:
-    """Real tokens of each row, if they stand together on one side, padding on this."""
-    B, S = keep_BS.shape
-    if not S:
-        return [0] * B
-    if side == "right":
-        at_B = keep_BS.argmin(axis=1)  # the first padding, or any place of a row without
-        lengths_B = np.where(keep_BS[np.arange(B), at_B], S, at_B)
-    else:
-        at_B = keep_BS.argmax(axis=1)  # the first token, or any place of a row without
-        lengths_B = np.where(keep_BS[np.arange(B), at_B], S - at_B, 0)
-    return cast(list[int], lengths_B.tolist())
-
-
-def _side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
-    """Where padding stands around rows of so many tokens, without gaps."""
-    if min(totals, default=width) == width:
-        return "none"
-    if side == "right" or not any(0 < n < width for n in totals):
-        return "right"
-    return "left" if all(totals) else "mixed"
-
-
-def _side_of(keep_BS: Array) -> PaddingSide:
-    if keep_BS.all():
-        return "none"
-    grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
-    if not grows.any():
-        return "right"
-    return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
-
-
-def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
-    """Where sequences begin by their positions, bool `[B, S]`; in which rows each counts 0, 1, 2, ..., bool `[B]`."""
-    real_T = np.flatnonzero(keep_BS)
-    values_T, rows_T = positions_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
-    follows_T = np.zeros(len(real_T), bool)
-    follows_T[1:] = (values_T[1:] == values_T[:-1] + 1) & (rows_T[1:] == rows_T[:-1])
-    starts_BS = np.zeros(keep_BS.shape, bool)
-    starts_BS.reshape(-1)[real_T[~follows_T]] = True
-    custom_BS = starts_BS & (positions_BS != 0)
-    return starts_BS, ~custom_BS.any(axis=1)
-
-
 def _length_rows(lengths: Any) -> list[list[int]]:
     """One list of token counts for each row of the batch; raises for what is no count."""
     if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
@@ -426,56 +392,3 @@ def _length_rows(lengths: Any) -> list[list[int]]:
 def _values(array: Array) -> str:
     seen = ", ".join(map(str, np.unique(array)[:6].tolist()))
     return f"{array.dtype} {list(array.shape)} with values {seen}"
-
-
-def _as_ids(ids: Values) -> Array:
-    ids_BS = host_array("segment ids", ids)
-    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
-        rule = "Segment ids are a [B, S] tensor of whole numbers."
-        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
-    bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
-    if bad:
-        rule = "0 is padding and sequences count from 1; no id is negative."
-        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
-    return ids_BS.astype(np.int64)
-
-
-def _previous_real(ids_BS: Array) -> Array:
-    """For each place, the id of the nearest real token before it in the row, 0 if there is none."""
-    B, S = ids_BS.shape
-    last_BS = np.maximum.accumulate(np.where(ids_BS != 0, np.arange(S), -1), axis=1)
-    before_BS = np.concatenate([np.full((B, 1), -1), last_BS[:, :-1]], axis=1)[:, :S]
-    previous: Array = np.where(before_BS >= 0, np.take_along_axis(ids_BS, np.maximum(before_BS, 0), axis=1), 0)
-    return previous
-
-
-def _check_order(ids_BS: Array) -> None:
-    step_BS = np.where(ids_BS != 0, ids_BS - _previous_real(ids_BS), 0)
-    bad = np.flatnonzero(((step_BS < 0) | (step_BS > 1)).any(axis=1))
-    if len(bad):
-        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
-
-
-def _renumber(ids_BS: Array) -> Array:
-    starts_BS = (ids_BS != 0) & (ids_BS != _previous_real(ids_BS))
-    numbered_BS = np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0)
-    distinct_B = np.array([len(np.unique(row[row != 0])) for row in ids_BS], np.int64)
-    bad = np.flatnonzero(starts_BS.sum(axis=1) != distinct_B)
-    if len(bad):
-        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
-        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
-    return numbered_BS
-
-
-def _positions_with_holes(ids_S: Array) -> Array:
-    """Of one row: real tokens count in their own sequence, padding after a token counts on from it."""
-    place_S, real_S = np.arange(len(ids_S)), ids_S != 0
-    last_S = np.maximum.accumulate(np.where(real_S, place_S, -1))
-    rank_S = np.cumsum(real_S) - 1
-    starts_S = real_S & (ids_S != _previous_real(ids_S[None])[0])
-    origin_S = np.maximum.accumulate(np.where(starts_S, rank_S, 0))
-    positions_S: Array = np.where(last_S >= 0, rank_S - origin_S + place_S - last_S, 0)
-    return positions_S

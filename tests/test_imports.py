@@ -20,6 +20,7 @@ ORDER = (
     ("errors",),
     ("keys",),
     ("host",),
+    ("rows",),
     ("segments",),
     ("masks",),
     ("outputs", "parallel", "kernels"),

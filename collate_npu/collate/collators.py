@@ -40,7 +40,8 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.documents import place_documents
-from collate_npu.segments import Segments, Side
+from collate_npu.rows import Side
+from collate_npu.segments import Segments
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain_rows, shape_of
-from collate_npu.segments import Side
+from collate_npu.rows import Side
 
 Array = npt.NDArray[Any]
 Row = Sequence[Any] | Array | Tensor

@@ -27,7 +27,8 @@ from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.outputs import unpad
-from collate_npu.segments import Segments, Side
+from collate_npu.rows import Side
+from collate_npu.segments import Segments
 
 Features = Sequence[Mapping[str, Any]]
 

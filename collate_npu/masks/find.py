@@ -33,7 +33,8 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
 from collate_npu.masks.offsets import check_offsets, segments_from_offsets
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
-from collate_npu.segments import Segments, sequence_starts
+from collate_npu.rows import sequence_starts
+from collate_npu.segments import Segments
 
 MASK_KEY = "attention_mask"
 

@@ -18,7 +18,8 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import layer_masks
 from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.polarity import Polarity
-from collate_npu.segments import Segments, Side
+from collate_npu.rows import Side
+from collate_npu.segments import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,7 +26,8 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.context_parallel import context_parallel, context_parallel_collator, refuse_model
 from collate_npu.outputs import per_sequence, shift_labels
 from collate_npu.parallel import ContextParallel, gather_sequence
-from collate_npu.segments import Segments, Side
+from collate_npu.rows import Side
+from collate_npu.segments import Segments
 from collate_npu.testing import tiny_config
 from collate_npu.tools.audit import Finding, batches_of, judged, sample_ids
 from collate_npu.tools.candidates import Candidate, is_checkpoint
