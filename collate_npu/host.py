@@ -70,7 +70,7 @@ def _is_dense(value: Tensor) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+    return isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value)))
 
 
 def _signed(name: str, value: Tensor) -> Tensor:
