@@ -68,11 +68,11 @@ def as_ids(ids: Any) -> Array:
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
         rule = "Segment ids are a [B, S] tensor of whole numbers."
         raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
-    bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
-    if bad:
+    if ids_BS.size and ids_BS.min() < 0:
+        bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."
         raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
-    return ids_BS.astype(np.int64)
+    return ids_BS.astype(np.int64, copy=False)
 
 
 def _previous_real(ids_BS: Array) -> Array:

@@ -127,7 +127,13 @@ class Segments:
         Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
         back after another sequence began is an error, not a new sequence.
         """
-        return cls._built(renumber(as_ids(ids))).ready()
+        return cls.numbered(as_ids(ids)).ready()
+
+    @classmethod
+    def numbered(cls, ids_BS: Array) -> Segments:
+        """As `from_ids`, of an array, for the library's own use: nothing is computed before it is asked for."""
+        one = ids_BS.max(initial=0) <= 1
+        return cls.kept(ids_BS.astype(bool)) if one else cls._built(renumber(ids_BS))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:

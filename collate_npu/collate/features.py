@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.collate.columns import Features, columns_of
-from collate_npu.collate.padding import are_flat, are_lists, are_ragged, check_lengths, is_ragged, on_host
+from collate_npu.collate.padding import are_flat, are_lists, are_ragged, check_lengths, is_ragged, on_host, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
@@ -57,12 +57,15 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     return Samples(columns=columns, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
-def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array]]:
-    """Token ids and segment ids `[L]` of samples that some other collator pads, read as `read_features` reads them."""
+def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array] | None]:
+    """Token ids and segment ids `[L]` of samples that some other collator pads, read as `read_features` reads them.
+
+    No segment ids where every sample is one sequence without holes.
+    """
     rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
     named = [row for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None]
     if not named:
-        return [], []
+        return [], None
     columns = {"input_ids": [feature["input_ids"] for feature in named]}
     lengths = _lengths(columns)
     for key in of_kind(KEYS, "truth"):
@@ -72,8 +75,7 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
         if flat and any(row is not None for row in told):
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
             columns[key] = [default if row is None else row for row, default in zip(told, whole)]
-    own = _own_segments(columns, lengths) or [np.ones(n, np.int32) for n in lengths]
-    return [host_array("input_ids", row) for row in columns["input_ids"]], own
+    return whole_rows("input_ids", columns["input_ids"]), _own_segments(columns, lengths)
 
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
@@ -81,7 +83,7 @@ def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
     ids, own = sample_segment_ids(samples)
     if not ids or len(ids) != len(samples):
         return {}
-    return {"input_ids": np.concatenate(ids), "attention_mask": joined_segment_ids(own)}
+    return {"input_ids": np.concatenate(ids), "attention_mask": joined_segment_ids(own or list(map(np.ones_like, ids)))}
 
 
 def joined_segment_ids(rows: Sequence[Array]) -> Array:

@@ -90,6 +90,11 @@ def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0, 
     return torch.from_numpy(_laid(key, rows, starts, width, fill, whole)[None])
 
 
+def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
+    """Each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
+    return list(_arrays(key, on_host(list(rows)), whole=True))
+
+
 def pad_positions(rows: Sequence[Row], *, width: int, side: Side = "right") -> Tensor:
     """Multi-axis positions (mRoPE), rows of `[axes, length]`, to `[axes, B, width]`, 0 at padding."""
     padded = pad_rows("position_ids", [_tokens_first(row) for row in rows], width=width, side=side, whole=True)

@@ -22,7 +22,7 @@ from collate_npu.consumers.consumer import Consumer
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array, host_tensor
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.find import find_segments, segments_from_batch, token_shape
 from collate_npu.masks.forms import MAX_MASK_BYTES
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
@@ -128,7 +128,7 @@ class WrappedCollator:
 
     def _found(self, batch: Mapping[str, Any]) -> Segments:
         declared = self.pattern if self._adapter is None else self._adapter.declared
-        return segments_from_batch(batch, polarity=self.polarity, pattern=declared)
+        return find_segments(batch, polarity=self.polarity, pattern=declared, padding_free=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,12 @@ class _Samples:
     """What the samples say before the inner collator sees them: token ids and segment ids `[L]` of each."""
 
     token_ids: list[Array]
-    segment_ids: list[Array]
+    own: list[Array] | None
+    """None where every sample is one sequence without holes."""
+
+    @property
+    def segment_ids(self) -> list[Array]:
+        return [np.ones(len(row), np.int32) for row in self.token_ids] if self.own is None else self.own
 
     def standing(self, batch: Mapping[str, Any]) -> list[Segments]:
         """The Segments by the samples, for each side on which all of them stand whole; none where the ids were changed."""
@@ -151,11 +156,13 @@ class _Samples:
         return all(_stands(ids_BS[b], row, side) for b, row in enumerate(self.token_ids))
 
     def _padded(self, width: int, side: Side) -> Segments:
-        return Segments.from_ids(pad_rows("attention_mask", self.segment_ids, width=width, side=side))
+        if self.own is None:
+            return Segments.laid_out([[len(row)] for row in self.token_ids], width, side)
+        return Segments.from_ids(pad_rows("attention_mask", self.own, width=width, side=side))
 
     def real(self) -> list[Array]:
         """Token ids of each sample without its own padding."""
-        return [row[ids > 0] for row, ids in zip(self.token_ids, self.segment_ids)]
+        return self.token_ids if self.own is None else [row[ids > 0] for row, ids in zip(self.token_ids, self.own)]
 
 
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:

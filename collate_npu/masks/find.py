@@ -33,7 +33,7 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
 from collate_npu.masks.offsets import check_offsets, segments_from_offsets
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
-from collate_npu.rows import sequence_starts
+from collate_npu.rows import as_ids, sequence_starts
 from collate_npu.segments import Segments
 
 MASK_KEY = "attention_mask"
@@ -157,7 +157,7 @@ def _sources(
     batch: Mapping[str, Any], masks: Mapping[str, Tensor], shape: tuple[int, int], polarity: Polarity | None
 ) -> Iterator[_Truth]:
     if batch.get(SEGMENT_KEY) is not None:
-        yield _Truth(SEGMENT_KEY, Segments.from_ids(host_array(SEGMENT_KEY, batch[SEGMENT_KEY])), True)
+        yield _Truth(SEGMENT_KEY, Segments.numbered(as_ids(host_array(SEGMENT_KEY, batch[SEGMENT_KEY]))), True)
     if batch.get(KEEP_KEY) is not None:
         yield _keys_source(KEEP_KEY, host_tensor(KEEP_KEY, batch[KEEP_KEY]), "keep")
     beside = batch.get(SEGMENT_KEY) is not None or batch.get(KEEP_KEY) is not None

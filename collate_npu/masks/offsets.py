@@ -35,10 +35,13 @@ def segments_from_offsets(batch: Mapping[str, Any], shape: tuple[int, int]) -> t
         rule = f"The row has {S} tokens."
         raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, _REMEDY))
     real_N = _real_lengths(name, physical, real, lengths)
-    ids_S = np.zeros(S, np.int32)
-    for n, (start, length) in enumerate((pair for pair in zip(physical.tolist(), real_N.tolist()) if pair[1]), start=1):
+    starts_N, held = physical[:-1], real_N > 0
+    if np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
+        return name, Segments.laid_out([real_N[held].tolist()], S)
+    ids_S = np.zeros(S, np.int64)
+    for n, (start, length) in enumerate(zip(starts_N[held].tolist(), real_N[held].tolist()), start=1):
         ids_S[start : start + length] = n
-    return name, Segments(ids_S[None])
+    return name, Segments.numbered(ids_S[None])
 
 
 def check_offsets(batch: Mapping[str, Any], segments: Segments) -> None:
