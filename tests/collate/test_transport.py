@@ -97,7 +97,12 @@ def tensors(draw):
 
 ONES = torch.ones(2, 3)
 ODD = [None, "text", 7, 1.5, [1, 2], ["a", None], (torch.arange(3),), np.arange(3), {}, ONES.to_sparse()]
-ODD += [ONES.clone().requires_grad_(), torch.nn.Parameter(ONES), torch.imag(torch.conj(torch.complex(ONES, ONES)))]
+ODD += [
+    ONES.clone().requires_grad_(),
+    torch.nn.Parameter(ONES),
+    torch.nn.Parameter(ONES, requires_grad=False),
+    torch.imag(torch.conj(torch.complex(ONES, ONES))),
+]
 
 
 def batches():
@@ -157,6 +162,7 @@ def shm_mappings():
         (torch.arange(1000, dtype=torch.int32), 2000),
         (torch.zeros(1000), 4000),
         (torch.zeros(1000, dtype=torch.bool), 1000),
+        (torch.ones(1000, dtype=torch.bfloat16), 2000),
     ],
 )
 def test_whole_numbers_take_the_bytes_they_need(tensor, byte_size):
