@@ -210,10 +210,10 @@ def test_in_a_worker_it_is_still_a_dict():
 def test_what_arrives_can_be_pinned():
     """torch 2.13 rebuilds a mapping by its type (utils/data/_utils/pin_memory.py:68-80); a plain dict is what it knows."""
     arrived = crossed(Shipment(a=torch.arange(3), b="text"))
-    if torch.accelerator.is_available():
+    if torch.cuda.is_available():
         assert pin_memory(arrived)["a"].is_pinned()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())  # stands for the accelerator
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor.clone())  # stands for the accelerator
         assert same(arrived, pin_memory(arrived))
 
 
