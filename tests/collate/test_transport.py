@@ -23,6 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from collate_npu import PaddingCollator, wrap_collator
 from collate_npu.collate import transport
 from collate_npu.collate.transport import INLINE_BYTES, Shipment, shipped
+from collate_npu.integrations.accelerate import DispatchCollator
 
 BOUNDS = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, -32769, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**62]
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -269,10 +270,12 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_two_workers_bring_what_none_does(name):
     for collator in (OURS, wrap_collator(OURS), partial(changed, OURS)):
-        here, there = loaded(collator), loaded(collator, num_workers=2, **LOADERS[name])
+        here, there = loaded(collator, Ragged(23)), loaded(collator, Ragged(23), num_workers=2, **LOADERS[name])
         if not LOADERS[name].get("in_order", True):
             here, there = (sorted(batches, key=lambda batch: batch["input_ids"].tolist()) for batches in (here, there))
         assert all(type(batch) is dict for batch in there)
+        packed = [batch for batch in there if len(batch["input_ids"]) == 4]  # of three, a function made a plain dict
+        assert not any(isinstance(value, torch.Tensor) and value.is_shared() for batch in packed for value in batch.values())
         assert same(here, there)
 
 
@@ -327,9 +330,11 @@ def test_accelerate_prepares_the_loader(dispatch):
     accelerate = pytest.importorskip("accelerate")
     config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
-    collator = PaddingCollator(pad_token_id=0, attention_mask="omit")
+    collator = DispatchCollator(PaddingCollator(pad_token_id=0))
     loader = DataLoader(Ragged(), batch_size=4, collate_fn=collator, num_workers=2)
-    assert same(loaded(collator), list(accelerator.prepare(loader)))
+    arrived = list(accelerator.prepare(loader))
+    assert same(loaded(collator), arrived)
+    assert not any(value.is_shared() for value in arrived[0].values())
 
 
 def test_torchdatas_stateful_loader_goes_on_where_it_stopped():
