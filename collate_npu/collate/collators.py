@@ -20,6 +20,7 @@ from torch import Tensor
 from collate_npu.collate import padding
 from collate_npu.collate.columns import Features
 from collate_npu.collate.features import Samples, read_features
+from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import (
     MaskMode,
     adapter_of,
@@ -120,7 +121,7 @@ class PaddingCollator:
         check_tensors(return_tensors or self.return_tensors)
         samples = read_features(features, allow_empty=self.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        return finish_batch(self, batch, segments, padding_free=self.padding_free)
+        return shipped(finish_batch(self, batch, segments, padding_free=self.padding_free))
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
+from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, finish_batch, ignore_labels, with_offsets
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer
@@ -111,7 +112,7 @@ class WrappedCollator:
         out = finish_batch(self, ignore_labels(self, whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
             _check_second_rows(batch, out)
-        return out
+        return shipped(out)
 
     def _masked(self, batch: Mapping[str, Any], samples: _Samples) -> Segments:
         """Through the door, with what the samples tell as one more source where they stand whole in the batch."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from collate_npu.collate.transport import shipped
 from collate_npu.errors import CollateError, explain
 
 PACKAGE, TESTED = "accelerate", "1.15.0"
@@ -42,7 +43,7 @@ class DispatchCollator:
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
             remedy = "Leave these keys out of the samples, or set dispatch_batches=False."
             raise CollateError(explain("batch", listed, rule, remedy))
-        return {key: value.contiguous() for key, value in batch.items()}
+        return shipped({key: value.contiguous() for key, value in batch.items()})
 
 
 def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:

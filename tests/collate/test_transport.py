@@ -1,0 +1,350 @@
+"""Transport: what leaves a worker arrives as it was, whatever it is and whichever loader brings it, and leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from collate_npu import PaddingCollator, wrap_collator
+from collate_npu.collate import transport
+from collate_npu.collate.transport import INLINE_BYTES, Shipment, shipped
+from collate_npu.integrations.accelerate import DispatchCollator
+
+BOUNDS = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, -32769, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**62]
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+OTHERS = (
+    torch.uint8,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.uint16,
+)
+
+
+def crossed(batch):
+    """As a queue of multiprocessing carries it."""
+    return pickle.loads(bytes(ForkingPickler.dumps(batch)))
+
+
+def same(one, other):
+    """Equal to the bit, in type, and for dicts in order."""
+    if isinstance(one, dict):
+        kept = isinstance(other, dict) and list(one) == list(other)
+        return kept and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.layout is not torch.strided:
+        return one.layout is other.layout and same(one.to_dense(), other.to_dense())
+    alike = (type(one), one.dtype, one.shape, one.requires_grad) == (
+        type(other),
+        other.dtype,
+        other.shape,
+        other.requires_grad,
+    )
+    return alike and bits(one) == bits(other)
+
+
+def bits(tensor):
+    packed = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return packed.reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+@st.composite
+def tensors(draw):
+    """Of any dtype, up to three axes, with any layout of their memory; whole numbers at the bounds of narrower types."""
+    dtype = draw(st.sampled_from([*SIGNED, torch.int64, torch.int64, *OTHERS]))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = int(np.prod(shape))
+    if dtype in SIGNED:
+        fits = [n for n in BOUNDS if torch.iinfo(dtype).min <= n <= torch.iinfo(dtype).max]
+        some = draw(st.lists(st.sampled_from(fits), min_size=1, max_size=2))
+        made = torch.tensor((some * count)[:count], dtype=dtype).reshape(shape)
+    else:
+        seed = draw(st.integers(0, 99))
+        raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, np.uint8))
+        made = raw % 2 == 1 if dtype is torch.bool else raw.view(dtype) if count else torch.empty(0, dtype=dtype)
+        made = made.reshape(shape)
+    layout = draw(st.sampled_from(["as made", "transposed", "every other", "expanded", "inside"]))
+    if made.ndim < 1 or layout == "as made":
+        return made
+    if layout == "transposed":
+        return made.movedim(0, -1)
+    if layout == "every other":
+        return made.repeat_interleave(2, -1)[..., ::2]
+    return made[None].expand(3, *shape) if layout == "expanded" else torch.cat([made, made, made])[made.shape[0] :]
+
+
+ONES = torch.ones(2, 3)
+ODD = [None, "text", 7, 1.5, [1, 2], ["a", None], (torch.arange(3),), np.arange(3), {}, ONES.to_sparse()]
+ODD += [
+    ONES.clone().requires_grad_(),
+    torch.nn.Parameter(ONES),
+    torch.nn.Parameter(ONES, requires_grad=False),
+    torch.imag(torch.conj(torch.complex(ONES, ONES))),
+]
+
+
+def batches():
+    values = tensors() | st.sampled_from(ODD)
+    keys = st.text("abc", min_size=1, max_size=2) | st.integers(0, 3)
+    return st.dictionaries(keys, values | st.dictionaries(keys, values, max_size=3), max_size=5)
+
+
+@pytest.mark.parametrize("inline", [INLINE_BYTES, 100, 8])
+def test_what_arrives_is_what_was_sent(inline):
+    """For any batch: inside the message, in one shared storage, and the long tensors each in its own."""
+
+    @settings(max_examples=settings.default.max_examples if inline == INLINE_BYTES else 60)
+    @given(batches())
+    def law(batch):
+        before = copy.deepcopy(batch)
+        arrived = crossed(Shipment(batch))
+        assert type(arrived) is dict
+        assert same(batch, arrived)
+        assert not any(type(value) is Shipment for value in arrived.values())
+        assert same(before, batch), "packing wrote into the batch"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "INLINE_BYTES", inline)
+        law()
+
+
+@given(st.lists(tensors(), min_size=2, max_size=4))
+def test_nothing_that_arrives_shares_memory(values):
+    """Not even where the worker's tensors did: the same one under two keys, and a part of one."""
+    sent = Shipment(enumerate([*values, values[0], values[0][..., :1] if values[0].ndim else values[0]]))
+    arrived = crossed(sent)
+    assert same(sent, arrived)
+    travelled = [value for value in arrived.values() if value.dtype in transport._HELD and value.numel()]
+    assert len({value.untyped_storage().data_ptr() for value in travelled}) == len(travelled)
+    for value in travelled:
+        assert not value.is_shared()
+        value.zero_()
+    assert all(not bits(value) or max(bits(value)) == 0 for value in travelled)
+
+
+def shm_files():
+    return set(os.listdir("/dev/shm"))
+
+
+def shm_mappings():
+    return {line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/torch_" in line}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "byte_size"),
+    [
+        (torch.arange(1000), 2000),
+        (torch.arange(1000) % 128, 1000),
+        (torch.arange(1000) + 2**15, 4000),
+        (torch.arange(1000) + 2**31, 8000),
+        (torch.arange(1000, dtype=torch.int32), 2000),
+        (torch.zeros(1000), 4000),
+        (torch.zeros(1000, dtype=torch.bool), 1000),
+        (torch.ones(1000, dtype=torch.bfloat16), 2000),
+    ],
+)
+def test_whole_numbers_take_the_bytes_they_need(tensor, byte_size):
+    _, (_, _, buffer) = transport._pack(Shipment(x=tensor))
+    assert type(buffer) is bytes
+    assert len(buffer) == byte_size
+
+
+def test_a_long_batch_takes_one_storage_and_a_long_mask_its_own():
+    """No copy is made of what does not get shorter: today's way, one copy in the worker and none behind it."""
+    ids = torch.arange(INLINE_BYTES)  # 4 MiB of int64, 2 MiB to send
+    rest, places, buffer = transport._pack(
+        Shipment(ids=ids, labels=ids, keep=ids > 3, mask=torch.ones(INLINE_BYTES + 1) > 0)
+    )[1]
+    assert isinstance(buffer, torch.UntypedStorage)
+    assert buffer.nbytes() == 9 * INLINE_BYTES
+    assert [place[0] for place in places] == ["ids", "labels", "keep"]
+    assert rest["mask"].numel() == INLINE_BYTES + 1
+    shared = ids.clone().share_memory_()
+    assert transport._pack(Shipment(ids=shared))[1][0]["ids"] is shared, "copied, though it lies in shared memory"
+
+
+def test_outside_a_worker_the_batch_is_itself():
+    batch = {"input_ids": torch.ones(1, 2)}
+    assert get_worker_info() is None
+    assert shipped(batch) is batch
+    assert type(PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2]}])) is dict
+
+
+def test_in_a_worker_it_is_still_a_dict():
+    """Every way of copying, changing and walking one; the plain pickler takes it as it takes any dict."""
+    plain = {"a": torch.arange(3), "b": {"c": torch.ones(2)}, "d": None}
+    batch = Shipment(plain)
+    copies = [dict(batch), {**batch}, batch.copy(), batch | {}, type(batch)(batch), copy.copy(batch), copy.deepcopy(batch)]
+    copies += [pickle.loads(pickle.dumps(batch, protocol)) for protocol in range(2, 6)]
+    copies.append(tree_map(lambda value: value, batch))
+    assert all(same(plain, copied) and isinstance(copied, dict) for copied in copies)
+    doubled = tree_map(lambda value: None if value is None else value * 2, batch)
+    assert doubled["b"]["c"].tolist() == [2, 2]
+    batch["e"] = batch.pop("a") + 1
+    assert list(crossed(batch)) == ["b", "d", "e"]
+    assert crossed([batch, {"deep": batch}])[1]["deep"]["e"].tolist() == [1, 2, 3]
+
+
+def test_what_arrives_can_be_pinned():
+    """torch 2.13 rebuilds a mapping by its type (utils/data/_utils/pin_memory.py:68-80); a plain dict is what it knows."""
+    arrived = crossed(Shipment(a=torch.arange(3), b="text"))
+    if torch.cuda.is_available():
+        assert pin_memory(arrived)["a"].is_pinned()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor.clone())  # stands for the accelerator
+        assert same(arrived, pin_memory(arrived))
+
+
+# --- real loaders
+
+
+class Ragged(Dataset):
+    """Rows of 1 to `longest` tokens; `kind` says of what."""
+
+    def __init__(self, count=24, longest=40, kind="list"):
+        self.count, self.longest, self.kind = count, longest, kind
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, n):
+        ids = np.arange(1, 2 + (n * 7) % self.longest) * (n + 1)
+        return {"input_ids": ids.tolist() if self.kind == "list" else ids, "labels": ids.tolist(), "weight": n / 2}
+
+
+def changed(collator, features):
+    """What users do behind a collator: keys added, replaced and gone, other types, a nested batch."""
+    batch = collator(features)
+    assert isinstance(batch, dict)
+    assert type(batch) is Shipment or get_worker_info() is None
+    batch["labels"] = batch["labels"] + 2**33
+    batch["same"], batch["part"] = batch["labels"], batch["labels"][:, 1:]
+    batch["scores"] = torch.full((2, 3), 0.1).to(torch.bfloat16).T
+    batch["nested"] = {"full_attention": batch["input_ids"] > 1, "linear_attention": None, "text": "x"}
+    batch.pop("weight")
+    return {**batch, "empty": torch.zeros(0, 3), "number": torch.tensor(5)} if len(features) % 2 else batch
+
+
+def dies(features):
+    if get_worker_info().id == 1:
+        os._exit(7)
+    return PaddingCollator(pad_token_id=0)(features)
+
+
+def loaded(collator, data=None, **settings):
+    return list(DataLoader(data or Ragged(), batch_size=4, collate_fn=collator, **settings))
+
+
+OURS = PaddingCollator(pad_token_id=0)
+LOADERS = {
+    "fork": {},
+    "prefetch": {"prefetch_factor": 5, "in_order": False},
+    "spawn": {"multiprocessing_context": "spawn"},
+    "forkserver": {"multiprocessing_context": "forkserver"},
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_two_workers_bring_what_none_does(name):
+    for collator in (OURS, wrap_collator(OURS), partial(changed, OURS)):
+        here, there = loaded(collator, Ragged(23)), loaded(collator, Ragged(23), num_workers=2, **LOADERS[name])
+        if not LOADERS[name].get("in_order", True):
+            here, there = (sorted(batches, key=lambda batch: batch["input_ids"].tolist()) for batches in (here, there))
+        assert all(type(batch) is dict for batch in there)
+        packed = [batch for batch in there if len(batch["input_ids"]) == 4]  # of three, a function made a plain dict
+        assert not any(isinstance(value, torch.Tensor) and value.is_shared() for batch in packed for value in batch.values())
+        assert same(here, there)
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_nothing_is_left_behind(strategy, monkeypatch):
+    """300 batches, half of them long: no descriptor, no file in shared memory and no storage of one stays."""
+    monkeypatch.setattr(transport, "INLINE_BYTES", 200)  # forked workers inherit it
+    before, files = get_sharing_strategy(), shm_files()
+    set_sharing_strategy(strategy)
+    try:
+        loader = DataLoader(Ragged(1200), batch_size=4, collate_fn=OURS, num_workers=2, persistent_workers=True)
+        seen, opened = [], []
+        for _ in range(2):
+            for n, batch in enumerate(loader):
+                seen.append(any(value.is_shared() for value in batch.values() if value is not None))
+                opened += [len(os.listdir("/proc/self/fd"))] if n in (20, 299) else []
+        assert len(seen) == 600
+        assert not any(seen)
+        del loader, batch
+        gc.collect()
+        assert max(opened) - min(opened) <= 4, opened
+        assert not {name for name in shm_files() - files if f"_{os.getpid()}_" in name}
+    finally:
+        set_sharing_strategy(before)
+
+
+def test_long_batches_keep_no_memory(monkeypatch):
+    """What is mapped does not grow with the batches received, though they are kept."""
+    monkeypatch.setattr(transport, "INLINE_BYTES", 200)
+    before = shm_mappings()
+    batches = loaded(OURS, Ragged(200), num_workers=1)
+    assert len(batches) == 50
+    assert shm_mappings() <= before
+
+
+def test_a_worker_that_dies_is_told():
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        loaded(dies, num_workers=2)
+
+
+def test_default_collate_allocates_in_shared_memory_already():
+    """torch's own collator writes into shared memory in a worker; what is small still leaves in the message."""
+    wrapped = wrap_collator(default_collate)
+    data = [{"input_ids": torch.arange(1, 9), "attention_mask": torch.ones(8, dtype=torch.int64)} for _ in range(8)]
+    here, there = loaded(wrapped, data), loaded(wrapped, data, num_workers=1)
+    assert same(here, there)
+    assert not there[0]["input_ids"].is_shared()
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_accelerate_prepares_the_loader(dispatch):
+    accelerate = pytest.importorskip("accelerate")
+    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    collator = DispatchCollator(PaddingCollator(pad_token_id=0))
+    loader = DataLoader(Ragged(), batch_size=4, collate_fn=collator, num_workers=2)
+    arrived = list(accelerator.prepare(loader))
+    assert same(loaded(collator), arrived)
+    assert not any(value.is_shared() for value in arrived[0].values())
+
+
+def test_torchdatas_stateful_loader_goes_on_where_it_stopped():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    settings = {"batch_size": 4, "collate_fn": OURS, "num_workers": 2}
+    whole = loaded(OURS)
+    loader = stateful.StatefulDataLoader(Ragged(), **settings)
+    batches = iter(loader)
+    first = [next(batches), next(batches)]
+    state = loader.state_dict()
+    again = stateful.StatefulDataLoader(Ragged(), **settings)
+    again.load_state_dict(state)
+    assert same(whole, first + list(again))
