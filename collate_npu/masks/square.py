@@ -1,0 +1,105 @@
+"""Square: a mask of queries and keys under one polarity, read in blocks of query rows that stay in cache.
+
+Nothing of the size of the mask is built: a bool mask is read where it lies, any other dtype becomes bool block by block.
+Legend: B batch, H heads, S width, Q/K query and key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from collate_npu.host import Array
+from collate_npu.masks.fill import fill_rows, regions_of
+from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.polarity import BLOCK, Bools, MaskValues, Polarity
+from collate_npu.segments import Segments
+
+
+class Square:
+    """`[B, S, S]`, True = attends, of values `[S, S]`, `[B, S, S]` or `[B, H, S, S]` under one polarity.
+
+    A key is attended if any head attends it. One row serves any `batch_size`.
+    """
+
+    def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
+        raw = values.raw
+        raw_BHQK = raw if raw.ndim == 4 else raw[None, None] if raw.ndim == 2 else raw[:, None]
+        repeated = raw_BHQK.shape[1] > 1 and raw_BHQK.strides[1] == 0
+        self._raw_BHQK = raw_BHQK[:, :1] if repeated else raw_BHQK
+        self._read = partial(values.attending, polarity=polarity)
+        self.shape = batch_size, raw_BHQK.shape[-1]
+        as_is = raw.dtype == bool and self._raw_BHQK.shape[1] == 1
+        self.raw_rows = self._as_they_lie if as_is else self.rows
+        """`rows` without a copy, where `attends` stands for "attends"."""
+        self.attends = not (as_is and polarity == "masked")
+
+    def rows(self, b: int, low: int, high: int) -> Bools:
+        """bool `[high - low, S]`: query rows of one row of the batch."""
+        return self._any_head(self._read(self._raw_BHQK[self._held(b), :, low:high]), 0)
+
+    def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
+        rows_QK: Bools = self._raw_BHQK[self._held(b), 0, low:high]
+        return rows_QK
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """`(first query, last query + 1)`, for every row of the batch: at most a fourth of the mask is read at once."""
+        B, S = self.shape
+        H = self._raw_BHQK.shape[1]
+        rows = max(min(BLOCK // max(S * H, 1), B * S // 4), 1)
+        step = rows if rows < 8 else rows // 8 * 8
+        for low in range(0, S, step):
+            yield low, min(low + step, S)
+
+    def diagonal(self) -> Bools:
+        """`[B, S]`: does each token attend itself?"""
+        return self._all_rows(self._raw_BHQK.diagonal(axis1=2, axis2=3))
+
+    def column(self, k: int) -> Bools:
+        """`[B, S]`: the queries that attend key k."""
+        return self._all_rows(self._raw_BHQK[..., k])
+
+    def at(self, b_N: Array, q_N: Array, k_N: Array) -> Bools:
+        """`[N]`: single places."""
+        held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
+        return self._any_head(self._read(self._raw_BHQK[held_N, :, q_N, k_N]), 1)
+
+    def _held(self, b: int) -> int:
+        return b if len(self._raw_BHQK) > 1 else 0
+
+    def _all_rows(self, raw_BHS: Array) -> Bools:
+        return np.broadcast_to(self._any_head(self._read(raw_BHS), 1), self.shape)
+
+    def _any_head(self, attends: Bools, axis: int) -> Bools:
+        if attends.shape[axis] == 1:
+            return attends[0] if axis == 0 else attends[:, 0]
+        found: Bools = np.logical_or.reduce(attends, axis=axis)
+        return found
+
+
+class Rebuilt:
+    """The query rows that a pattern gives on these sequences, one block at a time."""
+
+    def __init__(self, square: Square, segments: Segments, pattern: Pattern) -> None:
+        self._square, self._pattern = square, pattern
+        self._regions = regions_of(segments)
+        _, height = next(square.blocks(), (0, 0))
+        self._block_QK = np.empty((height, square.shape[1]), bool)
+
+    def rows(self, b: int, low: int, high: int) -> Bools:
+        """As `Square.raw_rows` holds them; the next call writes over them."""
+        block_QK: Bools = self._block_QK[: high - low]
+        attends = self._square.attends
+        fill_rows(block_QK, low, self._regions[b], self._pattern, attends, not attends)
+        return block_QK
+
+
+def equal(one_QK: Bools, other_QK: Bools) -> bool:
+    """The same bytes; eight are compared at once where they lie so."""
+    if one_QK.flags.c_contiguous and other_QK.flags.c_contiguous and one_QK.size % 8 == 0:
+        one, other = one_QK.reshape(-1).view(np.uint64), other_QK.reshape(-1).view(np.uint64)
+        if one.flags.aligned and other.flags.aligned:
+            return bool((one == other).all())
+    return bool((one_QK == other_QK).all())
