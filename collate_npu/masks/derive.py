@@ -31,7 +31,7 @@ from collate_npu.masks.evidence import Known, Reading, read_square
 from collate_npu.masks.patterns import Pattern, fill_band
 from collate_npu.masks.polarity import Bools, MaskValues, Polarity
 from collate_npu.masks.proof import UnexplainedError
-from collate_npu.masks.square import Square, equal
+from collate_npu.masks.square import Square
 from collate_npu.segments import Segments, Values
 
 KEY = "attention_mask"
@@ -291,7 +291,7 @@ def _is_triangle(top: Tensor, below: bool) -> bool:
     rows, given_QK = 256, np.empty((256, 2048), bool)
     for low in range(0, 2048, rows):
         fill_band(given_QK, low, None, below, not below)
-        if not equal((top[low : low + rows] != 0).numpy(), given_QK):
+        if not np.array_equal((top[low : low + rows] != 0).numpy(), given_QK):
             return False
     return True
 

@@ -14,8 +14,9 @@ the polarity is wrong; memory is a block of rows. Legend: B batch, S width, Q/K 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,23 +57,47 @@ class Reading:
     pattern: Pattern | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shown:
     """What the matrix shows, `[B, S]` or `[B]`."""
 
     segments: Segments
     extents: Extents
     real_BS: Bools
+    counts_BS: Bools
     filler_BS: Bools
     proved_BQ: Bools
     """Rows known to be those of plain causal attention on `segments`."""
-    reach_B: Array
-    """How far back any row that counts looks, padding queries included."""
-    sees_future_B: Bools
-    sees_all_B: Bools
-    last_sees_all_B: Bools
-    live_padding_B: Bools
-    """Every padded query after a token attends something, as a mask of key columns alone leaves it."""
+
+    @cached_property
+    def reach_B(self) -> Array:
+        """How far back any row that counts looks, padding queries included."""
+        back: Array = np.where(self.counts_BS, np.arange(self.real_BS.shape[1]) - self.extents.first_BQ, 0).max(axis=1)
+        return back
+
+    @cached_property
+    def sees_future_B(self) -> Bools:
+        """Does a real query attend a key after it?"""
+        ahead: Bools = (self.real_BS & (self.extents.last_BQ > np.arange(self.real_BS.shape[1]))).any(axis=1)
+        return ahead
+
+    @cached_property
+    def sees_all_B(self) -> Bools:
+        """Does every query attend every key?"""
+        every: Bools = self.extents.full_BQ.all(axis=1)
+        return every
+
+    @property
+    def last_sees_all_B(self) -> Bools:
+        """Does the last query attend every key?"""
+        return self.extents.full_BQ[:, -1]
+
+    @cached_property
+    def live_padding_B(self) -> Bools:
+        """Does every padded query after a token attend something, as a mask of key columns alone leaves it?"""
+        after_BS = np.logical_or.accumulate(self.real_BS, axis=1) & ~self.real_BS
+        live: Bools = ((self.extents.any_BQ & ~self.filler_BS) | ~after_BS).all(axis=1)
+        return live
 
 
 def read_square(square: Square, known: Known) -> Reading:
@@ -92,7 +117,7 @@ def read_square(square: Square, known: Known) -> Reading:
     if not known.prove:
         return Reading(segments, None)
     refuse_gaps(shown, segments, known.pattern)
-    reach = int(shown.reach_B.max())
+    reach = lambda: int(shown.reach_B.max())  # noqa: E731
     pattern = prove(square, segments, known.pattern, extents=lambda: shown.extents, reach=reach, proved_BQ=proved_BQ)
     if known.keep is None:
         refuse_unmasked_rows(shown, pattern, declared=known.pattern is not None, unmasked_rows=known.unmasked_rows)
@@ -110,69 +135,53 @@ def _read(square: Square, keep_BS: Bools | None) -> Shown:
     if keep_BS is not None and (keep_BS & ~diagonal_BS).any():
         raise wrong
     guess = Guess(square, diagonal_BS, keep_BS)
-    extents, segments = guess.extents, guess.segments
-    used_BK, proved_BQ = np.zeros((B, S), bool), np.zeros((B, S), bool)
+    segments, extents, used_BK = guess.segments, guess.extents, np.zeros((B, S), bool)
     may_BK = diagonal_BS if keep_BS is None else keep_BS
-    counts = [None] * B if keep_BS is None else list(keep_BS)
 
-    def read(b: int, guess: Guess | None) -> None:
-        used_BK[b], proved_BQ[b] = read_extents(square, b, extents, guess=guess, counts_Q=counts[b], only_K=may_BK[b])
+    def read(b: int, blocks: Iterable[tuple[int, int]]) -> None:
+        counts_Q = None if keep_BS is None else keep_BS[b]
+        used_BK[b] = read_extents(square, b, extents, blocks, counts_Q=counts_Q, only_K=may_BK[b])
         if (used_BK[b] & ~may_BK[b]).any():
             raise wrong
 
     for b in range(B):
-        read(b, guess)
+        read(b, guess.odd_blocks(b))
     counts_BS = ~fillers(extents.full_BQ) if keep_BS is None else keep_BS
     real_BS = diagonal_BS & counts_BS
     if len(misread := np.flatnonzero((real_BS != guess.real_BS).any(axis=1))):
         for b in misread.tolist():
-            read(b, None)
+            read(b, square.blocks())
+        guess.proved_BQ[misread] = False
         segments, _ = sequences(square, real_BS)
     if ((used_BK | (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)) & ~real_BS).any():
         raise wrong
-    return _shown(segments, extents, proved_BQ, real_BS, counts_BS, has_fillers=keep_BS is None)
-
-
-def _shown(
-    segments: Segments, extents: Extents, proved_BQ: Bools, real_BS: Bools, counts_BS: Bools, *, has_fillers: bool
-) -> Shown:
-    place_S = np.arange(real_BS.shape[1], dtype=np.int32)
-    filler_BS = ~counts_BS if has_fillers else np.zeros_like(real_BS)
-    after_BS = np.logical_or.accumulate(real_BS, axis=1) & ~real_BS
-    return Shown(
-        segments=segments,
-        extents=extents,
-        real_BS=real_BS,
-        filler_BS=filler_BS,
-        proved_BQ=proved_BQ,
-        reach_B=np.where(counts_BS, place_S - extents.first_BQ, 0).max(axis=1),
-        sees_future_B=(real_BS & (extents.last_BQ > place_S)).any(axis=1),
-        sees_all_B=extents.full_BQ.all(axis=1),
-        last_sees_all_B=extents.full_BQ[:, -1],
-        live_padding_B=((extents.any_BQ & ~filler_BS) | ~after_BS).all(axis=1),
-    )
+    filler_BS = ~counts_BS if keep_BS is None else np.zeros_like(real_BS)
+    return Shown(segments, extents, real_BS, counts_BS, filler_BS, guess.proved_BQ)
 
 
 def _all_extents(square: Square) -> Extents:
     extents = Extents.none(*square.shape)
     for b in range(square.shape[0]):
-        read_extents(square, b, extents)
+        read_extents(square, b, extents, square.blocks())
     return extents
 
 
 def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
     """Each row of the batch in which diagonal, used keys and the keep mask do not say the same."""
-    extents, diagonal_BS = Extents.none(*square.shape), square.diagonal()
-    used_K = [read_extents(square, b, extents, counts_Q=None if keep_BS is None else keep_BS[b])[0] for b in range(len(diagonal_BS))]
+    B, S = square.shape
+    extents, diagonal_BS, used_BK = Extents.none(B, S), square.diagonal(), np.zeros((B, S), bool)
+    for b in range(B):
+        used_BK[b] = read_extents(square, b, extents, square.blocks(), counts_Q=None if keep_BS is None else keep_BS[b])
     counts_BS = ~fillers(extents.full_BQ) if keep_BS is None else keep_BS
-    used_BK = np.stack(used_K) | (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)
+    used_BK |= (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)
     real_BS = diagonal_BS & counts_BS
-    return [(b, told) for b in range(len(real_BS)) for told in _told(used_BK[b], real_BS[b], None if keep_BS is None else keep_BS[b])]
+    true_BS = real_BS if keep_BS is None else keep_BS
+    return [(b, told) for b in range(B) for told in _told(used_BK[b], real_BS[b], true_BS[b])]
 
 
-def _told(used_K: Bools, real_S: Bools, keep_S: Bools | None) -> Iterator[str]:
+def _told(used_K: Bools, real_S: Bools, true_S: Bools) -> Iterator[str]:
     at = np.flatnonzero(used_K & ~real_S)
     if len(at):  # the key of a real token is used, by itself
         yield f"key {at[0]} is attended by other tokens, but token {at[0]} is padding or does not attend itself"
-    elif keep_S is not None and (real_S != keep_S).any():
-        yield f"{real_S.sum()} real tokens where the 2D mask has {keep_S.sum()}"
+    elif (real_S != true_S).any():
+        yield f"{real_S.sum()} real tokens where the 2D mask has {true_S.sum()}"

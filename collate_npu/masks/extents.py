@@ -8,14 +8,16 @@ Legend: B batch, S width, Q/K query and key rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from collate_npu.host import Array
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.masks.polarity import Bools
-from collate_npu.masks.square import Rebuilt, Square, equal
+from collate_npu.masks.square import Rebuilt, Square
 from collate_npu.segments import Segments
 
 
@@ -42,50 +44,64 @@ class Guess:
 
     def __init__(self, square: Square, diagonal_BS: Bools, keep_BS: Bools | None) -> None:
         B, S = square.shape
-        full_BQ = square.column(0) & square.column(S - 1)
-        full_BQ[:, -1] = [square.rows(b, S - 1, S).all() for b in range(B)]
-        self.real_BS = diagonal_BS & (~fillers(full_BQ) if keep_BS is None else keep_BS)
-        self.segments, begins_BS = sequences(square, self.real_BS)
-        own_S = np.arange(S, dtype=np.int32)
-        start_BQ = np.maximum.accumulate(np.where(begins_BS, own_S, 0), axis=1)
-        last_BQ = np.maximum.accumulate(np.where(self.real_BS, own_S, -1), axis=1)
-        any_BQ = last_BQ >= 0
-        b_N, q_N = np.nonzero(any_BQ & ~self.real_BS & ~full_BQ)
-        any_BQ[b_N, q_N] = square.at(b_N, q_N, start_BQ[b_N, q_N])
-        self._full_BQ, self._empty_BQ = full_BQ, ~any_BQ & (last_BQ >= 0) & ~full_BQ
-        any_BQ |= full_BQ
-        whole_B = self.real_BS.all(axis=1) & ~begins_BS[:, 1:].any(axis=1)
-        plain_full_BQ = whole_B[:, None] & (own_S == S - 1)
-        self.plain_BQ = plain_full_BQ | ~full_BQ
-        """Rows guessed to be those of plain causal attention, where they are real."""
-        self.extents = Extents(
-            np.where(full_BQ, 0, np.where(any_BQ, start_BQ, own_S)),
-            np.where(full_BQ, S - 1, np.where(any_BQ, last_BQ, own_S)),
-            any_BQ,
-            full_BQ | plain_full_BQ,
-        )
+        self._full_BQ = square.column(0) & square.column(S - 1)
+        self._full_BQ[:, -1] = square.row(S - 1).all(axis=1)
+        self.real_BS = diagonal_BS & (~fillers(self._full_BQ) if keep_BS is None else keep_BS)
+        self.segments, self._begins_BS = sequences(square, self.real_BS)
+        self._own_S = np.arange(S, dtype=np.int32)
+        self._start_BQ = np.maximum.accumulate(np.where(self._begins_BS, self._own_S, 0), axis=1)
+        behind_BQ = np.logical_or.accumulate(self.real_BS, axis=1) & ~self.real_BS & ~self._full_BQ
+        self._empty_BQ = np.zeros((B, S), bool)
+        b_N, q_N = np.nonzero(behind_BQ)
+        self._empty_BQ[b_N, q_N] = ~square.at(b_N, q_N, self._start_BQ[b_N, q_N])
+        self._odd_B = (self._full_BQ | self._empty_BQ).any(axis=1)
+        self.proved_BQ = np.zeros((B, S), bool)
+        """Rows found to be those of plain causal attention, where they are real."""
         self._square, self._rebuilt = square, Rebuilt(square, self.segments, CAUSAL)
 
-    def holds(self, b: int, low: int, high: int) -> bool:
-        """Are these query rows exactly as guessed?"""
+    @cached_property
+    def _whole_BQ(self) -> Bools:
+        """The last row where nothing is padding: plain causal, and yet it attends everything."""
+        whole_B: Bools = self.real_BS.all(axis=1) & ~self._begins_BS[:, 1:].any(axis=1)
+        return whole_B[:, None] & (self._own_S == len(self._own_S) - 1)
+
+    @cached_property
+    def extents(self) -> Extents:
+        """As guessed, until what was found otherwise is written over it."""
+        last_BQ = np.maximum.accumulate(np.where(self.real_BS, self._own_S, -1), axis=1)
+        any_BQ = (last_BQ >= 0) & ~self._empty_BQ | self._full_BQ
+        first_BQ = np.where(self._full_BQ, 0, np.where(any_BQ, self._start_BQ, self._own_S))
+        last_BQ = np.where(self._full_BQ, len(self._own_S) - 1, np.where(any_BQ, last_BQ, self._own_S))
+        return Extents(first_BQ, last_BQ, any_BQ, self._full_BQ | self._whole_BQ)
+
+    def odd_blocks(self, b: int) -> Iterator[tuple[int, int]]:
+        """The blocks of query rows that are not exactly as guessed; those that are count as proved."""
+        for low, high in self._square.blocks():
+            if self._holds(b, low, high):
+                self.proved_BQ[b, low:high] = ~self._full_BQ[b, low:high] | self._whole_BQ[b, low:high]
+            else:
+                yield low, high
+
+    def _holds(self, b: int, low: int, high: int) -> bool:
         given_QK, attends = self._rebuilt.rows(b, low, high), self._square.attends
-        for odd_Q, value in ((self._full_BQ[b, low:high], attends), (self._empty_BQ[b, low:high], not attends)):
-            if odd_Q.any():
-                given_QK[odd_Q] = value
-        return equal(self._square.raw_rows(b, low, high), given_QK)
+        if self._odd_B[b]:
+            given_QK[self._full_BQ[b, low:high]] = attends
+            given_QK[self._empty_BQ[b, low:high]] = not attends
+        return self._rebuilt.equals(self._square.raw_rows(b, low, high))
 
 
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
     """A sequence ends where a real token does not attend the real token before it; `[B, S]` says where one begins."""
-    S = square.shape[1]
     at_T = np.flatnonzero(real_BS)
-    b_T, q_T = at_T // S, at_T % S
+    b_T, q_T = np.divmod(at_T, square.shape[1])
     begins_T = np.ones(len(at_T), bool)
-    meets_T = b_T[1:] == b_T[:-1]
-    begins_T[1:] = ~(square.at(b_T[1:], q_T[1:], np.where(meets_T, q_T[:-1], q_T[1:])) & meets_T)
+    first_T = b_T[1:] != b_T[:-1]
+    begins_T[1:] = first_T | ~square.at(b_T[1:], q_T[1:], q_T[:-1])
     begins_BS = np.zeros(real_BS.shape, bool)
     begins_BS.reshape(-1)[at_T] = begins_T
-    return Segments.from_ids(np.where(real_BS, np.cumsum(begins_BS, axis=1), 0)), begins_BS
+    if np.count_nonzero(begins_T[1:]) == np.count_nonzero(first_T):
+        return Segments.from_keep(real_BS), begins_BS
+    return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
 
 
 def fillers(full_BQ: Bools) -> Bools:
@@ -99,30 +115,25 @@ def read_extents(
     square: Square,
     b: int,
     into: Extents,
+    blocks: Iterable[tuple[int, int]],
     *,
-    guess: Guess | None = None,
     counts_Q: Bools | None = None,
     only_K: Bools | None = None,
-) -> tuple[Bools, Bools]:
-    """Read one row of the batch `into` its place: `used_K`, the keys of rows that count, and `plain_Q`.
+) -> Bools:
+    """Read these blocks of one row of the batch `into` its place; the keys `[S]` that their rows that count attend.
 
-    `plain_Q` are the rows found to be as guessed, plain causal; as they attend real keys alone, or all, they are left out
-    of `used_K`. Unless `counts_Q` says so, rows that attend everything do not count. With `only_K` reading stops once
-    another key is used.
+    Unless `counts_Q` says so, rows that attend everything do not count. With `only_K` reading stops once another key is
+    used.
     """
-    S = square.shape[1]
-    used_K, plain_Q = np.zeros(S, bool), np.zeros(S, bool)
-    for low, high in square.blocks():
-        if guess is not None and guess.holds(b, low, high):
-            plain_Q[low:high] = guess.plain_BQ[b, low:high]
-            continue
+    used_K = np.zeros(square.shape[1], bool)
+    for low, high in blocks:
         rows_QK = square.rows(b, low, high)
         _read_rows(rows_QK, low, b, into)
         counted_Q = ~into.full_BQ[b, low:high] if counts_Q is None else counts_Q[low:high]
         used_K |= np.logical_or.reduce(rows_QK if counted_Q.all() else rows_QK[counted_Q], axis=0)
         if only_K is not None and (used_K & ~only_K).any():
             break
-    return used_K, plain_Q
+    return used_K
 
 
 def _read_rows(rows_QK: Bools, low: int, b: int, into: Extents) -> None:

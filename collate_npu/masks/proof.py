@@ -16,7 +16,7 @@ import numpy as np
 from collate_npu.masks.extents import Extents
 from collate_npu.masks.patterns import CAUSAL, Pattern, explanations
 from collate_npu.masks.polarity import Bools
-from collate_npu.masks.square import Rebuilt, Square, equal
+from collate_npu.masks.square import Rebuilt, Square
 from collate_npu.segments import Segments
 
 Rows = list[tuple[int, str]]
@@ -56,7 +56,7 @@ def _differs(square: Square, rebuilt: Rebuilt, b: int, low: int, high: int, coun
     if not counts_Q.any():
         return False
     found_QK, given_QK = square.raw_rows(b, low, high), rebuilt.rows(b, low, high)
-    return not equal(found_QK, given_QK) and bool(((found_QK != given_QK).any(axis=1) & counts_Q).any())
+    return not rebuilt.equals(found_QK) and bool(((found_QK != given_QK).any(axis=1) & counts_Q).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def prove(
     pattern: Pattern | None,
     *,
     extents: Callable[[], Extents],
-    reach: int = 0,
+    reach: Callable[[], int] = lambda: 0,
     proved_BQ: Bools | None = None,
 ) -> Pattern:
     """The pattern that gives the matrix back on every real row: the declared one, or the first that does.
@@ -100,7 +100,7 @@ def prove(
         return next(wrong(tried), None) is None
 
     def search() -> Pattern | None:
-        shown = _shown(extents(), segments, reach)
+        shown = _shown(extents(), segments, reach())
         return next((p for p in explanations(shown) if p not in (CAUSAL, pattern) and holds(p)), None)
 
     if pattern is not None:

@@ -61,6 +61,10 @@ class Square:
         """`[B, S]`: the queries that attend key k."""
         return self._all_rows(self._raw_BHQK[..., k])
 
+    def row(self, q: int) -> Bools:
+        """`[B, S]`: the keys that query q attends."""
+        return self._all_rows(self._raw_BHQK[:, :, q])
+
     def at(self, b_N: Array, q_N: Array, k_N: Array) -> Bools:
         """`[N]`: single places."""
         held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
@@ -70,7 +74,8 @@ class Square:
         return b if len(self._raw_BHQK) > 1 else 0
 
     def _all_rows(self, raw_BHS: Array) -> Bools:
-        return np.broadcast_to(self._any_head(self._read(raw_BHS), 1), self.shape)
+        held_BS = self._any_head(self._read(raw_BHS), 1)
+        return held_BS if held_BS.shape == self.shape else np.broadcast_to(held_BS, self.shape)
 
     def _any_head(self, attends: Bools, axis: int) -> Bools:
         if attends.shape[axis] == 1:
@@ -83,23 +88,22 @@ class Rebuilt:
     """The query rows that a pattern gives on these sequences, one block at a time."""
 
     def __init__(self, square: Square, segments: Segments, pattern: Pattern) -> None:
-        self._square, self._pattern = square, pattern
+        self._pattern, self._attends, self._width = pattern, square.attends, square.shape[1]
         self._regions = regions_of(segments)
-        _, height = next(square.blocks(), (0, 0))
-        self._block_QK = np.empty((height, square.shape[1]), bool)
+        self._held: dict[int, tuple[bytearray, Bools]] = {}
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """As `Square.raw_rows` holds them; the next call writes over them."""
-        block_QK: Bools = self._block_QK[: high - low]
-        attends = self._square.attends
-        fill_rows(block_QK, low, self._regions[b], self._pattern, attends, not attends)
-        return block_QK
+        rows_QK = self._block(high - low)[1]
+        fill_rows(rows_QK, low, self._regions[b], self._pattern, self._attends, not self._attends)
+        return rows_QK
 
+    def equals(self, found_QK: Bools) -> bool:
+        """Is it byte by byte what `rows` gave last? bytearray compares at the speed of memory, numpy at half of it."""
+        return self._block(len(found_QK))[0] == np.ascontiguousarray(found_QK)  # type: ignore[comparison-overlap]
 
-def equal(one_QK: Bools, other_QK: Bools) -> bool:
-    """The same bytes; eight are compared at once where they lie so."""
-    if one_QK.flags.c_contiguous and other_QK.flags.c_contiguous and one_QK.size % 8 == 0:
-        one, other = one_QK.reshape(-1).view(np.uint64), other_QK.reshape(-1).view(np.uint64)
-        if one.flags.aligned and other.flags.aligned:
-            return bool((one == other).all())
-    return bool((one_QK == other_QK).all())
+    def _block(self, rows: int) -> tuple[bytearray, Bools]:
+        if rows not in self._held:  # the last block of a mask is smaller
+            raw = bytearray(rows * self._width)
+            self._held[rows] = raw, np.frombuffer(raw, bool).reshape(rows, self._width)
+        return self._held[rows]
