@@ -60,10 +60,11 @@ def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
 
 def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:
     """A producer that unmasks empty rows makes right padding by one, or a row of padding, equal to no padding at all."""
-    filler_BS, all_B = shown.filler_BS, shown.sees_all_B
-    if filler_BS.shape[1] < 2 and not unmasked_rows:
-        return
+    filler_BS = shown.filler_BS
     unmasks = unmasked_rows or bool(filler_BS.any())
+    if (filler_BS.shape[1] < 2 and not unmasked_rows) or not (unmasks or isinstance(pattern, Prefix)):
+        return
+    all_B = shown.sees_all_B
     mixed = not declared and isinstance(pattern, Prefix) and not all_B.all()
     pads_left = bool((filler_BS.any(axis=1) & ~filler_BS[:, -1]).any())
     last_B = shown.last_sees_all_B & shown.real_BS[:, -1]

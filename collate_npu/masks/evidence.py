@@ -28,7 +28,7 @@ from collate_npu.masks.doubts import (
     refuse_unmasked_rows,
     refuse_visible_padding,
 )
-from collate_npu.masks.extents import Extents, Guess, fillers, read_extents, sequences
+from collate_npu.masks.extents import Extents, Guess, after_token, fillers, read_rows, sequences
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Bools
 from collate_npu.masks.proof import Rows, UnexplainedError, prove
@@ -62,12 +62,18 @@ class Shown:
     """What the matrix shows, `[B, S]` or `[B]`."""
 
     segments: Segments
-    extents: Extents
+    guess: Guess
+    """Corrected where it was wrong."""
     real_BS: Bools
     counts_BS: Bools
     filler_BS: Bools
     proved_BQ: Bools
     """Rows known to be those of plain causal attention on `segments`."""
+
+    @property
+    def extents(self) -> Extents:
+        """What each query row attends."""
+        return self.guess.extents
 
     @cached_property
     def reach_B(self) -> Array:
@@ -84,19 +90,18 @@ class Shown:
     @cached_property
     def sees_all_B(self) -> Bools:
         """Does every query attend every key?"""
-        every: Bools = self.extents.full_BQ.all(axis=1)
+        every: Bools = self.guess.full_BQ.all(axis=1)
         return every
 
     @property
     def last_sees_all_B(self) -> Bools:
         """Does the last query attend every key?"""
-        return self.extents.full_BQ[:, -1]
+        return self.guess.full_BQ[:, -1]
 
     @cached_property
     def live_padding_B(self) -> Bools:
         """Does every padded query after a token attend something, as a mask of key columns alone leaves it?"""
-        after_BS = np.logical_or.accumulate(self.real_BS, axis=1) & ~self.real_BS
-        live: Bools = ((self.extents.any_BQ & ~self.filler_BS) | ~after_BS).all(axis=1)
+        live: Bools = ((self.extents.any_BQ & ~self.filler_BS) | ~after_token(self.real_BS)).all(axis=1)
         return live
 
 
@@ -134,35 +139,39 @@ def _read(square: Square, keep_BS: Bools | None) -> Shown:
     wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
     if keep_BS is not None and (keep_BS & ~diagonal_BS).any():
         raise wrong
+    if keep_BS is None and (square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS).any(axis=1)[~diagonal_BS.all(axis=1)].any():
+        raise wrong
     guess = Guess(square, diagonal_BS, keep_BS)
-    segments, extents, used_BK = guess.segments, guess.extents, np.zeros((B, S), bool)
+    segments, used_BK = guess.segments, np.zeros((B, S), bool)
     may_BK = diagonal_BS if keep_BS is None else keep_BS
 
     def read(b: int, blocks: Iterable[tuple[int, int]]) -> None:
-        counts_Q = None if keep_BS is None else keep_BS[b]
-        used_BK[b] = read_extents(square, b, extents, blocks, counts_Q=counts_Q, only_K=may_BK[b])
-        if (used_BK[b] & ~may_BK[b]).any():
-            raise wrong
+        for low, high in blocks:
+            used_BK[b] |= read_rows(square, b, low, high, guess.extents, keep_BS)
+            if (used_BK[b] & ~may_BK[b]).any():
+                raise wrong
 
     for b in range(B):
         read(b, guess.odd_blocks(b))
-    counts_BS = ~fillers(extents.full_BQ) if keep_BS is None else keep_BS
+    counts_BS = ~fillers(guess.full_BQ) if keep_BS is None else keep_BS
     real_BS = diagonal_BS & counts_BS
+    proved_BQ = guess.proved_BQ
     if len(misread := np.flatnonzero((real_BS != guess.real_BS).any(axis=1))):
         for b in misread.tolist():
             read(b, square.blocks())
-        guess.proved_BQ[misread] = False
+        proved_BQ[misread] = False
         segments, _ = sequences(square, real_BS)
-    if ((used_BK | (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)) & ~real_BS).any():
+    if ((used_BK | (guess.full_BQ & counts_BS).any(axis=1, keepdims=True)) & ~real_BS).any():
         raise wrong
     filler_BS = ~counts_BS if keep_BS is None else np.zeros_like(real_BS)
-    return Shown(segments, extents, real_BS, counts_BS, filler_BS, guess.proved_BQ)
+    return Shown(segments, guess, real_BS, counts_BS, filler_BS, proved_BQ)
 
 
 def _all_extents(square: Square) -> Extents:
     extents = Extents.none(*square.shape)
     for b in range(square.shape[0]):
-        read_extents(square, b, extents, square.blocks())
+        for low, high in square.blocks():
+            read_rows(square, b, low, high, extents)
     return extents
 
 
@@ -171,7 +180,8 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
     B, S = square.shape
     extents, diagonal_BS, used_BK = Extents.none(B, S), square.diagonal(), np.zeros((B, S), bool)
     for b in range(B):
-        used_BK[b] = read_extents(square, b, extents, square.blocks(), counts_Q=None if keep_BS is None else keep_BS[b])
+        for low, high in square.blocks():
+            used_BK[b] |= read_rows(square, b, low, high, extents, keep_BS)
     counts_BS = ~fillers(extents.full_BQ) if keep_BS is None else keep_BS
     used_BK |= (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)
     real_BS = diagonal_BS & counts_BS

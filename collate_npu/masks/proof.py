@@ -43,11 +43,12 @@ def wrong_rows(
     square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None
 ) -> Iterator[int]:
     """Rows of the batch in which some real query attends other keys than this pattern says, but for those `proved`."""
-    rebuilt = Rebuilt(square, segments, pattern)
     counts_BQ = segments.array != 0
     if proved_BQ is not None:
         counts_BQ &= ~proved_BQ
-    for b in np.flatnonzero(counts_BQ.any(axis=1)).tolist():
+    left = np.flatnonzero(counts_BQ.any(axis=1)).tolist()
+    rebuilt = Rebuilt(square, segments, pattern) if left else None
+    for b in left:
         if any(_differs(square, rebuilt, b, low, high, counts_BQ[b, low:high]) for low, high in square.blocks()):
             yield b
 

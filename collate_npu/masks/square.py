@@ -53,20 +53,20 @@ class Square:
         for low in range(0, S, step):
             yield low, min(low + step, S)
 
-    def diagonal(self) -> Bools:
-        """`[B, S]`: does each token attend itself?"""
-        return self._all_rows(self._raw_BHQK.diagonal(axis1=2, axis2=3))
+    def diagonal(self, before: int = 0) -> Bools:
+        """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
+        return self._all_rows(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3))
 
     def column(self, k: int) -> Bools:
         """`[B, S]`: the queries that attend key k."""
         return self._all_rows(self._raw_BHQK[..., k])
 
-    def row(self, q: int) -> Bools:
-        """`[B, S]`: the keys that query q attends."""
-        return self._all_rows(self._raw_BHQK[:, :, q])
+    def row(self, q_B: Array) -> Bools:
+        """`[B, S]`: the keys that one query of each row of the batch attends."""
+        return self.at(np.arange(len(q_B)), q_B, slice(None))
 
-    def at(self, b_N: Array, q_N: Array, k_N: Array) -> Bools:
-        """`[N]`: single places."""
+    def at(self, b_N: Array, q_N: Array, k_N: Array | slice) -> Bools:
+        """`[N]`: single places, or `[N, S]`: single rows."""
         held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
         return self._any_head(self._read(self._raw_BHQK[held_N, :, q_N, k_N]), 1)
 
@@ -75,7 +75,7 @@ class Square:
 
     def _all_rows(self, raw_BHS: Array) -> Bools:
         held_BS = self._any_head(self._read(raw_BHS), 1)
-        return held_BS if held_BS.shape == self.shape else np.broadcast_to(held_BS, self.shape)
+        return held_BS if len(held_BS) == self.shape[0] else np.repeat(held_BS, self.shape[0], axis=0)
 
     def _any_head(self, attends: Bools, axis: int) -> Bools:
         if attends.shape[axis] == 1:
