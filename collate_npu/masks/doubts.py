@@ -23,19 +23,19 @@ class Shown(Protocol):
     """What the matrix shows, `[B, S]` or `[B]` (evidence.py)."""
 
     @property
-    def real_BS(self) -> Bools: ...
+    def real(self) -> Bools: ...
     @property
-    def filler_BS(self) -> Bools: ...
+    def filler(self) -> Bools: ...
     @property
-    def reach_B(self) -> Array: ...
+    def reach(self) -> Array: ...
     @property
-    def sees_future_B(self) -> Bools: ...
+    def sees_future(self) -> Bools: ...
     @property
-    def sees_all_B(self) -> Bools: ...
+    def sees_all(self) -> Bools: ...
     @property
-    def last_sees_all_B(self) -> Bools: ...
+    def last_sees_all(self) -> Bools: ...
     @property
-    def live_padding_B(self) -> Bools: ...
+    def live_padding(self) -> Bools: ...
 
 
 def refuse_inverted(square: Square, segments: Segments) -> None:
@@ -60,14 +60,14 @@ def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
 
 def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:
     """A producer that unmasks empty rows makes right padding by one, or a row of padding, equal to no padding at all."""
-    filler_BS = shown.filler_BS
+    filler_BS = shown.filler
     unmasks = unmasked_rows or bool(filler_BS.any())
     if (filler_BS.shape[1] < 2 and not unmasked_rows) or not (unmasks or isinstance(pattern, Prefix)):
         return
-    all_B = shown.sees_all_B
+    all_B = shown.sees_all
     mixed = not declared and isinstance(pattern, Prefix) and not all_B.all()
     pads_left = bool((filler_BS.any(axis=1) & ~filler_BS[:, -1]).any())
-    last_B = shown.last_sees_all_B & shown.real_BS[:, -1]
+    last_B = shown.last_sees_all & shown.real[:, -1]
     bad_B = (all_B & (unmasks or mixed)) | (last_B & (unmasks and not pads_left))
     bad = [
         (b, "rows that all see everything" if all_B[b] else "a last row that sees everything")
@@ -86,7 +86,7 @@ def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
     Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows
     nothing: it was unmasked, or is a token of padding that attends the others and, on its diagonal, itself.
     """
-    if not segments.packed or ((~shown.real_BS).sum(axis=1) > (shown.filler_BS.sum(axis=1) == 1)).any():
+    if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
     bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]
@@ -97,8 +97,8 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
     """Two sequences with padding between them look like one sequence whose hole is wider than its window."""
     if not segments.packed or (pattern is not None and not isinstance(pattern, Sliding)):
         return
-    reach = pattern.size - 1 if isinstance(pattern, Sliding) else int(shown.reach_B.max())
-    if pattern is None and shown.sees_future_B.any():
+    reach = pattern.size - 1 if isinstance(pattern, Sliding) else int(shown.reach.max())
+    if pattern is None and shown.sees_future.any():
         return
     apart = {b: f"tokens {j} and {i} that do not meet" for b, j, i in _boundaries(segments) if i - j > reach}
     rule = f"No token looks back more than {reach}: they are two sequences, or one under a window of {reach + 1}."
@@ -114,7 +114,7 @@ def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
     if not segments.packed or pattern.reaches(segments.longest_span):
         return
     boundaries = list(_boundaries(segments))
-    start_N, stop_N = _extents(segments, live=bool(shown.live_padding_B.all()))
+    start_N, stop_N = _extents(segments, live=bool(shown.live_padding.all()))
     meets_N = np.diff([b for b, *_ in segments.spans]) == 0
     first = int(np.argmax(meets_N))
     for size in range(int(stop_N[first]), int(start_N[first + 1]) + 1):

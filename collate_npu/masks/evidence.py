@@ -64,45 +64,43 @@ class Shown:
     segments: Segments
     guess: Guess
     """Corrected where it was wrong."""
-    real_BS: Bools
-    counts_BS: Bools
-    filler_BS: Bools
-    proved_BQ: Bools
+    real: Bools
+    counts: Bools
+    filler: Bools
+    proved: Bools
     """Rows known to be those of plain causal attention on `segments`."""
 
-    @property
-    def extents(self) -> Extents:
-        """What each query row attends."""
-        return self.guess.extents
+    def extents_and_reach(self) -> tuple[Extents, int]:
+        """What each query row attends, and how far back any of them that counts looks."""
+        return self.guess.extents, int(self.reach.max())
 
     @cached_property
-    def reach_B(self) -> Array:
+    def reach(self) -> Array:
         """How far back any row that counts looks, padding queries included."""
-        back: Array = np.where(self.counts_BS, np.arange(self.real_BS.shape[1]) - self.extents.first_BQ, 0).max(axis=1)
-        return back
+        back_BQ = np.where(self.counts, np.arange(self.real.shape[1]) - self.guess.extents.first, 0)
+        return np.asarray(back_BQ.max(axis=1))
 
     @cached_property
-    def sees_future_B(self) -> Bools:
+    def sees_future(self) -> Bools:
         """Does a real query attend a key after it?"""
-        ahead: Bools = (self.real_BS & (self.extents.last_BQ > np.arange(self.real_BS.shape[1]))).any(axis=1)
-        return ahead
+        ahead_BQ = self.guess.extents.last > np.arange(self.real.shape[1])
+        return np.asarray((self.real & ahead_BQ).any(axis=1))
 
     @cached_property
-    def sees_all_B(self) -> Bools:
+    def sees_all(self) -> Bools:
         """Does every query attend every key?"""
-        every: Bools = self.guess.full_BQ.all(axis=1)
-        return every
+        return np.asarray(self.guess.full.all(axis=1))
 
     @property
-    def last_sees_all_B(self) -> Bools:
+    def last_sees_all(self) -> Bools:
         """Does the last query attend every key?"""
-        return self.guess.full_BQ[:, -1]
+        return self.guess.full[:, -1]
 
     @cached_property
-    def live_padding_B(self) -> Bools:
+    def live_padding(self) -> Bools:
         """Does every padded query after a token attend something, as a mask of key columns alone leaves it?"""
-        live: Bools = ((self.extents.any_BQ & ~self.filler_BS) | ~after_token(self.real_BS)).all(axis=1)
-        return live
+        attends_BQ = self.guess.extents.some & ~self.filler
+        return np.asarray((attends_BQ | ~after_token(self.real)).all(axis=1))
 
 
 def read_square(square: Square, known: Known) -> Reading:
@@ -111,19 +109,18 @@ def read_square(square: Square, known: Known) -> Reading:
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """
     if known.segments is not None:
-        pattern = prove(square, known.segments, known.pattern, extents=lambda: _all_extents(square))
+        pattern = prove(square, known.segments, known.pattern, lambda: (_all_extents(square), 0))
         return Reading(known.segments, pattern)
     shown = _read(square, known.keep)
-    segments, proved_BQ = shown.segments, shown.proved_BQ
+    segments, proved_BQ = shown.segments, shown.proved
     if known.pattern is not None and known.pattern.cuts and segments.packed:
-        segments, proved_BQ = Segments.from_keep(shown.real_BS), None
+        segments, proved_BQ = Segments.from_keep(shown.real), np.zeros_like(proved_BQ)
     if known.keep is not None:
         refuse_inverted(square, segments)
     if not known.prove:
         return Reading(segments, None)
     refuse_gaps(shown, segments, known.pattern)
-    reach = lambda: int(shown.reach_B.max())  # noqa: E731
-    pattern = prove(square, segments, known.pattern, extents=lambda: shown.extents, reach=reach, proved_BQ=proved_BQ)
+    pattern = prove(square, segments, known.pattern, shown.extents_and_reach, proved_BQ)
     if known.keep is None:
         refuse_unmasked_rows(shown, pattern, declared=known.pattern is not None, unmasked_rows=known.unmasked_rows)
         refuse_visible_padding(shown, segments)
@@ -134,16 +131,12 @@ def read_square(square: Square, known: Known) -> Reading:
 
 def _read(square: Square, keep_BS: Bools | None) -> Shown:
     """What the matrix shows, unless a row that counts attends a key that is not real."""
-    B, S = square.shape
-    diagonal_BS = square.diagonal()
+    diagonal_BS, used_BK = square.diagonal(), np.zeros(square.shape, bool)
+    may_BK = diagonal_BS if keep_BS is None else keep_BS
     wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
-    if keep_BS is not None and (keep_BS & ~diagonal_BS).any():
-        raise wrong
-    if keep_BS is None and (square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS).any(axis=1)[~diagonal_BS.all(axis=1)].any():
+    if _turned_around(square, diagonal_BS) if keep_BS is None else (keep_BS & ~diagonal_BS).any():
         raise wrong
     guess = Guess(square, diagonal_BS, keep_BS)
-    segments, used_BK = guess.segments, np.zeros((B, S), bool)
-    may_BK = diagonal_BS if keep_BS is None else keep_BS
 
     def read(b: int, blocks: Iterable[tuple[int, int]]) -> None:
         for low, high in blocks:
@@ -151,20 +144,25 @@ def _read(square: Square, keep_BS: Bools | None) -> Shown:
             if (used_BK[b] & ~may_BK[b]).any():
                 raise wrong
 
-    for b in range(B):
+    for b in range(len(used_BK)):
         read(b, guess.odd_blocks(b))
-    counts_BS = ~fillers(guess.full_BQ) if keep_BS is None else keep_BS
-    real_BS = diagonal_BS & counts_BS
-    proved_BQ = guess.proved_BQ
-    if len(misread := np.flatnonzero((real_BS != guess.real_BS).any(axis=1))):
+    counts_BS = ~fillers(guess.full) if keep_BS is None else keep_BS
+    real_BS, proved_BQ, segments = diagonal_BS & counts_BS, guess.proved, guess.segments
+    if len(misread := np.flatnonzero((real_BS != guess.real).any(axis=1))):
         for b in misread.tolist():
             read(b, square.blocks())
         proved_BQ[misread] = False
         segments, _ = sequences(square, real_BS)
-    if ((used_BK | (guess.full_BQ & counts_BS).any(axis=1, keepdims=True)) & ~real_BS).any():
+    if ((used_BK | (guess.full & counts_BS).any(axis=1, keepdims=True)) & ~real_BS).any():
         raise wrong
     filler_BS = ~counts_BS if keep_BS is None else np.zeros_like(real_BS)
     return Shown(segments, guess, real_BS, counts_BS, filler_BS, proved_BQ)
+
+
+def _turned_around(square: Square, diagonal_BS: Bools) -> bool:
+    """Does the first token that does not attend itself attend another such? One row tells most wrong polarities."""
+    row_BK = square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS
+    return bool((row_BK.any(axis=1) & ~diagonal_BS.all(axis=1)).any())
 
 
 def _all_extents(square: Square) -> Extents:
@@ -182,8 +180,8 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
     for b in range(B):
         for low, high in square.blocks():
             used_BK[b] |= read_rows(square, b, low, high, extents, keep_BS)
-    counts_BS = ~fillers(extents.full_BQ) if keep_BS is None else keep_BS
-    used_BK |= (extents.full_BQ & counts_BS).any(axis=1, keepdims=True)
+    counts_BS = ~fillers(extents.full) if keep_BS is None else keep_BS
+    used_BK |= (extents.full & counts_BS).any(axis=1, keepdims=True)
     real_BS = diagonal_BS & counts_BS
     true_BS = real_BS if keep_BS is None else keep_BS
     return [(b, told) for b in range(B) for told in _told(used_BK[b], real_BS[b], true_BS[b])]

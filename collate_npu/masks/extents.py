@@ -25,11 +25,11 @@ from collate_npu.segments import Segments
 class Extents:
     """What each query row `[B, S]` attends."""
 
-    first_BQ: Array
-    last_BQ: Array
+    first: Array
+    last: Array
     """First and last key; its own place for a row that attends none."""
-    any_BQ: Bools
-    full_BQ: Bools
+    some: Bools
+    full: Bools
     """Does it attend any key, does it attend every key?"""
 
     @classmethod
@@ -40,19 +40,19 @@ class Extents:
 
 
 class Guess:
-    """Plain causal attention: real tokens attend themselves; padding attends as the token before it does, nothing, or all."""
+    """Plain causal attention, where padding attends as the token before it does, or nothing, or everything."""
 
     def __init__(self, square: Square, diagonal_BS: Bools, keep_BS: Bools | None) -> None:
         B, S = square.shape
-        self.full_BQ = square.column(0) & square.column(S - 1)
+        self.full = square.column(0) & square.column(S - 1)
         """Rows that attend everything: as guessed, until what was found otherwise is written over it."""
-        self.full_BQ[:, -1] = square.row(np.full(B, S - 1)).all(axis=1)
-        self.real_BS = diagonal_BS & (~fillers(self.full_BQ) if keep_BS is None else keep_BS)
-        self.segments, self._begins_BS = sequences(square, self.real_BS)
-        self._filled_BQ = self.full_BQ.copy()
-        whole_B = self.real_BS.all(axis=1) & ~self._begins_BS[:, 1:].any(axis=1)
+        self.full[:, -1] = square.row(np.full(B, S - 1)).all(axis=1)
+        self.real = diagonal_BS & (~fillers(self.full) if keep_BS is None else keep_BS)
+        self.segments, self._begins_BS = sequences(square, self.real)
+        self._filled_BQ = self.full.copy()
+        whole_B = self.real.all(axis=1) & ~self._begins_BS[:, 1:].any(axis=1)
         self._filled_BQ[whole_B, -1] = False  # the last row of a causal sequence without padding is an ordinary one
-        self._empty_BQ = after_token(self.real_BS) & ~self._filled_BQ
+        self._empty_BQ = after_token(self.real) & ~self._filled_BQ
         if self._empty_BQ.any():  # all such rows of a row are taken to be as the first of them
             self._empty_BQ &= ~square.row(self._empty_BQ.argmax(axis=1)).any(axis=1, keepdims=True)
         self._odd_B = (self._filled_BQ | self._empty_BQ).any(axis=1)
@@ -62,18 +62,19 @@ class Guess:
     @cached_property
     def extents(self) -> Extents:
         """As guessed, and `full_BQ` among them."""
-        own_S = np.arange(self.real_BS.shape[1], dtype=np.int32)
+        own_S = np.arange(self.real.shape[1], dtype=np.int32)
         start_BQ = np.maximum.accumulate(np.where(self._begins_BS, own_S, 0), axis=1)
-        last_BQ = np.maximum.accumulate(np.where(self.real_BS, own_S, -1), axis=1)
-        any_BQ = (last_BQ >= 0) & ~self._empty_BQ | self.full_BQ
-        first_BQ = np.where(self.full_BQ, 0, np.where(any_BQ, start_BQ, own_S))
-        last_BQ = np.where(self.full_BQ, len(own_S) - 1, np.where(any_BQ, last_BQ, own_S))
-        return Extents(first_BQ, last_BQ, any_BQ, self.full_BQ)
+        last_BQ = np.maximum.accumulate(np.where(self.real, own_S, -1), axis=1)
+        any_BQ = (last_BQ >= 0) & ~self._empty_BQ | self.full
+        first_BQ = np.where(self.full, 0, np.where(any_BQ, start_BQ, own_S))
+        last_BQ = np.where(self.full, len(own_S) - 1, np.where(any_BQ, last_BQ, own_S))
+        return Extents(first_BQ, last_BQ, any_BQ, self.full)
 
     @property
-    def proved_BQ(self) -> Bools:
+    def proved(self) -> Bools:
         """Rows found to be those of plain causal attention, where they are real."""
-        return self._held_BQ & ~self._filled_BQ
+        proved_BQ: Bools = self._held_BQ & ~self._filled_BQ
+        return proved_BQ
 
     def odd_blocks(self, b: int) -> Iterator[tuple[int, int]]:
         """The blocks of query rows that are not exactly as guessed."""
@@ -131,15 +132,15 @@ def read_rows(square: Square, b: int, low: int, high: int, into: Extents, counts
     any_Q = rows_QK[own_Q - low, first_Q]
     full_Q = (first_Q == 0) & (last_Q == square.shape[1] - 1)
     full_Q[full_Q] = rows_QK[full_Q].all(axis=1)
-    into.any_BQ[at], into.full_BQ[at] = any_Q, full_Q
-    into.first_BQ[at], into.last_BQ[at] = np.where(any_Q, first_Q, own_Q), np.where(any_Q, last_Q, own_Q)
+    into.some[at], into.full[at] = any_Q, full_Q
+    into.first[at], into.last[at] = np.where(any_Q, first_Q, own_Q), np.where(any_Q, last_Q, own_Q)
     counts_Q = ~full_Q if counts_BS is None else counts_BS[at]
     used_K: Bools = np.logical_or.reduce(rows_QK if counts_Q.all() else rows_QK[counts_Q], axis=0)
     return used_K
 
 
 def _last(rows_QK: Bools) -> Array:
-    """The last True of each row, whatever for a row without one: the last eight bytes that hold one, then the last of them."""
+    """The last True of each row, anything for a row without one: among the last eight bytes that hold one."""
     Q, K = rows_QK.shape
     if K % 8 or not rows_QK.flags.c_contiguous:
         padded_QK = np.zeros((Q, -(-K // 8) * 8), bool)

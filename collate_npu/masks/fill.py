@@ -16,7 +16,6 @@ from collate_npu.host import Array
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
-
 _last = attrgetter("last")
 
 
@@ -45,9 +44,7 @@ def regions_of(segments: Segments) -> list[list[Region]]:
     return rows
 
 
-def fill_rows(
-    out_QK: Array, low: int, regions: Sequence[Region], pattern: Pattern, allowed: Any, forbidden: Any
-) -> None:
+def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Pattern, allowed: Any, forbidden: Any) -> None:
     """Write the query rows low, low + 1, ... of one row of the batch."""
     high = low + len(out_QK)
     if not regions:

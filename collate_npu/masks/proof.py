@@ -39,15 +39,15 @@ class UnexplainedError(Exception):
         return self._told()
 
 
-def wrong_rows(
-    square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None
-) -> Iterator[int]:
+def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
     """Rows of the batch in which some real query attends other keys than this pattern says, but for those `proved`."""
     counts_BQ = segments.array != 0
     if proved_BQ is not None:
         counts_BQ &= ~proved_BQ
     left = np.flatnonzero(counts_BQ.any(axis=1)).tolist()
-    rebuilt = Rebuilt(square, segments, pattern) if left else None
+    if not left:
+        return
+    rebuilt = Rebuilt(square, segments, pattern)
     for b in left:
         if any(_differs(square, rebuilt, b, low, high, counts_BQ[b, low:high]) for low, high in square.blocks()):
             yield b
@@ -69,12 +69,12 @@ class _Shown:
     prefixes: list[int]
 
 
-def _shown(extents: Extents, segments: Segments, reach: int) -> _Shown:
+def _shown(segments: Segments, extents: Extents, reach: int) -> _Shown:
     """Real queries that attend another sequence follow no pattern; for those, what is shown need not make sense."""
     place_Q = np.arange(segments.shape[1])
     real_BQ = segments.array != 0
-    back_BQ = np.where(real_BQ, place_Q - extents.first_BQ, 0)
-    ahead_BQ = np.where(real_BQ & (extents.last_BQ > place_Q), extents.last_BQ + 1, 0)
+    back_BQ = np.where(real_BQ, place_Q - extents.first, 0)
+    ahead_BQ = np.where(real_BQ & (extents.last > place_Q), extents.last + 1, 0)
     prefixes = [max(int(ahead_BQ[b, start:end].max()) - start, 0) for b, start, end in segments.spans]
     return _Shown(max(reach, int(back_BQ.max(initial=0))), bool(ahead_BQ.any()), prefixes)
 
@@ -83,15 +83,14 @@ def prove(
     square: Square,
     segments: Segments,
     pattern: Pattern | None,
-    *,
-    extents: Callable[[], Extents],
-    reach: Callable[[], int] = lambda: 0,
+    look: Callable[[], tuple[Extents, int]],
     proved_BQ: Bools | None = None,
 ) -> Pattern:
     """The pattern that gives the matrix back on every real row: the declared one, or the first that does.
 
-    `proved_BQ` are queries that plain causal attention is known to give on these sequences; `reach` is how far back
-    any query that counts looks. Raises `UnexplainedError`.
+    `look` gives what every query attends, and how far back any that counts looks; it is asked only where the first
+    pattern fails. `proved_BQ` are queries that plain causal attention is known to give on these sequences. Raises
+    `UnexplainedError`.
     """
 
     def wrong(tried: Pattern) -> Iterator[int]:
@@ -101,7 +100,7 @@ def prove(
         return next(wrong(tried), None) is None
 
     def search() -> Pattern | None:
-        shown = _shown(extents(), segments, reach())
+        shown = _shown(segments, *look())
         return next((p for p in explanations(shown) if p not in (CAUSAL, pattern) and holds(p)), None)
 
     if pattern is not None:

@@ -100,7 +100,7 @@ class Rebuilt:
 
     def equals(self, found_QK: Bools) -> bool:
         """Is it byte by byte what `rows` gave last? bytearray compares at the speed of memory, numpy at half of it."""
-        return self._block(len(found_QK))[0] == np.ascontiguousarray(found_QK)  # type: ignore[comparison-overlap]
+        return self._block(len(found_QK))[0] == np.ascontiguousarray(found_QK)
 
     def _block(self, rows: int) -> tuple[bytearray, Bools]:
         if rows not in self._held:  # the last block of a mask is smaller
