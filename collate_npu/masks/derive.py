@@ -27,9 +27,11 @@ from collate_npu.errors import (
     shape_of,
 )
 from collate_npu.host import host_tensor, whole_number
-from collate_npu.masks.evidence import Known, Reading, UnexplainedError, read_square
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.evidence import Known, Reading, read_square
+from collate_npu.masks.patterns import Pattern, fill_band
 from collate_npu.masks.polarity import Bools, MaskValues, Polarity
+from collate_npu.masks.proof import UnexplainedError
+from collate_npu.masks.square import Square
 from collate_npu.segments import Segments, Values
 
 KEY = "attention_mask"
@@ -92,7 +94,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_si
             rule = "Its packing ids part the rows at other places than the other sources of the batch."
             raise CollateError(explain(KEY, repr(found), rule, "Keep one of them."))
         return Reading(known.segments or found, None)
-    if full.ndim == 2 and full.shape[0] != full.shape[1]:
+    if full.shape[-2] != full.shape[-1]:
         return _refuse_shape(full)
     return _square(values, known, batch_size)
 
@@ -100,7 +102,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_si
 def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
     """A mask of keys alone may have either polarity here: one that tells the truth is right."""
     if values.packing_ids:
-        return Segments.from_ids(values.array)
+        return Segments.from_ids(values.raw)
     polarities: tuple[Polarity, ...] = (values.declared,) if values.declared else ("keep", "masked")
     readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities]
     return Segments.kept(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
@@ -112,7 +114,7 @@ def segments_from_2d(key: str, value: Values, polarity: Polarity | None = None) 
     Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
     """
     values = MaskValues(host_tensor(key, value), polarity, key)
-    if values.array.ndim != 2:
+    if values.full.ndim != 2:
         return _refuse_shape(values.full)
     return _from_keys(values)
 
@@ -150,7 +152,7 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
 
 
 def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> Reading:
-    rows, S = values.array.shape
+    rows, S = values.full.shape
     if rows != S or values.low == values.high or values.high > 1:
         if batch_size not in (None, rows):
             _refuse_batch(values.full, batch_size)
@@ -173,8 +175,8 @@ def _from_keys(values: MaskValues) -> Segments:
         if values.declared not in (None, "keep"):
             rule = "Numbers above 1 are packing ids, 0 = padding."
             raise PolarityError(explain(values.key, shape_of(values.full), rule, "Pass polarity=None."))
-        return Segments.from_ids(values.array)
-    if values.declared is None and not values.high and values.array.size:
+        return Segments.from_ids(values.raw)
+    if values.declared is None and not values.high and values.full.numel():
         got = f"{shape_of(values.full)} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
@@ -193,11 +195,7 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
 
     def read(polarity: Polarity) -> Reading:
-        attends = values.read(polarity)
-        shape = attends.shape
-        several = attends.ndim == 4 and shape[1] > 1
-        rows: Bools = np.logical_or.reduce(attends, axis=1) if several else attends.reshape(-1, *shape[-2:])
-        return read_square(np.broadcast_to(rows, (batch_size, *rows.shape[1:])) if len(rows) == 1 else rows, known)
+        return read_square(Square(values, polarity, batch_size), known)
 
     if values.declared is None:
         return _proved(values, known, read)
@@ -282,10 +280,20 @@ def _refuse_compressed(full: Tensor) -> None:
     """torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin doc:554-606."""
     if tuple(full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
-    top = full.reshape(-1, 2048)[:2048].float().numpy() != 0
-    if (top == np.tri(2048, dtype=bool)).all() or (top != np.tri(2048, dtype=bool)).all():
+    top = full.reshape(-1, 2048)[:2048]
+    if _is_triangle(top, True) or _is_triangle(top, False):
         rule = "It is torch_npu's compressed causal triangle, which holds no padding, or 2048 tokens without padding."
         raise AmbiguousMaskError(explain(KEY, shape_of(full), rule, REMEDY_CARRY_2D))
+
+
+def _is_triangle(top: Tensor, below: bool) -> bool:
+    """Are the values up to the diagonal those that are not 0 (`below`), or those behind it?"""
+    rows, given_QK = 256, np.empty((256, 2048), bool)
+    for low in range(0, 2048, rows):
+        fill_band(given_QK, low, None, below, not below)
+        if not np.array_equal((top[low : low + rows] != 0).numpy(), given_QK):
+            return False
+    return True
 
 
 def _refuse_shape(full: Tensor) -> NoReturn:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import Array, host_array
+from collate_npu.masks.fill import fill_rows, regions_of
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.polarity import Polarity
@@ -98,22 +100,16 @@ def dense(
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
     dtype, attend, blocked = _values(polarity, dtype)
-    query_rows = _query_rows(rows, segments.shape[1])
-    check_bytes("dense mask", (segments.shape[0], 1, len(query_rows), segments.shape[1]), dtype.itemsize, max_mask_bytes)
+    B, S = segments.shape
+    runs = [(0, 0, S)] if rows is None else list(_runs(_query_rows(rows, S)))
+    Q = sum(high - low for _, low, high in runs)
+    check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
     carrier, allowed, forbidden = _carrier(dtype, attend, blocked)
-    out_BQK = np.empty((segments.shape[0], len(query_rows), segments.shape[1]), carrier)
-    runs = list(_runs(query_rows))
-    for b, regions in enumerate(_regions(segments)):
-        _fill_row(out_BQK[b], segments.array[b], regions, runs, pattern, allowed, forbidden)
-    return torch.from_numpy(out_BQK).view(dtype)[:, None].to(device)
-
-
-def dense_row(segments: Segments, b: int, pattern: Pattern) -> Array:
-    """bool `[S, S]`, True = attends: one row of the batch, as `dense` fills it."""
-    S = segments.shape[1]
-    out_QK = np.empty((S, S), bool)
-    _fill_row(out_QK, segments.array[b], _regions(segments)[b], [(0, 0, S)], pattern, True, False)
-    return out_QK
+    out_B1QK = np.empty((B, 1, Q, S), carrier)
+    for (out_QK,), regions in zip(out_B1QK, regions_of(segments)):
+        for at, low, high in runs:
+            fill_rows(out_QK[at : at + high - low], low, regions, pattern, allowed, forbidden)
+    return torch.from_numpy(out_B1QK).view(dtype).to(device)
 
 
 def open_empty_rows(masked: Tensor) -> Tensor:
@@ -138,6 +134,7 @@ def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype,
     raise CollateError(explain("polarity", repr(polarity), rule, "Name the one your kernel takes."))
 
 
+@cache
 def _carrier(dtype: torch.dtype, attend: float, blocked: float) -> tuple[Any, Any, Any]:
     """numpy has no bfloat16: its bits travel as uint16."""
     values = torch.tensor([attend, blocked], dtype=dtype)
@@ -169,44 +166,6 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
         raise UnsupportedFormError(explain(what, f"{size / 2**30:.2f} GiB ({list(shape)})", rule, remedy))
 
 
-def _fill_row(
-    out_QK: Array,
-    ids_S: Array,
-    regions: list[tuple[int, int, int, int, int]],
-    runs: list[tuple[int, int, int]],
-    pattern: Pattern,
-    allowed: Any,
-    forbidden: Any,
-) -> None:
-    """The query rows `runs` of one row of the batch, every element once."""
-    if not regions:
-        out_QK[:] = forbidden
-    for n, start, end, first, last in regions:
-        for at, low, high in runs:
-            q0, q1 = max(low, first), min(high, last)
-            if q0 < q1:
-                block_QK = out_QK[at + q0 - low : at + q1 - low]
-                block_QK[:, :start], block_QK[:, end:] = forbidden, forbidden
-                pattern.fill(block_QK[:, start:end], q0 - start, n, allowed, forbidden)
-                if (holes := np.flatnonzero(ids_S[start:end] == 0)).size:
-                    block_QK[:, start + holes] = forbidden
-
-
-def _regions(segments: Segments) -> list[list[tuple[int, int, int, int, int]]]:
-    """For each row of the batch, `(n, first key, last key + 1, first query, last query + 1)` of each of its sequences.
-
-    Padding queries belong to the sequence before them, leading ones to the first: every query is in one region.
-    """
-    spans = segments.spans
-    S = segments.shape[1]
-    rows: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(segments.shape[0])]
-    for n, (b, start, end) in enumerate(spans):
-        first = start if rows[b] else 0
-        last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
-        rows[b].append((n, start, end, first, last))
-    return rows
-
-
 def _runs(query_rows: Array) -> Iterator[tuple[int, int, int]]:
     """`(place in the output, first row, last row + 1)` of each stretch of neighbouring rows."""
     if not len(query_rows):
@@ -229,8 +188,8 @@ def mask_mod(
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
     owner_BS, start_BS, number_BS = (np.zeros(segments.shape, np.int64) for _ in range(3))
-    for b, regions in enumerate(_regions(segments)):
-        for n, start, _, first, last in regions:
+    for b, regions in enumerate(regions_of(segments)):
+        for n, start, _, first, last, _ in regions:
             owner_BS[b, first:last] = segments.array[b, start]
             start_BS[b, first:last] = start
             number_BS[b, first:last] = n

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -58,6 +59,8 @@ class Pattern:
     """Does no token attend a later one?"""
     cuts: ClassVar[bool] = False
     """Does it part a sequence into pieces that do not meet, as packing does? Then a mask alone never shows it."""
+    settles: ClassVar[bool] = False
+    """Do queries behind the last token attend what the last token attends?"""
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         """True where query q of sequence n attends key k of the same sequence; tensors or arrays that broadcast."""
@@ -120,6 +123,7 @@ class Causal(Pattern):
     """Every token attends itself and all tokens before it."""
 
     name: ClassVar[str] = "causal"
+    settles: ClassVar[bool] = True
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         return k <= q
@@ -193,6 +197,7 @@ class Bidirectional(Pattern):
     """Every token attends every token."""
 
     name: ClassVar[str] = "bidirectional"
+    settles: ClassVar[bool] = True
     causal: ClassVar[bool] = False
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
@@ -213,6 +218,7 @@ class Prefix(Pattern):
 
     lengths: tuple[int, ...]
     name: ClassVar[str] = "prefix"
+    settles: ClassVar[bool] = True
     causal: ClassVar[bool] = False
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
@@ -261,13 +267,28 @@ def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidd
 
     Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
     """
-    Q, K = block_QK.shape
-    key_minus_query = np.arange(-(q0 + Q), K - q0)
+    K = block_QK.shape[1]
+    if q0 < 0:  # queries before the sequence see none of its keys
+        block_QK[:-q0] = forbidden
+        block_QK, q0 = block_QK[-q0:], 0
+    Q = len(block_QK)
+    size = 1 << (max(q0 + Q, K, 64) - 1).bit_length()
+    np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
+
+
+_SMALL = 1 << 18
+"""Bytes of a square that is kept whole, so that its rows are copied all at once."""
+
+
+@lru_cache(maxsize=8)
+def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: Any) -> Array:
+    """`[size, size]`, every band of up to that size, in 2 * size elements; read-only."""
+    key_minus_query = np.arange(-size, size)
     near = key_minus_query > -reach if reach else True
-    band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(block_QK.dtype)
+    band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
     item = band.itemsize
-    shifted = np.lib.stride_tricks.as_strided(band[Q:], (Q, K), (-item, item), writeable=False)
-    np.copyto(block_QK, shifted)
+    shifted = np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
+    return shifted.copy() if shifted.nbytes <= _SMALL else shifted
 
 
 def _at_least_one(name: str, value: int) -> int:

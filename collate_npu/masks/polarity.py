@@ -1,12 +1,14 @@
 """Polarity: what the numbers of a mask can mean, whatever their dtype: True = attends, or a refusal.
 
-Three polarities are in use: keep (True attends), masked (True is blocked) and bias (additive). Costs one or two passes
-over the values.
+Three polarities are in use: keep (True attends), masked (True is blocked) and bias (additive). Costs a pass over the
+values where a dtype can hold one that means nothing, and none for bool.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
+from collate_npu.host import Array
 
 Polarity = Literal["keep", "masked", "bias"]
 Bools = npt.NDArray[np.bool_]
@@ -45,77 +48,132 @@ class MaskValues:
 
     `declared` is the polarity the caller named, or "bias" where the numbers themselves say so. Raises for NaN, infinities
     upwards, additive ints, values that neither block nor attend for certain, and a polarity the numbers contradict.
+    bool has nothing to refuse and is not read; other dtypes are read once, in blocks that stay in cache.
     """
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
         check_polarity(declared)
         self.full, self.key = full, key
-        if full.is_floating_point():
+        self._float = full.is_floating_point()
+        if self._float and np.isnan(self.low):
             _refuse_nan(key, full)
-            full = full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
-        self.array = full.numpy()
-        self.low: float = self.array.min() if self.array.size else 0
-        self.high: float = self.array.max() if self.array.size else 0
-        self.binary = self.array.dtype == bool or bool(((self.array == 0) | (self.array == 1)).all())
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
-        self.additive = self.array.dtype.kind == "f" and self.low <= below
+        self.additive = self._float and bool(self.low <= below)
         self._refuse_values(declared)
         self.declared: Polarity | None = "bias" if self.additive else declared
 
+    @cached_property
+    def raw(self) -> Array:
+        """The values as they lie in memory; numpy has no bfloat16, whose bits are uint16."""
+        return (self.full.view(torch.uint16) if self.full.dtype == torch.bfloat16 else self.full).numpy()
+
     def read(self, polarity: Polarity) -> Bools:
         """True = attends, in the shape of the mask; of a bool keep mask it is the mask itself."""
+        return self.attending(self.raw, polarity)
+
+    def attending(self, raw: Array, polarity: Polarity) -> Bools:
+        """`read` for a part of `raw`."""
+        if polarity == "keep" and raw.dtype == bool:
+            return raw
         if polarity == "bias":
-            attends: Bools = self.array > (self._threshold() if self.additive else -np.inf)
+            attends: Bools = self._numbers(raw) > self._threshold
             return attends
-        if polarity == "keep" and self.array.dtype == bool:
-            return self.array
-        equal: Bools = np.equal(self.array, polarity == "keep")
+        equal: Bools = np.equal(self._numbers(raw), polarity == "keep")
         return equal
 
     @property
     def valued(self) -> bool:
         """Does it add something at places that attend (ALiBi, a position bias)?"""
-        return self.declared == "bias" and bool((self.array[self.read("bias")] != 0).any())
+        return self.declared == "bias" and any(bool((x[x > self._threshold] != 0).any()) for x in self._blocks())
 
     @property
     def packing_ids(self) -> bool:
         """Whole numbers above 1: `1 1 2 2 0`."""
-        return self.array.dtype.kind in "iu" and self.high > 1
+        return not self._float and self.full.dtype != torch.bool and bool(self.high > 1)
 
+    @property
+    def low(self) -> Any:
+        """The least value, NaN where there is one; 0 for a mask of nothing."""
+        return self._range[0]
+
+    @property
+    def high(self) -> Any:
+        """The largest value."""
+        return self._range[1]
+
+    @cached_property
+    def _range(self) -> tuple[Any, Any]:
+        ranges = [(x.min(), x.max()) for x in self._blocks()] or [(0, 0)]
+        lows, highs = zip(*ranges)
+        return np.min(lows), np.max(highs)
+
+    @cached_property
+    def _binary(self) -> bool:
+        return all(bool(((x == 0) | (x == 1)).all()) for x in self._blocks())
+
+    @cached_property
     def _threshold(self) -> float:
         """Half-way to the fill value, so that a bias added to fill or to 0 changes nothing."""
+        if not self.additive:
+            return -np.inf
         if np.isfinite(self.low):
             return float(self.low) / 2
-        finite = float(self.array[np.isfinite(self.array)].min(initial=0))
+        finite = min(float(x.min(initial=0, where=np.isfinite(x))) for x in self._blocks())
         return finite / 2 if finite <= FILLED_BELOW else float(np.finfo(np.float32).min)
 
+    def _numbers(self, raw: Array) -> Array:
+        """Half precision as float32."""
+        if self.full.dtype == torch.bfloat16:
+            return np.left_shift(raw, 16, dtype=np.uint32).view(np.float32)
+        return raw.astype(np.float32) if self.full.dtype == torch.float16 else raw
+
+    def _blocks(self) -> Iterator[Array]:
+        yield from (self._numbers(raw) for raw in blocks(self.raw))
+
     def _refuse_values(self, declared: Polarity | None) -> None:
-        got = f"{shape_of(self.full)} with values from {self.low} to {self.high}"
-        kind = self.array.dtype.kind
-        if kind in "iu" and self.low < 0:
+        if not self._float and self.full.dtype != torch.bool and self.low < 0:
             rule = "An additive mask is a float tensor; ints are 1 and 0."
-            raise CollateError(explain(self.key, got, rule, "Convert it with .to(torch.float32), or pass the keep mask."))
-        if self.packing_ids and self.array.ndim != 2:
+            raise CollateError(self._explained(rule, "Convert it with .to(torch.float32), or pass the keep mask."))
+        if self.packing_ids and self.full.ndim != 2:
             rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
-            raise CollateError(explain(self.key, got, rule, "Convert it to bool, or pass the ids as [B, S]."))
-        if kind == "f" and self.high == np.inf:
+            raise CollateError(self._explained(rule, "Convert it to bool, or pass the ids as [B, S]."))
+        if self._float and self.high == np.inf:
             rule = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row."
-            raise CollateError(explain(self.key, got, rule, "Fill blocked places with torch.finfo(dtype).min."))
+            raise CollateError(self._explained(rule, "Fill blocked places with torch.finfo(dtype).min."))
         if self.additive and declared in ("keep", "masked"):
-            raise PolarityError(explain(self.key, got, f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
-        if kind == "f" and not self.additive and not self.binary:
+            raise PolarityError(self._explained(f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
+        if self._float and not self.additive and not self._binary:
             rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
-            raise AmbiguousMaskError(explain(self.key, got, rule, "Fill blocked places with torch.finfo(dtype).min."))
-        if declared == "bias" and kind != "f":
-            raise PolarityError(explain(self.key, got, "A bias is a float tensor.", "Pass 'keep' or 'masked'."))
-        if declared == "bias" and self.high > 0 and self.binary:
+            raise AmbiguousMaskError(self._explained(rule, "Fill blocked places with torch.finfo(dtype).min."))
+        if declared == "bias" and not self._float:
+            raise PolarityError(self._explained("A bias is a float tensor.", "Pass 'keep' or 'masked'."))
+        if declared == "bias" and self.high > 0 and self._binary:
             rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
-            raise PolarityError(explain(self.key, got, rule, "Pass polarity='keep' or 'masked'."))
+            raise PolarityError(self._explained(rule, "Pass polarity='keep' or 'masked'."))
+
+    def _explained(self, rule: str, remedy: str) -> str:
+        got = f"{shape_of(self.full)} with values from {self.low} to {self.high}"
+        return explain(self.key, got, rule, remedy)
+
+
+BLOCK = 1 << 19
+"""Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
+
+
+def blocks(array: Array) -> Iterator[Array]:
+    """All of `array` in parts of about `BLOCK` elements; what only repeats (stride 0) comes once."""
+    if array.ndim and len(array) and array.strides[0] == 0:
+        array = array[:1]
+    if array.size <= BLOCK or not array.ndim:
+        yield from [array] * (array.size > 0)
+        return
+    step = BLOCK * len(array) // array.size
+    for low in range(0, len(array), max(step, 1)):
+        yield from [array[low : low + step]] if step else blocks(array[low])
 
 
 def _refuse_nan(key: str, full: Tensor) -> None:
-    bad = torch.isnan(full.reshape(full.shape[0], -1)).any(dim=1) if full.ndim and full.numel() else torch.zeros(0)
-    rows = [(b, "NaN") for b in bad.nonzero().flatten().tolist()]
+    rows = [(b, "NaN") for b, row in enumerate(full) if torch.isnan(row).any()] if full.ndim else []
     if rows:
         rule = "An additive mask holds finite numbers or -inf."
         raise CollateError(explain_rows(key, rows, rule, "Look for inf - inf or 0 * inf where it was built."))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from collate_npu import AmbiguousMaskError, Pattern, Segments, dense
 from collate_npu.masks import evidence
-from collate_npu.masks.evidence import Known, UnexplainedError
+from collate_npu.masks.evidence import Known
+from collate_npu.masks.polarity import MaskValues
+from collate_npu.masks.proof import UnexplainedError
+from collate_npu.masks.square import Square
+
+
+def square(attends_BQK):
+    return Square(MaskValues(torch.from_numpy(np.ascontiguousarray(attends_BQK)), "keep"), "keep", len(attends_BQK))
 
 
 def read_square(attends_BQK, **known):
-    return evidence.read_square(attends_BQK, Known(**known)).segments
+    return evidence.read_square(square(attends_BQK), Known(**known)).segments
 
 
 def drawn(text):
@@ -127,7 +135,7 @@ def test_prefixes_are_read_off_each_sequence():
     prefixes = Pattern.prefix((2, 0, 4))
     matrix = dense(segments, pattern=prefixes)[:, 0].numpy()
     assert read_square(matrix) == segments
-    reading = evidence.read_square(matrix, Known(segments=segments))
+    reading = evidence.read_square(square(matrix), Known(segments=segments))
     assert (reading.segments, reading.pattern) == (segments, prefixes)
 
 
@@ -161,10 +169,10 @@ def test_known_segments_are_compared_at_real_queries_alone():
     """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
     segments = Segments([[1, 1, 2, 2, 0, 0]])
     document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
-    assert evidence.read_square(document, Known(segments=segments)).pattern == Pattern.of("causal")
+    assert evidence.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
     assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
     with pytest.raises(UnexplainedError):
-        evidence.read_square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy(), Known(segments=segments))
+        evidence.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
 
 
 def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
@@ -172,14 +180,14 @@ def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
     matrix = dense(segments, pattern=Pattern.sliding(2))[:, 0].numpy()
     for known in (Known(pattern=Pattern.of("causal")), Known(segments=segments, pattern=Pattern.of("causal"))):
         with pytest.raises(UnexplainedError) as raised:
-            evidence.read_square(matrix, known)
+            evidence.read_square(square(matrix), known)
         assert raised.value.instead == Pattern.sliding(2)
 
 
 def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
     matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
     with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
-        evidence.read_square(matrix, Known(pattern=Pattern.sliding(2)))
+        evidence.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
     narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
     assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
 
@@ -197,20 +205,3 @@ def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
     assert read_square(matrix, keep=keep) == Segments.from_keep(keep)
     with pytest.raises(AmbiguousMaskError, match="turned around"):
         read_square(matrix, keep=~keep)
-
-
-@pytest.mark.parametrize("gap", [64, 128, 256])
-def test_time_does_not_grow_with_the_readings_that_are_looked_for(gap):
-    """Two short sequences with a wide gap: as many chunk sizes as the gap is wide would explain them."""
-    segments = Segments(np.array([[1] * 8 + [0] * gap + [2] * 8]))
-    attends = dense(segments)[:, 0].numpy() & segments.keep.numpy()[:, :, None]
-    rebuilt = []
-    count = evidence.dense_row
-    try:
-        evidence.dense_row = lambda *args: rebuilt.append(args) or count(*args)
-        with pytest.raises(AmbiguousMaskError):
-            read_square(attends)
-        assert read_square(attends, pattern=Pattern.of("causal")) == segments
-    finally:
-        evidence.dense_row = count
-    assert len(rebuilt) <= 4

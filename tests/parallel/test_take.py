@@ -80,6 +80,11 @@ def test_zigzag_is_one_step_slice(case):
         assert len(runs) == 1 or _as_step(runs, S) == (S // (2 * cp.size), cp.rank, 2 * cp.size - 1 - cp.rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_a_batch_without_rows_keeps_its_shape(dtype):
+    assert take_runs(torch.zeros(0, 8, 3, dtype=dtype), 1, ((0, 2), (6, 8))).shape == (0, 4, 3)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_tensors_take_the_same_values(threads):
     before = torch.get_num_threads()

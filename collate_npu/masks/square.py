@@ -1,0 +1,109 @@
+"""Square: a mask of queries and keys under one polarity, read in blocks of query rows that stay in cache.
+
+Nothing of the size of the mask is built: a bool mask is read where it lies, any other dtype becomes bool block by block.
+Legend: B batch, H heads, S width, Q/K query and key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from collate_npu.host import Array
+from collate_npu.masks.fill import fill_rows, regions_of
+from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.polarity import BLOCK, Bools, MaskValues, Polarity
+from collate_npu.segments import Segments
+
+
+class Square:
+    """`[B, S, S]`, True = attends, of values `[S, S]`, `[B, S, S]` or `[B, H, S, S]` under one polarity.
+
+    A key is attended if any head attends it. One row serves any `batch_size`.
+    """
+
+    def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
+        raw = values.raw
+        raw_BHQK = raw if raw.ndim == 4 else raw[None, None] if raw.ndim == 2 else raw[:, None]
+        repeated = raw_BHQK.shape[1] > 1 and raw_BHQK.strides[1] == 0
+        self._raw_BHQK = raw_BHQK[:, :1] if repeated else raw_BHQK
+        self._read = partial(values.attending, polarity=polarity)
+        self.shape = batch_size, raw_BHQK.shape[-1]
+        as_is = raw.dtype == bool and self._raw_BHQK.shape[1] == 1
+        self.raw_rows = self._as_they_lie if as_is else self.rows
+        """`rows` without a copy, where `attends` stands for "attends"."""
+        self.attends = not (as_is and polarity == "masked")
+
+    def rows(self, b: int, low: int, high: int) -> Bools:
+        """bool `[high - low, S]`: query rows of one row of the batch."""
+        return self._any_head(self._read(self._raw_BHQK[self._held(b), :, low:high]), 0)
+
+    def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
+        rows_QK: Bools = self._raw_BHQK[self._held(b), 0, low:high]
+        return rows_QK
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """`(first query, last query + 1)`, for every row of the batch: at most a fourth of the mask is read at once."""
+        B, S = self.shape
+        H = self._raw_BHQK.shape[1]
+        rows = max(min(BLOCK // max(S * H, 1), B * S // 4), 1)
+        step = rows if rows < 8 else rows // 8 * 8
+        for low in range(0, S, step):
+            yield low, min(low + step, S)
+
+    def diagonal(self, before: int = 0) -> Bools:
+        """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
+        return self._all_rows(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3))
+
+    def column(self, k: int) -> Bools:
+        """`[B, S]`: the queries that attend key k."""
+        return self._all_rows(self._raw_BHQK[..., k])
+
+    def row(self, q_B: Array) -> Bools:
+        """`[B, S]`: the keys that one query of each row of the batch attends."""
+        return self.at(np.arange(len(q_B)), q_B, slice(None))
+
+    def at(self, b_N: Array, q_N: Array, k_N: Array | slice) -> Bools:
+        """`[N]`: single places, or `[N, S]`: single rows."""
+        held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
+        return self._any_head(self._read(self._raw_BHQK[held_N, :, q_N, k_N]), 1)
+
+    def _held(self, b: int) -> int:
+        return b if len(self._raw_BHQK) > 1 else 0
+
+    def _all_rows(self, raw_BHS: Array) -> Bools:
+        held_BS = self._any_head(self._read(raw_BHS), 1)
+        return held_BS if len(held_BS) == self.shape[0] else np.repeat(held_BS, self.shape[0], axis=0)
+
+    def _any_head(self, attends: Bools, axis: int) -> Bools:
+        if attends.shape[axis] == 1:
+            return attends[0] if axis == 0 else attends[:, 0]
+        found: Bools = np.logical_or.reduce(attends, axis=axis)
+        return found
+
+
+class Rebuilt:
+    """The query rows that a pattern gives on these sequences, one block at a time."""
+
+    def __init__(self, square: Square, segments: Segments, pattern: Pattern) -> None:
+        self._pattern, self._attends, self._width = pattern, square.attends, square.shape[1]
+        self._regions = regions_of(segments)
+        self._held: dict[int, tuple[bytearray, Bools]] = {}
+
+    def rows(self, b: int, low: int, high: int) -> Bools:
+        """As `Square.raw_rows` holds them; the next call writes over them."""
+        rows_QK = self._block(high - low)[1]
+        fill_rows(rows_QK, low, self._regions[b], self._pattern, self._attends, not self._attends)
+        return rows_QK
+
+    def equals(self, found_QK: Bools) -> bool:
+        """Is it byte by byte what `rows` gave last? bytearray compares at the speed of memory, numpy at half of it."""
+        return self._block(len(found_QK))[0] == np.ascontiguousarray(found_QK)
+
+    def _block(self, rows: int) -> tuple[bytearray, Bools]:
+        if rows not in self._held:  # the last block of a mask is smaller
+            raw = bytearray(rows * self._width)
+            self._held[rows] = raw, np.frombuffer(raw, bool).reshape(rows, self._width)
+        return self._held[rows]
