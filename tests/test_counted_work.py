@@ -106,7 +106,7 @@ def test_what_a_batch_takes_is_what_goes_out(setting, holder):
     collate = PaddingCollator(pad_token_id=0, **SETTINGS[setting][0])
     features = samples(8, 4096, holder)
     batch = collate(features)
-    assert live_bytes.peak_bytes(lambda: collate(features)) <= (1.2 if setting == "flat" else 1.03) * size(batch)
+    assert live_bytes.peak_bytes(lambda: collate(features)) <= (1.2 if setting == "flat" else 1.1) * size(batch)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

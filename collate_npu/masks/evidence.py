@@ -114,7 +114,7 @@ def read_square(square: Square, known: Known) -> Reading:
     shown = _read(square, known.keep)
     segments, proved_BQ = shown.segments, shown.proved
     if known.pattern is not None and known.pattern.cuts and segments.packed:
-        segments, proved_BQ = Segments.from_keep(shown.real), np.zeros_like(proved_BQ)
+        segments, proved_BQ = Segments.kept(shown.real), np.zeros_like(proved_BQ)
     if known.keep is not None:
         refuse_inverted(square, segments)
     if not known.prove:

@@ -103,7 +103,7 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
         b_N, q_N = np.nonzero(distant_BS)
         begins_BS[b_N, q_N] = ~square.at(b_N, q_N, last_BS[b_N, q_N - 1])
     if (np.count_nonzero(begins_BS, axis=1) <= 1).all():
-        return Segments.from_keep(real_BS), begins_BS
+        return Segments.kept(real_BS), begins_BS
     return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
 
 
