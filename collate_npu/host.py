@@ -27,8 +27,10 @@ def host_tensor(name: str, value: Any) -> Tensor:
     Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
     fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
     """
-    if type(value) is Tensor and value.dtype in _PLAIN and value.is_cpu and _is_dense(value):
-        return value.detach() if value.requires_grad else value
+    plain: bool = type(value) is Tensor and value.dtype in _PLAIN and value.is_cpu
+    if plain and value.layout is torch.strided and not value.is_nested:
+        held: Tensor = value.detach() if value.requires_grad else value
+        return held
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     if _means_something_else(type(value)):
@@ -63,10 +65,6 @@ def host_array(name: str, value: Any) -> Array:
             raise CollateError(explain(name, f"the value {array.max()}", rule, "Count again: it wrapped around."))
         array = array.astype(np.int64)
     return array
-
-
-def _is_dense(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_nested
 
 
 def _holds_tensors(value: Any) -> bool:

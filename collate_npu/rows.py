@@ -6,7 +6,7 @@ Everything costs O(B * S). Legend: B batch rows, S width, T tokens without paddi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from collate_npu.host import Array, host_array
 
 Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
+SIDES: tuple[Side, Side] = ("right", "left")
 
 
 def one_run(keep_BS: Array, side: Side) -> list[int]:
@@ -28,7 +29,8 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
     else:
         at_B = keep_BS.argmax(axis=1)  # the first token, or any place of a row without
         lengths_B = np.where(keep_BS[np.arange(B), at_B], S - at_B, 0)
-    return cast(list[int], lengths_B.tolist())
+    lengths: list[int] = lengths_B.tolist()
+    return lengths
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:

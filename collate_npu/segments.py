@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array, whole_number
 from collate_npu.rows import (
+    SIDES,
     PaddingSide,
     Side,
     as_ids,
@@ -97,6 +98,7 @@ class Segments:
         segments = object.__new__(cls)
         segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
         segments.row_lengths = tuple(map(sum, segments.lengths))
+        segments.packed = max(map(len, segments.lengths), default=0) > 1
         segments.padding_side = side_around(segments.row_lengths, width, side)
         segments._shape, segments._side = (len(rows), width), side
         return segments
@@ -115,7 +117,7 @@ class Segments:
     def kept(cls, keep_BS: Array) -> Segments:
         """As `from_keep`, of a bool array, for the library's own use: nothing is computed before it is asked for."""
         real = np.count_nonzero(keep_BS)
-        for side in get_args(Side):
+        for side in SIDES:
             if real == sum(lengths := one_run(keep_BS, side)):
                 return cls.laid_out([[n] for n in lengths], keep_BS.shape[1], side)
         return cls._built(keep_BS)
@@ -320,7 +322,7 @@ class Segments:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
         return side_of(self.array != 0)
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """True where some row holds more than one sequence."""
         return max(map(len, self.lengths), default=0) > 1

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from collate_npu.errors import (
@@ -113,7 +114,10 @@ def segments_from_2d(key: str, value: Values, polarity: Polarity | None = None) 
 
     Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
     """
-    values = MaskValues(host_tensor(key, value), polarity, key)
+    held = host_tensor(key, value)
+    if held.dtype == torch.bool and held.ndim == 2 and polarity == "keep":
+        return Segments.kept(held.numpy())
+    values = MaskValues(held, polarity, key)
     if values.full.ndim != 2:
         return _refuse_shape(values.full)
     return _from_keys(values)

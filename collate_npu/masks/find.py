@@ -34,7 +34,7 @@ from collate_npu.masks.offsets import check_offsets, segments_from_offsets
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
 from collate_npu.rows import as_ids, sequence_starts
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, Values
 
 MASK_KEY = "attention_mask"
 
@@ -159,7 +159,7 @@ def _sources(
     if batch.get(SEGMENT_KEY) is not None:
         yield _Truth(SEGMENT_KEY, Segments.numbered(as_ids(host_array(SEGMENT_KEY, batch[SEGMENT_KEY]))), True)
     if batch.get(KEEP_KEY) is not None:
-        yield _keys_source(KEEP_KEY, host_tensor(KEEP_KEY, batch[KEEP_KEY]), "keep")
+        yield _keys_source(KEEP_KEY, batch[KEEP_KEY], "keep")
     beside = batch.get(SEGMENT_KEY) is not None or batch.get(KEEP_KEY) is not None
     for key, full in masks.items():
         if _is_keys(full, shape):
@@ -169,7 +169,7 @@ def _sources(
         yield _Truth(flat[0], flat[1], True)
 
 
-def _keys_source(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
+def _keys_source(key: str, full: Values, polarity: Polarity | None) -> _Truth:
     segments = segments_from_2d(key, full, polarity)
     return _Truth(key, segments, segments.packed)
 
@@ -214,7 +214,8 @@ def _text_positions(batch: Mapping[str, Any], shape: tuple[int, int]) -> Array |
             )
         if positions.ndim == 2 or len(positions) == 4:
             text = positions if positions.ndim == 2 else positions[0]
-            found = np.broadcast_to(text, shape) if found is None or key.startswith("text") else found
+            wide = text if text.shape == shape else np.broadcast_to(text, shape)
+            found = wide if found is None or key.startswith("text") else found
     return found
 
 
@@ -354,8 +355,7 @@ def _refuse_inverted(batch: Mapping[str, Any], segments: Segments) -> None:
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == segments.shape and not labels.is_floating_point():
         labels_BS = host_array("labels", labels)
-        ends = [(b, end - 1) for b, _, end in segments.spans]
-        if ends and (labels_BS[tuple(zip(*ends))] >= 0).all() and not bad:
+        if not bad and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
             return  # a label on the last token of every sequence
         labelled_BS = labels_BS >= 0
         lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & segments.keep_array()).any(axis=1)

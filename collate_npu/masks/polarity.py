@@ -27,6 +27,7 @@ from collate_npu.errors import (
 from collate_npu.host import Array
 
 Polarity = Literal["keep", "masked", "bias"]
+POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
 Bools = npt.NDArray[np.bool_]
 
 BLOCKED_BELOW = -9984.0
@@ -39,7 +40,7 @@ FILLED_BELOW = -6e4
 
 def check_polarity(polarity: str | None) -> None:
     """Raise for a name that is no polarity."""
-    if polarity is not None and polarity not in get_args(Polarity):
+    if polarity is not None and polarity not in POLARITIES:
         raise CollateError(explain("polarity", repr(polarity), "There are three polarities.", REMEDY_DECLARE_POLARITY))
 
 
