@@ -58,7 +58,7 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
     others: dict[Any, Any] = {}
     places: list[Place] = []
     arrays: list[Array] = []
-    size = 0
+    size, limit = 0, INLINE_BYTES
     for key, value in batch.items():
         if not _travels(value):
             others[key] = Shipment(value) if type(value) is dict else value
@@ -67,13 +67,13 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
         array = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
         kind = _narrowest(array)
         if array.nbytes > INLINE_BYTES and (kind == array.dtype or value.is_shared()):
-            others[key] = value
+            others[key], limit = value, 0  # a message waits in the pipe to be read, and the copying of a long mask behind it
             continue
         others[key] = None
         places.append((key, value.dtype, array.shape, kind.str, size))
         arrays.append(array)
         size += -(-array.size * kind.itemsize // 8) * 8
-    inline = size <= INLINE_BYTES
+    inline = size <= limit
     buffer: Any = bytearray(size) if inline else torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
     held = _memory(buffer)
     for (_, _, shape, kind_there, start), array in zip(places, arrays):

@@ -182,6 +182,8 @@ def test_a_long_batch_takes_one_storage_and_a_long_mask_its_own():
     assert buffer.nbytes() == 9 * INLINE_BYTES
     assert [place[0] for place in places] == ["ids", "labels", "keep"]
     assert rest["mask"].numel() == INLINE_BYTES + 1
+    small = transport._pack(Shipment(ids=ids[:9], mask=torch.ones(INLINE_BYTES + 1) > 0))[1][2]
+    assert isinstance(small, torch.UntypedStorage), "a message beside a long mask"
     shared = ids.clone().share_memory_()
     assert transport._pack(Shipment(ids=shared))[1][0]["ids"] is shared, "copied, though it lies in shared memory"
 
@@ -348,3 +350,25 @@ def test_torchdatas_stateful_loader_goes_on_where_it_stopped():
     again = stateful.StatefulDataLoader(Ragged(), **settings)
     again.load_state_dict(state)
     assert same(whole, first + list(again))
+
+
+def test_a_loop_that_stops_early_stops_its_workers():
+    """Each has a message half written, longer than the pipe holds."""
+    for persistent in (False, True):
+        loader = DataLoader(
+            Ragged(400, 20_000),
+            batch_size=8,
+            collate_fn=OURS,
+            num_workers=2,
+            persistent_workers=persistent,
+            prefetch_factor=4,
+        )
+        batches = iter(loader)
+        first = next(batches)
+        workers = list(batches._workers)
+        assert first["input_ids"].shape[0] == 8
+        if persistent:
+            assert same(first, next(iter(loader)))
+        del batches, loader
+        gc.collect()
+        assert not any(worker.is_alive() for worker in workers)
