@@ -30,7 +30,7 @@ class Region(NamedTuple):
     last: int
     """Its query rows, `last` not among them: padding belongs to the sequence before it, leading padding to the first."""
     holes: Array | None
-    """Padding inside it; None where there is none."""
+    """Which of its places are padding, bool; None where none is."""
 
 
 def regions_of(segments: Segments) -> list[list[Region]]:
@@ -39,7 +39,7 @@ def regions_of(segments: Segments) -> list[list[Region]]:
     rows: list[list[Region]] = [[] for _ in range(segments.shape[0])]
     for n, (b, start, end) in enumerate(spans):
         last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
-        holes = start + np.flatnonzero(segments.array[b, start:end] == 0) if end - start > lengths[n] else None
+        holes = segments.array[b, start:end] == 0 if end - start > lengths[n] else None
         rows[b].append(Region(n, start, end, start if rows[b] else 0, last, holes))
     return rows
 
@@ -76,7 +76,7 @@ def _fill_region(rows_QK: Array, q0: int, region: Region, pattern: Pattern, allo
             block_QK[:, stop:] = forbidden
         pattern.fill(block_QK[:, start:stop], low - start, n, allowed, forbidden)
         if holes is not None:
-            block_QK[:, holes] = forbidden
+            np.copyto(block_QK[:, start:end], forbidden, where=holes)
         low = high
         if inside and pattern.settles and low < q1:
             rows_QK[low - q0 :] = block_QK[-1]

@@ -134,43 +134,46 @@ class MaskValues:
     def _refuse_values(self, declared: Polarity | None) -> None:
         if not self._float and self.full.dtype != torch.bool and self.low < 0:
             rule = "An additive mask is a float tensor; ints are 1 and 0."
-            raise CollateError(self._explained(rule, "Convert it with .to(torch.float32), or pass the keep mask."))
+            raise CollateError(
+                explain(self.key, self._got, rule, "Convert it with .to(torch.float32), or pass the keep mask.")
+            )
         if self.packing_ids and self.full.ndim != 2:
             rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
-            raise CollateError(self._explained(rule, "Convert it to bool, or pass the ids as [B, S]."))
+            raise CollateError(explain(self.key, self._got, rule, "Convert it to bool, or pass the ids as [B, S]."))
         if self._float and self.high == np.inf:
             rule = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row."
-            raise CollateError(self._explained(rule, "Fill blocked places with torch.finfo(dtype).min."))
+            raise CollateError(explain(self.key, self._got, rule, "Fill blocked places with torch.finfo(dtype).min."))
         if self.additive and declared in ("keep", "masked"):
-            raise PolarityError(self._explained(f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
+            raise PolarityError(explain(self.key, self._got, f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
         if self._float and not self.additive and not self._binary:
             rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
-            raise AmbiguousMaskError(self._explained(rule, "Fill blocked places with torch.finfo(dtype).min."))
+            raise AmbiguousMaskError(explain(self.key, self._got, rule, "Fill blocked places with torch.finfo(dtype).min."))
         if declared == "bias" and not self._float:
-            raise PolarityError(self._explained("A bias is a float tensor.", "Pass 'keep' or 'masked'."))
+            raise PolarityError(explain(self.key, self._got, "A bias is a float tensor.", "Pass 'keep' or 'masked'."))
         if declared == "bias" and self.high > 0 and self._binary:
             rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
-            raise PolarityError(self._explained(rule, "Pass polarity='keep' or 'masked'."))
+            raise PolarityError(explain(self.key, self._got, rule, "Pass polarity='keep' or 'masked'."))
 
-    def _explained(self, rule: str, remedy: str) -> str:
-        got = f"{shape_of(self.full)} with values from {self.low} to {self.high}"
-        return explain(self.key, got, rule, remedy)
+    @property
+    def _got(self) -> str:
+        return f"{shape_of(self.full)} with values from {self.low} to {self.high}"
 
 
 BLOCK = 1 << 19
 """Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
 
 
-def blocks(array: Array) -> Iterator[Array]:
-    """All of `array` in parts of about `BLOCK` elements; what only repeats (stride 0) comes once."""
+def blocks(array: Array, most: int | None = None) -> Iterator[Array]:
+    """All of `array` in parts of at most `BLOCK` elements, or an eighth; what only repeats (stride 0) comes once."""
+    most = min(BLOCK, max(array.size // 8, 1 << 12)) if most is None else most
     if array.ndim and len(array) and array.strides[0] == 0:
         array = array[:1]
-    if array.size <= BLOCK or not array.ndim:
+    if array.size <= most or not array.ndim:
         yield from [array] * (array.size > 0)
         return
-    step = BLOCK * len(array) // array.size
+    step = most * len(array) // array.size
     for low in range(0, len(array), max(step, 1)):
-        yield from [array[low : low + step]] if step else blocks(array[low])
+        yield from [array[low : low + step]] if step else blocks(array[low], most)
 
 
 def _refuse_nan(key: str, full: Tensor) -> None:

@@ -31,6 +31,7 @@ class Square:
         self._raw_BHQK = raw_BHQK[:, :1] if repeated else raw_BHQK
         self._read = partial(values.attending, polarity=polarity)
         self.shape = batch_size, raw_BHQK.shape[-1]
+        self._scratch: dict[int, tuple[bytearray, Bools]] = {}
         as_is = raw.dtype == bool and self._raw_BHQK.shape[1] == 1
         self.raw_rows = self._as_they_lie if as_is else self.rows
         """`rows` without a copy, where `attends` stands for "attends"."""
@@ -70,6 +71,13 @@ class Square:
         held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
         return self._any_head(self._read(self._raw_BHQK[held_N, :, q_N, k_N]), 1)
 
+    def scratch(self, rows: int) -> tuple[bytearray, Bools]:
+        """`[rows, S]` as bytes and as bools; the same ones again for as many rows."""
+        if rows not in self._scratch:  # the last block of a mask is smaller
+            raw = bytearray(rows * self.shape[1])
+            self._scratch[rows] = raw, np.frombuffer(raw, bool).reshape(rows, self.shape[1])
+        return self._scratch[rows]
+
     def _held(self, b: int) -> int:
         return b if len(self._raw_BHQK) > 1 else 0
 
@@ -85,25 +93,18 @@ class Square:
 
 
 class Rebuilt:
-    """The query rows that a pattern gives on these sequences, one block at a time."""
+    """The query rows that a pattern gives on these sequences, one block at a time, in the scratch of the square."""
 
     def __init__(self, square: Square, segments: Segments, pattern: Pattern) -> None:
-        self._pattern, self._attends, self._width = pattern, square.attends, square.shape[1]
+        self._square, self._pattern = square, pattern
         self._regions = regions_of(segments)
-        self._held: dict[int, tuple[bytearray, Bools]] = {}
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """As `Square.raw_rows` holds them; the next call writes over them."""
-        rows_QK = self._block(high - low)[1]
-        fill_rows(rows_QK, low, self._regions[b], self._pattern, self._attends, not self._attends)
+        rows_QK, attends = self._square.scratch(high - low)[1], self._square.attends
+        fill_rows(rows_QK, low, self._regions[b], self._pattern, attends, not attends)
         return rows_QK
 
     def equals(self, found_QK: Bools) -> bool:
         """Is it byte by byte what `rows` gave last? bytearray compares at the speed of memory, numpy at half of it."""
-        return self._block(len(found_QK))[0] == np.ascontiguousarray(found_QK)
-
-    def _block(self, rows: int) -> tuple[bytearray, Bools]:
-        if rows not in self._held:  # the last block of a mask is smaller
-            raw = bytearray(rows * self._width)
-            self._held[rows] = raw, np.frombuffer(raw, bool).reshape(rows, self._width)
-        return self._held[rows]
+        return self._square.scratch(len(found_QK))[0] == np.ascontiguousarray(found_QK)
