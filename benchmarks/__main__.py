@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
-from benchmarks.timing import Absent, Pace, Row, race  # noqa: E402
+from benchmarks.timing import Pace, Row, race  # noqa: E402
 
 GROUPS = ("collate", "dataloader", "dense", "derive", "parallel", "adapter", "neutral", "growth")
 QUICK = Pace(rounds=5, budget=0.4, turn=0.003)
@@ -35,7 +35,7 @@ def main(given: list[str] | None = None) -> None:
     for group in options.only or GROUPS:
         for case in import_module(f"benchmarks.groups.{group}").cases(options.quick):
             rows += run(case, pace)
-            absent += [Absent(one.name, one.why) for one in case.absent]
+            absent += case.absent
     result = report.result(rows, absent, threads=options.threads, seconds=perf_counter() - start, quick=options.quick)
     report.show(result)
     if options.json:
@@ -47,7 +47,7 @@ def main(given: list[str] | None = None) -> None:
 def run(case: Any, pace: Pace) -> list[Row]:
     report.progress(f"{case.group}: {case.name}")
     contestants = case.ready()
-    return case.rows(race(contestants, pace))
+    return case.rows(race(contestants, pace)) if contestants else []
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

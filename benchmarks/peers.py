@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Absent, Contestant, Work
+from benchmarks.timing import Absent, Contestant, Work, first_line
 from collate_npu.testing import byte_tokenizer
 
 PACKAGES = (
@@ -41,7 +41,7 @@ def rival(name: str, build: Callable[[], Work], **rest: Any) -> Contestant | Abs
     try:
         return Contestant(name, build(), **rest)
     except Exception as error:
-        return Absent(name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        return Absent(name, first_line(error))
 
 
 @cache
@@ -160,3 +160,9 @@ def megatron_split(size: int, rank: int) -> Work:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     group = torch.distributed.new_group(range(size), backend="fake")
     return lambda batch: get_batch_on_this_cp_rank(batch, cp_group=group)
+
+
+def leave_ranks() -> None:
+    """What follows is one process again."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

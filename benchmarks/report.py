@@ -53,23 +53,34 @@ def show(result: Result, console: Console | None = None) -> None:
     for group, rows in groupby(result["rows"], key=lambda row: row["group"]):
         console.print(_table(group, list(rows)))
     _verdict(result["rows"], console)
-    for one in result["absent"]:
-        console.print(f"absent: {one['name']}: {one['why']}", markup=False)
+    _absent(result["absent"], console)
 
 
 def _table(group: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=group, title_justify="left", title_style="bold", box=None, padding=(0, 1), expand=False)
-    for name in ("case", "ours", "against", "theirs", "faster", "over floor", "target"):
-        table.add_column(name, justify="left" if name in ("case", "against", "target") else "right", no_wrap=name != "case")
-    seen = None
-    for row in rows:
-        first, seen = row["case"] != seen, row["case"]
-        table.add_row(
-            row["case"] if first else "", time(row["ours"]), row["name"], time(row["theirs"]),
-            times(row["ratio"]) if row["against"] == "peer" else "",
-            times(row["ratio"]) if row["against"] == "floor" else "", _target(row),
-        )  # fmt: skip
+    table = Table(title=group, title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    table.add_column("", width=46, no_wrap=True)
+    for name in ("time", "faster", "over floor"):
+        table.add_column(name, justify="right", width=10)
+    table.add_column("target", width=16, no_wrap=True)
+    for case, lines in groupby(rows, key=lambda row: row["case"]):
+        _add_case(table, case, list(lines))
     return table
+
+
+def _add_case(table: Table, case: str, rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    limit = _target(first) if first["unit"] == "us" else ""
+    table.add_row(f"[cyan]{case}[/]{_made(first, 0)}", time(first["ours"]), "", "", limit)
+    for row in rows:
+        ratio = times(row["ratio"])
+        columns = (ratio, "") if row["against"] == "peer" else ("", ratio)
+        if row["theirs"] is not None:
+            table.add_row(f"  {row['name']}{_made(row, 1)}", time(row["theirs"]), *columns, _target(row))
+
+
+def _made(row: dict[str, Any], side: int) -> str:
+    """Megabytes of an output, in the group where they are the point."""
+    return f", {row['made'][side] / 1e6:.1f} MB" if row["group"] == "neutral" and row["made"][side] else ""
 
 
 def _verdict(rows: list[dict[str, Any]], console: Console) -> None:
@@ -77,7 +88,20 @@ def _verdict(rows: list[dict[str, Any]], console: Console) -> None:
     missed = [row for row in judged if not row["met"]]
     console.print(f"\ntargets: {len(judged) - len(missed)} met, {len(missed)} missed")
     for row in missed:
-        console.print(f"  [red]MISSED[/] {row['group']}: {row['case']}, {row['name'] or 'time'}: {_target(row)}")
+        found = time(row["ours"]) if row["unit"] == "us" else times(row["ratio"])
+        console.print(f"  {row['group']}, {row['case']}, {row['name'] or 'ours'}: {found}, {_target(row)}")
+
+
+def _absent(absent: list[dict[str, str]], console: Console) -> None:
+    """Each reason once, with the cases it is for."""
+    for (name, why), ones in groupby(sorted(absent, key=_reason), key=_reason):
+        cases = [one["case"] for one in ones]
+        more = f" and {len(cases) - 2} more" if len(cases) > 2 else ""
+        console.print(f"absent: {name} in {'; '.join(cases[:2])}{more}: {why}", markup=False)
+
+
+def _reason(one: dict[str, str]) -> tuple[str, str]:
+    return one["name"], one["why"]
 
 
 def _target(row: dict[str, Any]) -> str:

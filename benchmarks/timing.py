@@ -29,7 +29,7 @@ def untested(ours: Any, theirs: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """Work and where its input comes from. `fresh` is called outside the clock, once a call: some peers change their input."""
+    """Work, and where its input comes from: `fresh`, outside the clock, for each call, as some peers write into theirs."""
 
     name: str
     work: Work
@@ -43,10 +43,11 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Absent:
-    """A contestant that cannot run here, and why."""
+    """A contestant that cannot run here, or not on this input, and why."""
 
     name: str
     why: str
+    case: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,27 +92,29 @@ class Case:
 
     def ready(self) -> list[Contestant]:
         """Everyone who can run, after one call each; an output that differs from ours is an error, not a figure."""
-        if isinstance(self.ours, Absent):
-            self.absent.append(self.ours)
-            return []
-        mine = self.ours.work(self.ours.fresh())
-        self.made = {self.ours: size_of(mine)}
-        for rival in self.rivals:
-            if isinstance(rival, Absent):
-                self.absent.append(rival)
-                continue
-            try:
-                theirs = rival.work(rival.fresh())
-            except Exception as error:  # a peer that does not take this input
-                self.absent.append(Absent(rival.name, f"{self.group}, {self.name}: {_first_line(error)}"))
-                continue
-            rival.agrees(mine, theirs)
-            self.made[rival] = size_of(theirs)
+        self.made = {}
+        mine = self._output(self.ours)
+        for one in self.rivals if self.ours in self.made else ():
+            theirs = self._output(one)
+            if one in self.made:
+                one.agrees(mine, theirs)
         return list(self.made)
 
+    def _output(self, one: Contestant | Absent) -> Any:
+        """None where it cannot run."""
+        if isinstance(one, Absent):
+            return self.gone(one.name, one.why)
+        try:
+            output = one.work(one.fresh())
+        except Exception as error:  # it does not take this input
+            return self.gone(one.name, first_line(error))
+        self.made[one] = size_of(output)
+        return output
+
+    def gone(self, name: str, why: str) -> None:
+        self.absent.append(Absent(name, why, f"{self.group}, {self.name}"))
+
     def rows(self, seconds: dict[Contestant, list[float]]) -> list[Row]:
-        if not seconds:
-            return []
         ours, *rivals = seconds
         mine = seconds[ours]
         found = []
@@ -184,5 +187,9 @@ def _turn(one: Contestant, calls: int) -> float:
     return (perf_counter() - start) / calls
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
+def first_line(error: Exception) -> str:
+    """Its kind and first line; of an error in a worker, the last, where the error itself stands."""
+    lines = str(error).strip().splitlines() or [""]
+    if lines[0].startswith("Caught"):
+        return lines[-1][:160]
+    return f"{type(error).__name__}: {lines[0]}"[:160]

@@ -1,1 +1,1 @@
-"""One file a group. Each has `cases(quick)`, which yields its cases one by one, so that large inputs do not live together."""
+"""One file a group. Its `cases(quick)` yields one case after the other, so that large inputs do not live together."""

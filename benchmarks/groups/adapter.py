@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -16,10 +17,14 @@ LIMIT = 50
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for rows, width in ((8, 4096),):
-        batch = PaddingCollator(peers.tokenizer("right"))(rows_of("numpy", rows, width))
-        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-        adapter = BatchAdapter(model_type="qwen3_next", padding_free=False)
-        ours = Contestant("ours", adapter, lambda batch=batch: dict(batch))
-        copy = Contestant("copy of the batch", lambda _, held=tensors: [x.clone() for x in held], against="floor")
-        yield Case("adapter", f"{rows}x{width}, right, 2D kept", ours, [copy], limit=LIMIT)
+    batch = PaddingCollator(peers.tokenizer("right"))(rows_of("numpy", 8, 4096))
+    yield case("8x4096, right, as our collator sends it", batch)
+    bare = {key: batch[key] for key in ("input_ids", "labels", "attention_mask", "attention_mask_2d")}
+    yield case("8x4096, right, without positions", bare)
+
+
+def case(name: str, batch: dict[str, Any]) -> Case:
+    tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+    copy = Contestant("copy of the batch", lambda _: [x.clone() for x in tensors], against="floor")
+    adapter = BatchAdapter(model_type="qwen3_next", padding_free=False)
+    return Case("adapter", name, Contestant("ours", adapter, lambda: dict(batch)), [copy], limit=LIMIT)

@@ -7,16 +7,16 @@ lists, `np.copyto` of the same bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import agreement, peers
-from benchmarks.inputs import Kind, copies, rows_of
+from benchmarks.inputs import Kind, columns_of, copies, flat_of, rows_of, table_of
 from benchmarks.peers import rival
-from benchmarks.timing import Case, Contestant
+from benchmarks.timing import Case, Contestant, Fresh, Work
 from collate_npu import PaddingCollator
 
 SIZES = ((4, 512), (32, 512), (8, 4096), (32, 4096), (4, 32768), (64, 32768))
@@ -41,6 +41,9 @@ def cases(quick: bool) -> Iterator[Case]:
         for kind in KINDS:
             yield padded(kind, rows, width, "left")
     for rows, width in QUICK[:1] if quick else FLAT:
+        yield arrow(rows, width)
+        yield columns(rows, width)
+        yield flat_tokens(rows, width)
         yield padding_free("lists", rows, width)
 
 
@@ -76,6 +79,49 @@ def padding_free(kind: Kind, rows: int, width: int) -> Case:
     collator = PaddingCollator(peers.tokenizer("right"), padding_free=True)
     ours = Contestant("ours", collator, given["fresh"])
     return Case("collate", f"{kind} {rows}x{width}, flat row", ours, [*rivals, floor(kind, features)])
+
+
+def arrow(rows: int, width: int) -> Case:
+    """A table as it is; the peers ask for its rows, which is part of their time."""
+    table = cache(lambda: table_of(rows_of("lists", rows, width)))
+    return whole_batch(f"arrow {rows}x{width}", table, lambda table: table.to_pylist(), rows, width)
+
+
+def columns(rows: int, width: int) -> Case:
+    """A dict of columns of lists; the peers get its rows, which costs them next to nothing."""
+
+    def rows_from(held: dict[str, Any]) -> list[dict[str, Any]]:
+        return [dict(zip(held, row)) for row in zip(*held.values())]
+
+    held = columns_of(rows_of("lists", rows, width))
+    return whole_batch(f"columns {rows}x{width}", lambda: held, rows_from, rows, width)
+
+
+def flat_tokens(rows: int, width: int) -> Case:
+    """One array a key and the lengths; the peers get slices of it."""
+
+    def cut(flat: dict[str, Any]) -> list[dict[str, Any]]:
+        ends = np.cumsum(flat["seq_lengths"])[:-1]
+        parts = {key: np.split(flat[key], ends) for key in ("input_ids", "labels")}
+        return [dict(zip(parts, row)) for row in zip(*parts.values())]
+
+    held = flat_of(rows_of("numpy", rows, width))
+    return whole_batch(f"flat tokens {rows}x{width}", lambda: held, cut, rows, width)
+
+
+def whole_batch(name: str, fresh: Fresh, rows_from: Callable[[Any], Any], rows: int, width: int) -> Case:
+    """Input that is no list of samples: ours as it is, the peers with its rows, cut while the clock runs."""
+
+    def of_rows(work: Work) -> Work:
+        return lambda held: work(rows_from(held))
+
+    given: dict[str, Any] = {"fresh": fresh, "agrees": agreement.same_batch}
+    rivals = [
+        rival("transformers Seq2Seq, of its rows", lambda: of_rows(peers.seq2seq("right")), **given),
+        rival("TRL, of its rows", lambda: of_rows(peers.trl()), **given),
+    ]
+    ours = Contestant("ours", PaddingCollator(peers.tokenizer("right")), fresh)
+    return Case("collate", name, ours, [*rivals, floor("numpy", rows_of("numpy", rows, width))])
 
 
 def floor(kind: Kind, features: list[dict[str, Any]]) -> Contestant:

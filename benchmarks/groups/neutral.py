@@ -23,21 +23,21 @@ OVER_FULL = 1.3
 
 def cases(quick: bool) -> Iterator[Case]:
     rows, width = (4, 1024) if quick else (8, 4096)
-    yield left(rows, width)
+    yield left(rows, width, "auto")
+    yield left(rows, width, "2d")
     yield megatron(rows, width)
 
 
-def left(rows: int, width: int) -> Case:
+def left(rows: int, width: int, mode: Any) -> Case:
     fresh: Any = partial(copies, rows_of("lists", rows, width))
-    collator = PaddingCollator(peers.tokenizer("left"))
-    small = PaddingCollator(peers.tokenizer("left"), attention_mask="2d")
-    made = size_of(collator(fresh()))
-    rivals = [
-        Contestant("np.full of those bytes", lambda _: np.full(made, True), against="floor", target=OVER_FULL),
-        Contestant('ours, attention_mask="2d"', small, fresh, agrees=agreement.same_tokens),
-        rival("transformers Seq2Seq, 2D alone", lambda: peers.seq2seq("left"), fresh=fresh, agrees=agreement.same_batch),
-    ]
-    return Case("neutral", f"{rows}x{width}, left, 4D", Contestant("ours", collator, fresh), rivals)
+    whole, small = (PaddingCollator(peers.tokenizer("left"), attention_mask=name) for name in ("auto", "2d"))
+    theirs = rival("transformers Seq2Seq, 2D", lambda: peers.seq2seq("left"), fresh=fresh, agrees=agreement.same_batch)
+    if mode == "2d":
+        with_4d = Contestant("ours, with the 4D mask", whole, fresh, agrees=agreement.same_tokens)
+        return Case("neutral", f"{rows}x{width}, left, 2d", Contestant("ours", small, fresh), [with_4d, theirs])
+    made = size_of(whole(fresh()))
+    floor = Contestant("np.full of as many bytes", lambda _: np.full(made, True), against="floor", target=OVER_FULL)
+    return Case("neutral", f"{rows}x{width}, left, 4D", Contestant("ours", whole, fresh), [floor, theirs])
 
 
 def megatron(rows: int, width: int) -> Case:
@@ -45,4 +45,4 @@ def megatron(rows: int, width: int) -> Case:
     fresh: Any = partial(copies, rows_of("lists", rows, width))
     theirs = rival("ms-swift template alone", lambda: peers.swift(megatron=True), fresh=fresh, agrees=agreement.same_batch)
     ours = rival("ms-swift with install()", lambda: peers.swift(megatron=True, ours=True), fresh=fresh)
-    return Case("neutral", f"{rows}x{width}, ms-swift on Megatron, with install()", ours, [theirs])
+    return Case("neutral", f"{rows}x{width}, ms-swift with install()", ours, [theirs])

@@ -21,6 +21,7 @@ COPY = "copy of as many bytes"
 def cases(quick: bool) -> Iterator[Case]:
     yield zigzag(8, 131072, 1.2)
     yield zigzag(8, 8192, None)
+    peers.leave_ranks()
     yield expanded(8, 131072)
     yield contiguous(8, 131072)
     yield by_document()
@@ -33,12 +34,10 @@ def cases(quick: bool) -> Iterator[Case]:
 def zigzag(B: int, S: int, target: float | None, size: int = 8) -> Case:
     x, cp = torch.randint(0, 1000, (B, S)), ContextParallel(size, RANK)
     shard = split_tensor(x, cp)
-    rivals = [
-        rival(
-            "megatron-core", lambda: peers.megatron_split(size, RANK), fresh=lambda: {"tokens": x}, agrees=_same_tokens
-        ),  # fmt: skip
-        _copy(shard, target=target),
-    ]
+    theirs = rival(
+        "megatron-core", lambda: peers.megatron_split(size, RANK), fresh=lambda: {"tokens": x}, agrees=_same_tokens
+    )
+    rivals = [theirs, _copy(shard, target=target)]
     return Case("parallel", f"zigzag [{B}, {S}], cp {size}", _ours(lambda: split_tensor(x, cp)), rivals)
 
 
