@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ def main(given: list[str] | None = None) -> None:
 
 def run(case: Any, pace: Pace) -> list[Row]:
     report.progress(f"{case.group}: {case.name}")
+    gc.collect()  # the last case's loaders end their workers here, before others are forked
     contestants = case.ready()
     return case.rows(race(contestants, pace)) if contestants else []
 

@@ -58,21 +58,18 @@ def _compare(ours: Batch, theirs: Batch, keys: Any, real: tuple[str, ...]) -> No
     for key in keys:
         mine, other = _ours(ours, key, theirs[key]), torch.as_tensor(theirs[key])
         if key in real and keep is not None:
-            mine, other = mine[keep], other[keep]
+            mine, other = mine[keep.bool()], other[keep.bool()]
         assert torch.equal(mine.to(other.dtype), other), f"{key} differs"
 
 
 def _keep(ours: Batch) -> Tensor | None:
     """The 2D mask, under its own name or, for a model of transformers, as `attention_mask`; a flat row has none."""
-    keep = ours.get("attention_mask_2d", ours.get("attention_mask"))
-    return None if keep is None else keep.bool()
+    keep: Tensor | None = ours.get("attention_mask_2d", ours.get("attention_mask"))
+    return keep
 
 
 def _ours(ours: Batch, key: str, other: Any) -> Tensor:
     if key == "attention_mask" and other.ndim == 4 and ours.get(key) is None:
         return dense(Segments.from_keep(ours["attention_mask_2d"]), polarity="masked")
-    if key == "attention_mask":
-        keep = _keep(ours)
-        assert keep is not None
-        return keep
-    return torch.as_tensor(ours[key])
+    found = _keep(ours) if key == "attention_mask" and other.ndim == 2 else ours[key]
+    return torch.as_tensor(found)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
-from benchmarks import peers, report, timing
+from benchmarks import agreement, peers, report, timing
 from benchmarks.groups import collate, dataloader, derive, growth
 from benchmarks.timing import Case, Contestant, Pace, Row
 
@@ -57,6 +57,20 @@ def test_an_output_that_differs_ends_the_run_and_a_peer_that_raises_is_absent():
         ("peer", "TypeError: no lists here"),
         ("gone", "ModuleNotFoundError: No module named 'no_such_peer'"),
     ]
+
+
+@pytest.mark.parametrize("key", ["input_ids", "labels", "attention_mask"])
+def test_one_changed_token_is_a_difference(key):
+    theirs = {"input_ids": [[1, 2], [3, 0]], "labels": [[1, 2], [3, -100]], "attention_mask": [[1, 1], [1, 0]]}
+    theirs = {name: torch.tensor(rows) for name, rows in theirs.items()}
+    ours = {
+        "input_ids": theirs["input_ids"].clone(), "labels": theirs["labels"].clone(), "attention_mask": None,
+        "attention_mask_2d": theirs["attention_mask"].bool(),
+    }  # fmt: skip
+    agreement.same_batch(ours, theirs)
+    theirs[key][1, 0] += 1
+    with pytest.raises(AssertionError, match=f"{key} differs"):
+        agreement.same_batch(ours, theirs)
 
 
 @pytest.mark.parametrize(("against", "ratio", "met"), [("peer", 2.0, False), ("peer", 3.0, True), ("floor", 3.1, False)])
