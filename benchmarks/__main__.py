@@ -24,14 +24,14 @@ from benchmarks import report  # noqa: E402
 from benchmarks.timing import Pace, Row, race  # noqa: E402
 
 GROUPS = ("collate", "dataloader", "dense", "derive", "parallel", "adapter", "neutral", "growth")
-QUICK = Pace(rounds=5, budget=0.4, turn=0.003)
+QUICK = Pace(rounds=5, least=3, budget=0.4, turn=0.003)
 
 
 def main(given: list[str] | None = None) -> None:
     options = parse(given)
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    pace = QUICK if options.quick else Pace(rounds=options.rounds)
+    pace = QUICK if options.quick else Pace(options.rounds, min(options.rounds, 5))
     start, rows, absent = perf_counter(), [], []
     for group in options.only or GROUPS:
         for case in import_module(f"benchmarks.groups.{group}").cases(options.quick):
@@ -65,7 +65,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: under a minute")
     parser.add_argument("--only", action="append", choices=GROUPS, metavar="GROUP", help="one of " + ", ".join(GROUPS))
-    parser.add_argument("--rounds", type=int, default=15, help="at most; slow cases get fewer, never under 3")
+    parser.add_argument("--rounds", type=int, default=15, help="at most; slow cases get fewer, never under 5")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure, and where it was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")

@@ -126,7 +126,7 @@ def _panel(axes: Axes, title: str, lines: Lines, rows: Sequence[dict[str, Any]],
         axes.plot([min(1, *ratios), max(1, *ratios)], [y, y], color="#cdd2d8", lw=1.2, zorder=1, solid_capstyle="round")
         for place, row in enumerate(sorted(found, key=lambda row: -row["ratio"])):
             _dot(axes, y + (APART[place % 4] if len(found) > 1 else 0), y, row)
-        end = max(1, *ratios, *(row["target"] or 0 for row in found))
+        end = max(1, *(max(row["quartiles"][1], row["target"] or 0) for row in found))
         best = max(ratios)
         axes.annotate(_times(best), (end, y), (6, 0), textcoords="offset points", va="center", fontsize=6.8)
     axes.axvline(1, color=INK, lw=0.9, zorder=2)

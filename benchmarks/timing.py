@@ -163,7 +163,7 @@ class Pace:
     """Rounds of a case, fewer where they would take longer than `budget` seconds, and the seconds of one turn."""
 
     rounds: int = 15
-    least: int = 3
+    least: int = 5
     budget: float = 4.0
     turn: float = 0.01
 

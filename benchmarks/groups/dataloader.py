@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ TARGETS = {0: 28.0, 2: 8.0}
 
 def cases(quick: bool) -> Iterator[Case]:
     rows, width = (4 * BATCH, 1024) if quick else (24 * BATCH, 4096)
-    for kind in ("lists", "numpy", "torch"):
-        for side in ("right", "left"):
-            for workers in (0, 2):
-                yield case(kind, rows, width, side, workers)
+    for kind, side in (("lists", "right"), ("lists", "left"), ("numpy", "right"), ("torch", "right")):
+        for workers in (0, 2):
+            yield case(kind, rows, width, side, workers)
     for workers in (0, 2):
         yield arrow(rows, width, workers)
 
@@ -33,9 +33,9 @@ def cases(quick: bool) -> Iterator[Case]:
 def case(kind: Kind, rows: int, width: int, side: str, workers: int) -> Case:
     dataset = rows_of(kind, rows, width)  # a list of dicts is a dataset
     target = TARGETS[workers] if kind == "lists" and width == 4096 else None
-    ours = rival("ours", lambda: epochs(dataset, ours_for(side), workers, batch_size=BATCH))
+    loader = partial(epochs, dataset, workers, batch_size=BATCH)
     name = f"{kind} {BATCH}x{width}, {workers} workers, {side}"
-    return Case("dataloader", name, ours, rivals(dataset, side, workers, target))
+    return Case("dataloader", name, ours(loader, side), [*rivals(dataset, side, workers, target), floor(loader)])
 
 
 def arrow(rows: int, width: int, workers: int) -> Case:
@@ -48,41 +48,44 @@ def arrow(rows: int, width: int, workers: int) -> Case:
     dataset = Dataset.from_list(rows_of("lists", rows, width))
     batches = BatchSampler(SequentialSampler(dataset), BATCH, drop_last=False)
     tables = dataset.with_format("arrow")
-    ours = rival("ours", lambda: epochs(tables, ours_for("right"), workers, batch_size=None, sampler=batches))
-    return Case("dataloader", name, ours, rivals(dataset, "right", workers, None))
+    loader = partial(epochs, tables, workers, batch_size=None, sampler=batches)
+    return Case("dataloader", name, ours(loader, "right"), [*rivals(dataset, "right", workers, None), floor(loader)])
 
 
-def ours_for(side: str) -> Work:
-    return PaddingCollator(peers.tokenizer(side), consumer="transformers")
+def ours(loader: Callable[[Work], Work], side: str) -> Contestant:
+    return Contestant("ours", loader(PaddingCollator(peers.tokenizer(side), consumer="transformers")))
+
+
+def floor(loader: Callable[[Work], Work]) -> Contestant:
+    """What torch's loader and the dataset cost by themselves."""
+    return Contestant("the loader, nothing collated", loader(_nothing), against="floor")
 
 
 def rivals(dataset: Any, side: str, workers: int, target: float | None) -> list[Contestant | Absent]:
     builders = {"transformers Seq2Seq": lambda: peers.seq2seq(side), "ms-swift template": lambda: peers.swift(side)}
     if side == "right":
         builders["TRL"] = peers.trl
-    found = [
+    loader = partial(epochs, dataset, workers, batch_size=BATCH)
+    return [
         rival(
             name,
-            lambda build=build: epochs(dataset, build(), workers, batch_size=BATCH),
+            lambda build=build: loader(build()),
             agrees=agreement.same_batch,
             target=target if name == "transformers Seq2Seq" else None,
         )
         for name, build in builders.items()
     ]
-    alone = epochs(dataset, _nothing, workers, batch_size=BATCH)
-    return [*found, Contestant("the loader, nothing collated", alone, against="floor")]
 
 
-def _nothing(samples: Any) -> None:
-    """For what torch's loader itself costs."""
-
-
-def epochs(dataset: Any, collate: Work, workers: int, **settings: Any) -> Work:
+def epochs(dataset: Any, workers: int, collate: Work, **settings: Any) -> Work:
     """Workers stay from one epoch to the next."""
     loader: DataLoader[Any] = DataLoader(
         dataset, collate_fn=collate, num_workers=workers, persistent_workers=workers > 0, **settings
     )  # fmt: skip
     return lambda _: _last(loader)
+
+
+def _nothing(samples: Any) -> None: ...
 
 
 def _last(loader: DataLoader[Any]) -> dict[str, torch.Tensor]:
