@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
-import os
-import warnings
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-for noisy in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
-    os.environ.setdefault(noisy, "error")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-warnings.filterwarnings("ignore")
+from benchmarks import report
+from benchmarks.measure import GROUPS, apart
+from benchmarks.timing import Absent, Pace, Row
 
-import torch  # noqa: E402
-
-from benchmarks import report  # noqa: E402
-from benchmarks.timing import Pace, Row, race  # noqa: E402
-
-GROUPS = ("collate", "dataloader", "dense", "derive", "parallel", "adapter", "neutral", "growth")
 QUICK = Pace(rounds=5, least=3, budget=0.4, turn=0.003)
 
 
 def main(given: list[str] | None = None) -> None:
     options = parse(given)
-    torch.set_num_threads(options.threads)
-    logging.disable(logging.WARNING)
     pace = QUICK if options.quick else Pace(options.rounds, min(options.rounds, 5))
-    start, rows, absent = perf_counter(), [], []
+    start = perf_counter()
+    rows: list[Row] = []
+    absent: list[Absent] = []
     for group in options.only or GROUPS:
-        for case in import_module(f"benchmarks.groups.{group}").cases(options.quick):
-            rows += run(case, pace)
-            absent += case.absent
+        found = apart(group, pace, quick=options.quick, threads=options.threads)
+        rows, absent = rows + found[0], absent + found[1]
     result = report.result(rows, absent, threads=options.threads, seconds=perf_counter() - start, quick=options.quick)
     report.show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
-
-
-def run(case: Any, pace: Pace) -> list[Row]:
-    report.progress(f"{case.group}: {case.name}")
-    gc.collect()  # the last case's loaders end their workers here, before others are forked
-    contestants = case.ready()
-    return case.rows(race(contestants, pace)) if contestants else []
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -164,7 +164,7 @@ class Pace:
 
     rounds: int = 15
     least: int = 5
-    budget: float = 4.0
+    budget: float = 3.5
     turn: float = 0.01
 
     def rounds_for(self, seconds: float) -> int:

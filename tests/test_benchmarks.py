@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
-from benchmarks import agreement, peers, report, timing
+from benchmarks import agreement, measure, peers, report, timing
 from benchmarks.groups import collate, dataloader, derive, growth
 from benchmarks.timing import Case, Contestant, Pace, Row
 
@@ -85,29 +85,30 @@ def test_a_missed_target_is_printed(capsys, against, ratio, met):
 
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # the peers'
-def test_tiny_batches_agree_with_every_peer_installed(monkeypatch, tmp_path, capsys):
+def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
     """transformers and TRL in the tests' environment; who is not installed is named."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(command, "QUICK", ONCE)
-    monkeypatch.setattr(growth, "SIZES", TINY * 3)
-    monkeypatch.setattr(derive, "SIZES", TINY)
-    for sizes in ("QUICK", "FLAT"):
-        monkeypatch.setattr(collate, sizes, TINY)
-    for group in (derive, collate):
-        for name in ("TARGETS", "DECLARED", "PROVED"):
-            if hasattr(group, name):
-                monkeypatch.setattr(group, name, {TINY[0]: 1e9})
-    file = tmp_path / "out.json"
-    threads = torch.get_num_threads()
-    command.main(["--quick", "--only", "collate", "--only", "derive", "--only", "growth", "--json", str(file)])
-    torch.set_num_threads(threads)
-    found, out = json.loads(file.read_text()), capsys.readouterr().out
-    assert {row["group"] for row in found["rows"]} == {"collate", "derive", "growth"}
-    assert "transformers Seq2Seq" in {row["name"] for row in found["rows"]}
-    assert all(row["rounds"] == 3 for row in found["rows"])
-    assert "MISSED" in out  # nobody is a thousand million times faster
-    here = {row["name"] for row in found["rows"]} | {one["name"] for one in found["absent"]}
-    assert {"TRL", "ms-swift template", "twinkle"} <= here
+    for group, name in ((collate, "QUICK"), (collate, "FLAT"), (derive, "SIZES"), (growth, "SIZES")):
+        monkeypatch.setattr(group, name, TINY)
+    for group, name in ((collate, "TARGETS"), (derive, "DECLARED"), (derive, "PROVED")):
+        monkeypatch.setattr(group, name, {TINY[0]: None})
+    for group in ("collate", "derive", "growth"):
+        rows, absent = measure.measure(group, ONCE, quick=True, threads=torch.get_num_threads())
+        assert {(row.group, row.rounds) for row in rows} == {(group, 3)}
+        if group == "collate":
+            assert {"transformers Seq2Seq", "transformers WithFlattening", "np.copyto"} <= {row.name for row in rows}
+            assert {"TRL", "ms-swift template", "twinkle"} <= {one.name for one in (*rows, *absent)}
+
+
+@pytest.mark.models
+def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    command.main(["--quick", "--only", "adapter", "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {row["group"] for row in found["rows"]} == {"adapter"}
+    assert found["torch threads"] == 1
+    assert found["versions"]["torch"] == torch.__version__
+    assert "8x4096, right" in capsys.readouterr().out
 
 
 @pytest.mark.models
