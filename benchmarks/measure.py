@@ -28,6 +28,7 @@ def apart(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
 def measure(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
     """The rows of all cases, and who could not run. Raises where an output differs from ours."""
     _quiet()
+    _settle()
     torch.set_num_threads(threads)
     rows: list[Row] = []
     absent: list[Absent] = []
@@ -40,9 +41,16 @@ def measure(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
     return rows, absent
 
 
+def _settle() -> None:
+    """glibc takes each piece above 128 KiB fresh from the system until larger ones were freed (mallopt(3),
+    M_MMAP_THRESHOLD, at most 32 MiB): a process that trains has done so long ago.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
 def _quiet() -> None:
     """The peers' own messages."""
-    for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
+    for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "LOG_LEVEL"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
