@@ -104,13 +104,12 @@ def _growth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         lines = [row for row in of_growth if row["case"] == kind]
         tokens = [int(row["name"].partition(" ")[0].replace(",", "")) for row in lines]
         times = [1e9 * row["theirs"] for row in lines]
-        axes.plot(tokens, times, "o-", color=color, lw=1.4, ms=4.6, mec="white", mew=0.7)
         label = kind.partition(":")[0]
-        axes.annotate(
-            label, (tokens[-1], times[-1]), (-4, 7), textcoords="offset points", color=color, fontweight="bold", ha="right"
-        )
+        axes.plot(tokens, times, "o-", color=color, lw=1.4, ms=4.6, mec="white", mew=0.7, label=label)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
+    if of_growth:
+        axes.legend(frameon=False, fontsize=7.2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} ns")
     axes.grid(color="#e3e6ea", lw=0.6)

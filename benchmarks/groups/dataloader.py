@@ -78,10 +78,9 @@ def rivals(dataset: Any, side: str, workers: int, target: float | None) -> list[
 
 
 def epochs(dataset: Any, workers: int, collate: Work, **settings: Any) -> Work:
-    """Workers stay from one epoch to the next."""
-    loader: DataLoader[Any] = DataLoader(
-        dataset, collate_fn=collate, num_workers=workers, persistent_workers=workers > 0, **settings
-    )  # fmt: skip
+    """Workers are forked and stay from one epoch to the next."""
+    kept = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
+    loader: DataLoader[Any] = DataLoader(dataset, collate_fn=collate, **kept, **settings)
     return lambda _: _last(loader)
 
 
