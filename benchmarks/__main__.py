@@ -21,8 +21,9 @@ def main(given: list[str] | None = None) -> None:
     start = perf_counter()
     rows: list[Row] = []
     absent: list[Absent] = []
-    for group in options.only or GROUPS:
-        found = apart(group, pace, quick=options.quick, threads=options.threads)
+    groups = options.only or GROUPS
+    for together in [groups] if options.quick else [[group] for group in groups]:
+        found = apart(together, pace, quick=options.quick, threads=options.threads)
         rows, absent = rows + found[0], absent + found[1]
     result = report.result(rows, absent, threads=options.threads, seconds=perf_counter() - start, quick=options.quick)
     report.show(result)

@@ -1,4 +1,4 @@
-"""One group, in a process of its own: how fast large memory comes depends on what a process has done before."""
+"""A group, in a process of its own: how fast large memory comes depends on what a process has done before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -19,17 +20,15 @@ GROUPS = ("collate", "dataloader", "dense", "derive", "parallel", "adapter", "ne
 Found = tuple[list[Row], list[Absent]]
 
 
-def apart(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
-    """`measure` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(measure, group, pace, quick=quick, threads=threads).result()
+def apart(groups: Sequence[str], pace: Pace, *, quick: bool, threads: int) -> Found:
+    """`measure` of these groups in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=(threads,)) as process:
+        found = [process.submit(measure, group, pace, quick=quick).result() for group in groups]
+    return [row for rows, _ in found for row in rows], [one for _, absent in found for one in absent]
 
 
-def measure(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
+def measure(group: str, pace: Pace, *, quick: bool) -> Found:
     """The rows of all cases, and who could not run. Raises where an output differs from ours."""
-    _quiet()
-    _settle()
-    torch.set_num_threads(threads)
     rows: list[Row] = []
     absent: list[Absent] = []
     for case in import_module(f"benchmarks.groups.{group}").cases(quick):
@@ -41,15 +40,12 @@ def measure(group: str, pace: Pace, *, quick: bool, threads: int) -> Found:
     return rows, absent
 
 
-def _settle() -> None:
-    """glibc takes each piece above 128 KiB fresh from the system until larger ones were freed (mallopt(3),
-    M_MMAP_THRESHOLD, at most 32 MiB): a process that trains has done so long ago.
+def _begin(threads: int) -> None:
+    """As in a process that trains: glibc takes each piece above 128 KiB fresh from the system until a larger one was
+    freed (mallopt(3), M_MMAP_THRESHOLD, at most 32 MiB). And without the peers' own messages.
     """
+    torch.set_num_threads(threads)
     torch.empty(31 << 20, dtype=torch.uint8)
-
-
-def _quiet() -> None:
-    """The peers' own messages."""
     for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "LOG_LEVEL"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

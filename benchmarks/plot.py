@@ -118,6 +118,9 @@ def _growth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 def _panel(axes: Axes, title: str, lines: Lines, rows: Sequence[dict[str, Any]], against: str) -> None:
     shown = [(label, found) for label, group, case in lines if (found := _found(rows, group, case, against))]
+    if not shown:
+        axes.set_axis_off()
+        return
     for y, (_, found) in enumerate(shown):
         if y % 2 == 0:
             axes.axhspan(y - 0.5, y + 0.5, color=BAND, zorder=0)
