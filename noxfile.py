@@ -41,6 +41,7 @@ MISC_NEEDS = (
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
     "torchdata==0.11.0",
 )  # fmt: skip
+BENCH_NEEDS = ("tensordict", "ray", "hydra-core", "codetiming", "orjson", "omegaconf", "pyzmq", "addict", "aiohttp")
 FACTORY_NEEDS = (
     "pillow", "fire", "omegaconf", "pydantic", "einops", "scipy", "pandas", "av<17", "sentencepiece", "tiktoken", "protobuf",
     "modelscope", "matplotlib", "pyyaml",
@@ -190,3 +191,17 @@ def peers_axolotl(session: nox.Session) -> None:
     session.install("--no-deps", "axolotl==0.19.0", *contributed)
     session.install(TORCH, *pinned, *AXOLOTL_NEEDS)
     session.run("pytest", "tests/peers/test_axolotl.py", *session.posargs, env=ENV)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Speed beside the real peers and the floors; arguments go to `benchmarks` (`--quick`, `--only collate` ...).
+
+    One environment for all of them, so pins of ms-swift and verl on transformers and TRL are passed over.
+    """
+    newest = (TRANSFORMERS, *TRAINERS)
+    install(session, *newest, "megatron-core==0.16.1", "rich==15.0.0", "matplotlib==3.11.2")
+    session.install("--no-deps", "ms-swift==4.6.0", "twinkle-kit==0.5.1", "verl==0.9.1", "peft<0.21")
+    needs = [name for name in SWIFT_NEEDS if not name.startswith("trl")]
+    session.install(TORCH, *newest, *needs, *BENCH_NEEDS)
+    session.run("python", "-m", "benchmarks", *session.posargs, env=ENV)

@@ -1,0 +1,118 @@
+"""The bench at tiny sizes: what it compares, counts and says. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+pytest.importorskip("rich")
+
+from benchmarks import __main__ as command
+from benchmarks import agreement, measure, peers, report, timing
+from benchmarks.groups import collate, dataloader, derive, growth
+from benchmarks.timing import Case, Contestant, Pace, Row
+
+TINY = ((2, 8),)
+ONCE = Pace(rounds=3, least=3, budget=0, turn=0)
+
+
+def test_turns_go_forwards_then_backwards_each_with_an_input_of_its_own():
+    seen, inputs = [], []
+    ones = [Contestant(name, lambda given, name=name: seen.append((name, given)), lambda: inputs.append(1) or len(inputs))
+            for name in "abc"]  # fmt: skip
+    took = timing.race(ones, ONCE)
+    assert "".join(name for name, _ in seen) == "abc" * 2 + "abc" + "cba" + "abc"  # two rounds of warm-up
+    assert len({given for _, given in seen}) == len(seen)
+    assert [len(seconds) for seconds in took.values()] == [3, 3, 3]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    ours, peer, floor = Contestant("ours", id), Contestant("p", id, target=3), Contestant("f", id, against="floor", target=2)
+    case = Case("g", "c", ours, [peer, floor], limit=1e6)
+    case.made = dict.fromkeys((ours, peer, floor), 0)
+    limit, faster, over = case.rows({ours: [1.0, 10.0, 2.0], peer: [4.0, 10.0, 8.0], floor: [0.5, 2.0, 1.0]})
+    assert (limit.ours, limit.met) == (2.0, False)  # 2 s are above a second
+    assert (faster.ratio, faster.met) == (4.0, True)
+    assert (over.ratio, over.met) == (2.0, True)
+
+
+def test_an_output_that_differs_ends_the_run_and_a_peer_that_raises_is_absent():
+    def wrong(ours, theirs):
+        assert ours == theirs, "labels differ"
+
+    def no(_):
+        raise TypeError("no lists here\nmore")
+
+    ours = Contestant("ours", lambda _: 1)
+    with pytest.raises(AssertionError, match="labels differ"):
+        Case("g", "c", ours, [Contestant("peer", lambda _: 2, agrees=wrong)]).ready()
+    case = Case("g", "c", ours, [Contestant("peer", no), peers.rival("gone", lambda: __import__("no_such_peer"))])
+    assert case.ready() == [ours]
+    assert [(one.name, one.why) for one in case.absent] == [
+        ("peer", "TypeError: no lists here"),
+        ("gone", "ModuleNotFoundError: No module named 'no_such_peer'"),
+    ]
+
+
+@pytest.mark.parametrize("key", ["input_ids", "labels", "attention_mask"])
+def test_one_changed_token_is_a_difference(key):
+    theirs = {"input_ids": [[1, 2], [3, 0]], "labels": [[1, 2], [3, -100]], "attention_mask": [[1, 1], [1, 0]]}
+    theirs = {name: torch.tensor(rows) for name, rows in theirs.items()}
+    ours = {
+        "input_ids": theirs["input_ids"].clone(), "labels": theirs["labels"].clone(), "attention_mask": None,
+        "attention_mask_2d": theirs["attention_mask"].bool(),
+    }  # fmt: skip
+    agreement.same_batch(ours, theirs)
+    theirs[key][1, 0] += 1
+    with pytest.raises(AssertionError, match=f"{key} differs"):
+        agreement.same_batch(ours, theirs)
+
+
+@pytest.mark.parametrize(("against", "ratio", "met"), [("peer", 2.0, False), ("peer", 3.0, True), ("floor", 3.1, False)])
+def test_a_missed_target_is_printed(capsys, against, ratio, met):
+    row = Row("g", "c", "peer", against, 1.0, 2.0, ratio, (ratio, ratio), 3.0, rounds=3)
+    assert row.met is met
+    report.show(report.result([row], [], threads=1, seconds=1, quick=True))
+    out = capsys.readouterr().out
+    assert ("MISSED" in out, f"{int(met)} met, {int(not met)} missed" in out) == (not met, True)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")  # the peers'
+def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
+    """transformers and TRL in the tests' environment; who is not installed is named."""
+    pytest.importorskip("transformers")
+    for group, name in ((collate, "QUICK"), (collate, "FLAT"), (derive, "SIZES"), (growth, "SIZES")):
+        monkeypatch.setattr(group, name, TINY)
+    for group, name in ((collate, "TARGETS"), (derive, "DECLARED"), (derive, "PROVED")):
+        monkeypatch.setattr(group, name, {TINY[0]: None})
+    for group in ("collate", "derive", "growth"):
+        rows, absent = measure.measure(group, ONCE, quick=True)
+        assert {(row.group, row.rounds) for row in rows} == {(group, 3)}
+        if group == "collate":
+            assert {"transformers Seq2Seq", "transformers WithFlattening", "np.copyto"} <= {row.name for row in rows}
+            assert {"TRL", "ms-swift template", "twinkle"} <= {one.name for one in (*rows, *absent)}
+
+
+@pytest.mark.models
+def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    command.main(["--quick", "--only", "adapter", "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {row["group"] for row in found["rows"]} == {"adapter"}
+    assert found["torch threads"] == 1
+    assert found["versions"]["torch"] == torch.__version__
+    assert "8x4096, right" in capsys.readouterr().out
+
+
+@pytest.mark.models
+def test_a_dataloader_of_tiny_rows():
+    pytest.importorskip("transformers")
+    case = dataloader.case("numpy", 16, 8, "left", 0)
+    assert [one.name for one in case.ready()][:2] == ["ours", "transformers Seq2Seq"]
