@@ -163,7 +163,8 @@ def test_a_derivation_takes_no_more_than_its_input_once_again(kind, written, dec
             derive_segments(full, polarity=polarity if declared else None)
 
     assert traced(derive) <= full.nbytes
-    assert peak_bytes(derive) <= 1.01 * full.nbytes  # torch's own: the input, looked at
+    peak_bytes(derive)  # the first look imports
+    assert peak_bytes(derive) <= 1.01 * full.nbytes  # torch holds the input alone
 
 
 def test_many_heads_are_read_together_in_small_blocks():
