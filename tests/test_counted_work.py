@@ -86,7 +86,7 @@ def test_calls_of_a_wrapped_collator_follow_the_rows_and_not_the_tokens():
     fixed, each, tokens = counted(work_of)
     assert fixed <= 1180
     assert each <= 105
-    assert tokens <= 8
+    assert tokens <= 64  # masks are read in blocks
 
 
 @by_holder
