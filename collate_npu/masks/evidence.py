@@ -161,8 +161,7 @@ def _read(square: Square, keep_BS: Bools | None) -> Shown:
 
 def _turned_around(square: Square, diagonal_BS: Bools) -> bool:
     """Does the first token that does not attend itself attend another such? One row tells most wrong polarities."""
-    row_BK = square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS
-    return bool((row_BK.any(axis=1) & ~diagonal_BS.all(axis=1)).any())
+    return bool((square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS).any())
 
 
 def _all_extents(square: Square) -> Extents:
