@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -197,7 +197,7 @@ class Segments:
     @cached_property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Real tokens of each of the N sequences."""
-        return tuple(n for row in self.lengths for n in row)
+        return tuple(chain.from_iterable(self.lengths))
 
     @property
     def empty_rows(self) -> tuple[int, ...]:

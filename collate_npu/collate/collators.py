@@ -155,8 +155,10 @@ def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, h
     if holes:
         return ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)
     if segments.padding_side not in ("none", "right"):
-        b_N, starts_N = zip(*((b, start) for b, start, _ in segments.spans if start))
-        labels.numpy()[b_N, starts_N] = collator.label_pad_token_id
+        labels_BS = labels.numpy()
+        for b, start, _ in segments.spans:
+            if start:
+                labels_BS[b, start] = collator.label_pad_token_id
     return labels
 
 

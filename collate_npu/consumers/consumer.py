@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from types import MappingProxyType
-from typing import Any, Literal
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
+Answer = TypeVar("Answer")
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
 Keeps = Literal["recurrent", "always", "never"]
 
@@ -52,6 +53,8 @@ class Model:
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
     None where no transformers module was there to be asked: a config does not know what this process resolved."""
+
+    _asked: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -80,6 +83,19 @@ class Model:
             attn_implementation=attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa",
             **read,
         )
+
+    @property
+    def named(self) -> Any:
+        """The config, or what knows the model's type alone."""
+        return SimpleNamespace(model_type=self.model_type) if self.config is None else self.config
+
+    def ask(self, question: Callable[..., Answer], *details: Any) -> Answer:
+        """What the config says, asked once: reading a config takes longer than collating a row."""
+        key = question, *details
+        if key not in self._asked:
+            self._asked[key] = question(self.named, *details)
+        answer: Answer = self._asked[key]
+        return answer
 
     @property
     def aux_loss(self) -> bool:

@@ -44,7 +44,10 @@ def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> T
         return given
     wide = case.model.rope_limit is not None and case.segments.shape[1] > case.model.rope_limit
     needed = case.inside or case.segments.packed or case.padding_free or wide
-    return case.segments.position_ids + case.model.first_position if needed else None
+    if not needed:
+        return None
+    counted = case.segments.position_ids
+    return counted.add_(case.model.first_position) if case.model.first_position else counted
 
 
 def _pads_with_text(case: Case, batch: Mapping[str, Any]) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from collate_npu.consumers import models
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.leaks import HOLE_IN_A_STATE, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu.consumers.leaks import HOLE_IN_A_STATE, rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
 from collate_npu.consumers.models import attention_windows, layer_masks, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -130,8 +129,8 @@ def _leak(case: Case) -> str:
         return ""
     holes = bool(case.segments.hole_rows)
     where: Literal["holes", "left", "right"] = "holes" if holes else "left" if case.inside else "right"
-    named = case.model.config or SimpleNamespace(model_type=case.model.model_type)
-    why = why_padding_leaks(named, where, longest=case.segments.longest_span)
+    longest = case.segments.longest_span
+    why = why_padding_leaks(case.model.named, where, longest=longest) if holes else case.model.ask(why_padding_leaks, where)
     return why or (HOLE_IN_A_STATE if holes and case.recurrent else "")
 
 
@@ -142,13 +141,14 @@ def _single_row(case: Case) -> bool:
 
 def _width(case: Case) -> str:
     """Sequences whose indexer would choose other keys than alone, because the tensor is wider than they are."""
-    limit = None if case.model.config is None else width_dependence(case.model.config)
+    limit = case.model.ask(width_dependence)
     wider = any(n > (limit or 0) and n != case.segments.shape[1] for n in case.segments.sequence_lengths)
     return f"which keys its indexer chooses of more than {limit} depends on the width" if limit is not None and wider else ""
 
 
 def _clash(case: Case) -> str:
-    return "" if case.model.config is None else why_lengths_clash(case.model.config, case.segments.sequence_lengths)
+    limited = case.model.config is not None and case.model.ask(rope_limit) is not None
+    return why_lengths_clash(case.model.config, case.segments.sequence_lengths) if limited else ""
 
 
 def _dropped_window(case: Case) -> str:
