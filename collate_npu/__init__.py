@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collate_npu.tools.show import describe as describe
     from collate_npu.tools.show import picture as picture
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _HOMES = {
     "collate.collators": "PaddingCollator",

@@ -117,7 +117,10 @@ class PaddingCollator:
             raise UnsupportedFormError(explain("sequence_multiple", str(self.sequence_multiple), rule, remedy))
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
-        """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row."""
+        """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row.
+
+        `features` is a list of samples, an Arrow table, a dict of columns, or flat tokens beside `seq_lengths`.
+        """
         check_tensors(return_tensors or self.return_tensors)
         samples = read_features(features, allow_empty=self.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
