@@ -101,23 +101,24 @@ SEGMENT_KEY = "segment_ids"
 
 def with_role(names: Iterable[str], *roles: Role, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
     """Those of `names` that have one of these roles, in the order of the table."""
-    listed = _of_role(roles) if keys is KEYS else (name for name, key in keys.items() if key.role in roles)
-    held = names if isinstance(names, dict) else set(names)
-    return tuple(name for name in listed if name in held)
+    return _held(_of_role(roles) if keys is KEYS else {name: None for name, key in keys.items() if key.role in roles}, names)
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
     """Those of `names` that are of one of these kinds, in the order of the table."""
-    listed = _of_kind(kinds) if keys is KEYS else (name for name, key in keys.items() if key.kind in kinds)
+    return _held(_of_kind(kinds) if keys is KEYS else {name: None for name, key in keys.items() if key.kind in kinds}, names)
+
+
+def _held(listed: dict[str, None], names: Iterable[str]) -> tuple[str, ...]:
     held = names if isinstance(names, dict) else set(names)
-    return tuple(name for name in listed if name in held)
+    return () if listed.keys().isdisjoint(held) else tuple(name for name in listed if name in held)
 
 
 @cache
-def _of_role(roles: tuple[Role, ...]) -> tuple[str, ...]:
-    return tuple(name for name, key in KEYS.items() if key.role in roles)
+def _of_role(roles: tuple[Role, ...]) -> dict[str, None]:
+    return {name: None for name, key in KEYS.items() if key.role in roles}
 
 
 @cache
-def _of_kind(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
-    return tuple(name for name, key in KEYS.items() if key.kind in kinds)
+def _of_kind(kinds: tuple[Kind, ...]) -> dict[str, None]:
+    return {name: None for name, key in KEYS.items() if key.kind in kinds}

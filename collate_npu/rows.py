@@ -6,6 +6,7 @@ Everything costs O(B * S). Legend: B batch rows, S width, T tokens without paddi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,14 @@ from collate_npu.host import Array, host_array
 Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
 SIDES: tuple[Side, Side] = ("right", "left")
+
+
+@lru_cache(8)
+def places(width: int) -> Array:
+    """0, 1, 2, ... of a row; read-only."""
+    numbers_S = np.arange(width)
+    numbers_S.flags.writeable = False
+    return numbers_S
 
 
 def one_run(keep_BS: Array, side: Side) -> list[int]:

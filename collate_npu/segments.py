@@ -29,6 +29,7 @@ from collate_npu.rows import (
     as_ids,
     check_order,
     one_run,
+    places,
     positions_with_holes,
     renumber,
     sequence_starts,
@@ -300,12 +301,12 @@ class Segments:
     def counts_as(self, positions_BS: Array) -> bool:
         """Are these `position_ids`, at every place? For the library's own use."""
         plain = not self.packed and self.padding_side in ("none", "right")
-        return bool((positions_BS == (np.arange(self._shape[1]) if plain else self.position_array())).all())
+        return bool((positions_BS == (places(self._shape[1]) if plain else self.position_array())).all())
 
     def position_array(self) -> Array:
         """int64 `[B, S]`, a fresh numpy array: for the library's own use."""
         B, S = self._shape
-        count_S, positions_BS = np.arange(S), np.empty(self._shape, np.int64)
+        count_S, positions_BS = places(S), np.empty(self._shape, np.int64)
         if not self.packed and self.padding_side in ("none", "right"):
             positions_BS[:] = count_S
             return positions_BS

@@ -36,7 +36,7 @@ def of_lengths(B: int, S: int, side: Any) -> Case:
         Contestant("np.full", lambda _: np.full(shape, True), against="floor", target=full),
         Contestant("torch.zeros, then fill_", lambda _: torch.zeros(shape, dtype=torch.bool).fill_(True), against="floor"),
     ]
-    ours = Contestant("ours", lambda _: dense(Segments.from_lengths(lengths, S, side)))
+    ours = Contestant("ours", dense, lambda: Segments.from_lengths(lengths, S, side))
     return Case("dense", f"{B}x{S}, {side}, from lengths", ours, [*builders(lengths, S, side, faster), *floors])
 
 

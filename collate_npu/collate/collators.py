@@ -270,7 +270,7 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
 
 def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
     limit = collator.max_length
-    too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if limit is not None and n > limit]
+    too_long = [] if limit is None else [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
     if too_long:
         rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
         raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))

@@ -7,8 +7,7 @@ agree in one batch. One pass over the samples, O(B) for each key. Legend: B samp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -26,8 +25,7 @@ _LOOKED_AT = 8
 """How many values of a long list of labels tell whether they are floats; the rest is checked where it is packed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class Samples(NamedTuple):
     """The columns of a batch of features, sorted by what becomes of them."""
 
     columns: dict[str, list[Any]]

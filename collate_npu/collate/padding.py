@@ -67,9 +67,12 @@ def _numbers(dtypes: set[np.dtype[Any]], kinds: str = "iubf") -> bool:
 def on_host(rows: list[Any]) -> list[Any]:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is."""
     kinds = set(map(type, rows))
-    if not any(issubclass(kind, Tensor) for kind in kinds):
+    if kinds <= _LISTS or not any(issubclass(kind, Tensor) for kind in kinds):
         return rows
-    return [_from_tensor(row) if isinstance(row, Tensor) else row for row in rows]
+    try:
+        return [row.numpy() if isinstance(row, Tensor) else row for row in rows]
+    except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
+        return [_from_tensor(row) if isinstance(row, Tensor) else row for row in rows]
 
 
 def pad_rows(
@@ -126,14 +129,14 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
     lists = whole and are_lists(rows)
     arrays: Any = rows if lists else _arrays(key, rows, whole)
     out = np.empty(total, np.int64) if lists else np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
-    end = 0
+    memory, end = out.data, 0
     try:
         for start, row in zip(starts, arrays):
             if end != start:
                 out[end:start] = fill
             end = start + len(row)
             if lists:
-                _pack(out.data, start, row)
+                _pack(memory, start, row)
             elif end != start:
                 out[start:end] = row
     except struct.error:
@@ -184,11 +187,8 @@ def _array(row: Sequence[Any] | Tensor, whole: bool) -> Array:
 
 
 def _from_tensor(row: Tensor) -> Array:
-    try:
-        return row.numpy()
-    except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
-        host = row.detach().cpu()
-        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    host = row.detach().cpu()
+    return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
 
 
 def _is_number(row: Array, whole: bool) -> bool:
