@@ -366,6 +366,25 @@ def test_a_tail_needs_one_flat_row(segments):
 WIDE = Segments.from_lengths([700, 1024], side="left")
 
 
+TALL = {
+    "right": Segments.from_lengths([1000, 600], 1024),
+    "left": Segments.from_lengths([1000, 600], 1024, "left"),
+    "packed": Segments.from_lengths([[500, 300, 224], [100] * 10]),
+    "holes": Segments.from_keep(torch.arange(2048).view(2, 1024) % 7 > 0),
+}
+DRAWN = ("causal", "bidirectional", Pattern.sliding(100), Pattern.chunked(64), Pattern.prefix(30))
+
+
+@pytest.mark.parametrize("shape", TALL)
+@pytest.mark.parametrize("pattern", DRAWN, ids=str)
+@pytest.mark.parametrize(("polarity", "dtype"), [("keep", None), ("masked", None), ("bias", None), ("bias", torch.bfloat16)])
+def test_a_dense_form_takes_its_own_bytes_and_a_fiftieth_more(shape, pattern, polarity, dtype):
+    build = partial(dense, TALL[shape], polarity=polarity, dtype=dtype, pattern=pattern)
+    size = build().nbytes
+    peak_bytes(build)  # first calls import and cache
+    assert peak_bytes(build) <= 1.02 * size
+
+
 @pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_a_dense_form_takes_what_the_limit_counts(polarity, dtype):
