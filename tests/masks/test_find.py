@@ -434,11 +434,12 @@ def test_two_sources_that_differ_raise_whichever_they_are(data):
 
 @pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
 @pytest.mark.parametrize("beside", ["nothing", "attention_mask_2d", "segment_ids"])
-def test_reading_a_dense_mask_takes_at_most_twice_its_memory(polarity, beside):
+def test_reading_a_dense_mask_takes_a_block_of_it_beside_the_mask_itself(polarity, beside):
     segments = Segments.from_lengths([700, 1024], side="left")
     batch = batch_of(segments, attention_mask=dense(segments, polarity=polarity))
     batch |= {"attention_mask_2d": segments.keep, "segment_ids": segments.ids} if beside != "nothing" else {}
     if beside == "attention_mask_2d":
         del batch["segment_ids"]
     assert segments_from_batch(batch) == segments
-    assert peak_bytes(lambda: segments_from_batch(batch)) <= 1.0 * batch["attention_mask"].nbytes
+    peak_bytes(lambda: segments_from_batch(batch))  # first calls import and cache
+    assert peak_bytes(lambda: segments_from_batch(batch)) <= 1.1 * batch["attention_mask"].nbytes  # itself counted once
