@@ -85,7 +85,7 @@ def test_the_table_of_consumers_is_what_they_say_of_themselves():
 def test_every_name_of_ours_in_the_text_is_real(page):
     """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""
     text = page.read_text(encoding="utf-8")
-    names = set(re.findall(r"\b(?:collate_npu\.)?((?:integrations|kernels|consumers|masks)\.[\w.]+\w)", text))
+    names = set(re.findall(r"\b(?:collate_npu\.)?((?:integrations|kernels|consumers|masks|collate)\.[\w.]+\w)", text))
     assert names
     for name in names:
         assert is_ours(name.split(".")), name
