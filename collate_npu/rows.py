@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array
@@ -127,3 +128,33 @@ def positions_with_holes(ids_S: Array) -> Array:
     origin_S = np.maximum.accumulate(np.where(starts_S, rank_S, 0))
     positions_S: Array = np.where(last_S >= 0, rank_S - origin_S + place_S - last_S, 0)
     return positions_S
+
+
+def count(keep_BS: Array) -> list[int]:
+    """Real tokens of each row."""
+    counts: list[int] = np.count_nonzero(keep_BS, axis=1).tolist()
+    return counts
+
+
+def length_rows(lengths: Any) -> list[list[int]]:
+    """One list of token counts for each row of the batch; raises for what is no count."""
+    if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
+        return [[n] for n in lengths]
+    if isinstance(lengths, (Tensor, np.ndarray)):
+        lengths = host_array("lengths", lengths)
+    rows: list[list[int]] = []
+    bad: list[tuple[int, str]] = []
+    for b, row in enumerate(lengths):
+        counts = np.atleast_1d(host_array("lengths", row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
+            bad.append((b, f"lengths {counts.tolist()}"))
+        rows.append(counts.tolist())
+    if bad:
+        raise CollateError(explain_rows("lengths", bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+    return rows
+
+
+def values(array: Array) -> str:
+    """An array as an error names it."""
+    seen = ", ".join(map(str, np.unique(array)[:6].tolist()))
+    return f"{array.dtype} {list(array.shape)} with values {seen}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,8 @@ from collate_npu.rows import (
     Side,
     as_ids,
     check_order,
+    count,
+    length_rows,
     one_run,
     places,
     positions_with_holes,
@@ -35,6 +36,7 @@ from collate_npu.rows import (
     sequence_starts,
     side_around,
     side_of,
+    values,
 )
 
 Values = Tensor | npt.ArrayLike
@@ -82,7 +84,7 @@ class Segments:
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
         """From token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest."""
-        rows = _length_rows(lengths)
+        rows = length_rows(lengths)
         totals = [sum(row) for row in rows]
         width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
@@ -111,7 +113,7 @@ class Segments:
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
-            raise CollateError(explain("keep", _values(keep_BS), rule, remedy))
+            raise CollateError(explain("keep", values(keep_BS), rule, remedy))
         return cls.kept(keep_BS.astype(bool, copy=False)).ready()
 
     @classmethod
@@ -189,7 +191,7 @@ class Segments:
         """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
         counts_B = self.array.max(axis=1, initial=0)
         if counts_B.max(initial=0) <= 1:
-            return tuple((n,) if n else () for n in _count(self.array != 0))
+            return tuple((n,) if n else () for n in count(self.array != 0))
         starts_B = np.cumsum(counts_B) - counts_B
         sequence_T = (self.array + (starts_B - 1)[:, None])[self.array != 0]
         flat = iter(np.bincount(sequence_T, minlength=int(counts_B.sum())).tolist())
@@ -373,31 +375,3 @@ class Segments:
         B, S = self.shape
         lengths = ", ".join("+".join(map(str, row)) or "0" for row in self.lengths[:8]) + (", ..." if B > 8 else "")
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
-
-
-def _count(keep_BS: Array) -> list[int]:
-    counts: list[int] = np.count_nonzero(keep_BS, axis=1).tolist()
-    return counts
-
-
-def _length_rows(lengths: Any) -> list[list[int]]:
-    """One list of token counts for each row of the batch; raises for what is no count."""
-    if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
-        return [[n] for n in lengths]
-    if isinstance(lengths, (Tensor, np.ndarray)):
-        lengths = host_array("lengths", lengths)
-    rows: list[list[int]] = []
-    bad: list[tuple[int, str]] = []
-    for b, row in enumerate(lengths):
-        counts = np.atleast_1d(host_array("lengths", row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
-        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
-            bad.append((b, f"lengths {counts.tolist()}"))
-        rows.append(counts.tolist())
-    if bad:
-        raise CollateError(explain_rows("lengths", bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
-    return rows
-
-
-def _values(array: Array) -> str:
-    seen = ", ".join(map(str, np.unique(array)[:6].tolist()))
-    return f"{array.dtype} {list(array.shape)} with values {seen}"
