@@ -11,7 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collate_npu import PaddingCollator, Segments, last_token, per_sequence, repad, unpad
+from collate_npu import (
+    BatchAdapter,
+    PaddingCollator,
+    Segments,
+    dense,
+    derive_segments,
+    last_token,
+    per_sequence,
+    repad,
+    unpad,
+)
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks.find import segments_from_batch
 
@@ -53,6 +63,28 @@ def test_compiled_in_one_graph_for_batch_after_batch(name, warm, backend):
     compiled = torch.compile(way, fullgraph=True, backend=backend)
     for lengths in LENGTHS:
         assert same(compiled(X, built(lengths, warm, way)), expected(way, lengths))
+
+
+BUILT = {
+    "ids": lambda s: Segments(s.ids),
+    "from_ids": lambda s: Segments.from_ids(s.ids * 3),
+    "from_keep": lambda s: Segments.from_keep(s.keep),
+    "a batch": lambda s: segments_from_batch({"input_ids": s.ids, "attention_mask_2d": s.keep}),
+    "a mask": lambda s: derive_segments(dense(s)),
+    "a mask beside a keep mask": lambda s: derive_segments(dense(s), keep=s.keep),
+    "the adapter": lambda s: BatchAdapter(needs_mask_2d=True, consumer="verl").with_segments(
+        {"input_ids": s.ids, "attention_mask_2d": s.keep}
+    )[1],
+}
+
+
+@pytest.mark.parametrize("source", BUILT)
+def test_segments_of_every_public_door_are_read_by_compiled_code(source):
+    """And what compiled code is given is its own: writing to it changes nothing."""
+    torch._dynamo.reset()
+    lengths = Segments.from_lengths([3, 5], 5, "left")
+    compiled = torch.compile(lambda s: s.indices.mul_(0) + s.indices, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(BUILT[source](lengths)), lengths.indices)
 
 
 class Head(torch.nn.Module):

@@ -297,3 +297,13 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
     refused = installed and kernel.startswith("flash") and longest > 4
     with pytest.raises(UnsupportedFormError, match="look back 4 places") if refused else nullcontext():
         route("transformers", Segments.from_lengths([3, longest]), config=config, attn_implementation=kernel)
+
+
+def test_a_config_is_asked_once_for_each_side():
+    """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
+    config = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)
+    model = Model(config=config, needs_mask_2d=True, model_type="qwen3_next")
+    for _ in range(2):
+        assert room.route("transformers", Segments.from_lengths([2, 3]), model=model).form == "keep_2d"
+        with pytest.raises(UnsupportedFormError, match="use_bias"):
+            room.route("transformers", Segments.from_lengths([2, 3], side="left"), model=model)

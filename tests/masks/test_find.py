@@ -307,6 +307,18 @@ def test_a_2d_mask_turned_around_is_refused(key):
     assert segments_from_batch(batch_of(segments, labels=labels, **{key: segments.keep.long()})) == segments
 
 
+def test_one_row_turned_around_is_found_among_rows_that_are_right():
+    """A label on the last token of the others says nothing of it; nor does one where another row is empty."""
+    labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
+    keep = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    with pytest.raises(CollateError, match="row 1: got 2 labels, all on padding"):
+        segments_from_batch({"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels, "attention_mask_2d": keep})
+    keep[1] = False
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels.where(keep, -100), "attention_mask_2d": keep}
+    with pytest.raises(CollateError, match="row 1: got no real token"):
+        segments_from_batch(batch)
+
+
 def test_labels_on_padding_alone_are_right_where_segment_ids_say_so():
     segments = Segments.from_lengths([1, 5], side="left")
     labels = torch.full((2, 5), -100)
