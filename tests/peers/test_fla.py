@@ -198,8 +198,13 @@ def test_the_convolution_takes_another_blocks_table_without_a_word():
 
 def test_the_convolutions_weight_has_a_wrong_gradient_where_rows_and_offsets_meet(monkeypatch):
     """fla #955: offsets over two rows; the output is right. The gradient sums memory that nobody wrote: here NaN."""
-    unwritten = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: unwritten(*args, **kwargs).fill_(torch.nan))
+    new_empty = torch.Tensor.new_empty
+
+    def unwritten(*args, **kwargs):
+        made = new_empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
     inputs = conv_inputs(73, B=2)
     theirs, mine = convolve(*inputs, cu_seqlens=torch.tensor([0, 73, 146])), reference_causal_conv1d(*inputs, "silu")
     assert (theirs - mine).abs().max() < 1e-5
