@@ -145,23 +145,25 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
     if collator._adapter is None and "position_ids" not in batch and not of_kind(batch, "vision"):
         batch["position_ids"] = segments.position_ids
-    if samples.kinds.get("labels") == "tokens" and predicts_next(collator):
-        batch["labels"] = _ignored(collator, batch["labels"], segments, holes=samples.segment_ids is not None)
+    filled = samples.segment_ids is None
+    if samples.kinds.get("labels") == "tokens" and not (filled and segments.padding_side in ("none", "right")):
+        batch["labels"] = _ignored(collator, batch["labels"], segments, filled=filled)
     return batch, segments
 
 
-def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, holes: bool) -> Tensor:
+def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, filled: bool) -> Tensor:
     """Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
 
-    Padding is filled already, but for what a sample's own mask calls padding.
+    Padding is `filled` already, but for what a sample's own mask calls padding.
     """
-    if holes:
+    if not predicts_next(collator) or labels.ndim != 2:
+        return labels
+    if not filled:
         return ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)
-    if segments.padding_side not in ("none", "right"):
-        labels_BS = labels.numpy()
-        for b, start, _ in segments.spans:
-            if start:
-                labels_BS[b, start] = collator.label_pad_token_id
+    labels_BS = labels.numpy()
+    for b, start, _ in segments.spans:
+        if start:
+            labels_BS[b, start] = collator.label_pad_token_id
     return labels
 
 

@@ -94,21 +94,21 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
     held = columns_of(features, keys)
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(["input_ids", *held]):
-        column = held.get(name, [])
+        column, key = held.get(name, []), _renamed(name)
         missing = [b for b, value in enumerate(column) if value is None]
         if len(missing) == len(column):
             if name == "input_ids":
                 raise _no_tokens(held)
             continue
-        if _renamed(name) in columns:
+        if key in columns:
             rows = [(b, f"{name} too") for b in range(len(column))]
             raise CollateError(explain_rows("labels", rows, "A sample has one kind of label.", "Keep labels or label."))
         if missing and keys.get(name, SAMPLE).kind != "vision":
             rule = f"{name} stands in every sample or in none."
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
-        known = keys.get(_renamed(name), SAMPLE).kind
-        columns[_renamed(name)] = on_host(column) if known in ("tokens", "positions", "truth") else column
+        known = keys.get(key, SAMPLE).kind
+        columns[key] = on_host(column) if known in ("tokens", "positions", "truth") else column
     return columns
 
 

@@ -581,3 +581,13 @@ def test_a_flat_row_for_a_named_consumer_needs_no_model():
     batch = collator([{"input_ids": [1, 2]}, {"input_ids": [3]}])
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 3]
     assert "attention_mask_2d" not in batch
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_labels_of_several_values_a_token_stay_as_they_are(side):
+    """Which of them the token before predicts, nobody here can say."""
+    rows = [np.arange(2 * n).reshape(n, 2) + 1 for n in (2, 3)]
+    features = [{"input_ids": [1] * len(row), "labels": row} for row in rows]
+    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(features)
+    assert np.array_equal(batch["labels"][batch["attention_mask_2d"]].numpy(), np.concatenate(rows))
+    assert (batch["labels"][~batch["attention_mask_2d"]] == -100).all()
