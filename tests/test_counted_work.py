@@ -6,6 +6,8 @@ either a mistake, or worth its price: then say so, and raise them. Times are in 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import counting
 import live_bytes
 import numpy as np
@@ -33,7 +35,7 @@ SETTINGS = {
     "right": ({}, 200, 18),
     "left": ({"padding_side": "left", "attention_mask": "2d"}, 220, 24),
     "flat": ({"padding_free": True}, 270, 22),
-    "megatron": ({"consumer": "megatron", "model_type": "qwen3_next"}, 250, 18),
+    "megatron": ({"consumer": "megatron", "model": SimpleNamespace(layer_types=["linear_attention"])}, 250, 18),
 }
 """Settings of the collator, and of lists: calls of a batch, and of each of its rows."""
 MORE = {"lists": (0, 0), "arrays": (60, 3), "tensors": (60, 11)}
@@ -64,7 +66,7 @@ def test_calls_of_the_collator_follow_the_rows_and_not_the_tokens(setting, holde
 
 
 def test_calls_of_the_adapter_follow_neither_rows_nor_tokens():
-    adapter, collate = BatchAdapter(model_type="qwen3_next"), PaddingCollator(pad_token_id=0)
+    adapter, collate = BatchAdapter(needs_mask_2d=True, consumer="megatron"), PaddingCollator(pad_token_id=0)
 
     def work_of(rows, width):
         batch = collate(samples(rows, width))
@@ -113,5 +115,5 @@ def test_what_a_batch_takes_is_what_goes_out(setting, holder):
 def test_the_adapter_takes_less_than_the_batch(side):
     """The 2D mask it hands on, and what it compares the positions with."""
     collate = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")
-    batch, adapter = collate(samples(8, 4096)), BatchAdapter(model_type="qwen3_next", consumer="verl")
+    batch, adapter = collate(samples(8, 4096)), BatchAdapter(needs_mask_2d=True, consumer="verl")
     assert live_bytes.peak_bytes(lambda: adapter(batch)) <= 0.85 * size(batch)
