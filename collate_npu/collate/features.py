@@ -185,14 +185,8 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
 
 def _is_targets(column: list[Any], lengths: list[int]) -> bool:
     """Float labels are one vector of targets a sample (multi-label classification), not labels of tokens."""
-    per_token = list(map(len, column)) == lengths
-    return all(len(row) and _is_float(row[:_LOOKED_AT] if per_token and isinstance(row, list) else row) for row in column)
-
-
-def _is_float(row: Any) -> bool:
-    if isinstance(row, Tensor):
-        return row.is_floating_point()
-    return bool(np.asarray(row).dtype.kind == "f")
+    looked_at = slice(_LOOKED_AT if list(map(len, column)) == lengths else None)
+    return all(len(row) and np.asarray(row[looked_at]).dtype.kind == "f" for row in column)
 
 
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:

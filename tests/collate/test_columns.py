@@ -153,3 +153,9 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
 def test_what_is_no_batch_of_samples(features, told):
     with pytest.raises(CollateError, match=told):
         PaddingCollator(pad_token_id=0)(features)
+
+
+def test_what_a_refusal_of_flat_tokens_or_columns_says_to_do_works():
+    collate, expected = PaddingCollator(pad_token_id=0), [[1, 2, 3]]
+    for remedy in ({"input_ids": [1, 2, 3], "seq_lengths": [3]}, [{"input_ids": [1, 2, 3]}], {"input_ids": [[1, 2, 3]]}):
+        assert collate(remedy)["input_ids"].tolist() == expected
