@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collate_npu.parallel import gather_sequence as gather_sequence
     from collate_npu.parallel import split_batch as split_batch
     from collate_npu.segments import Segments as Segments
-    from collate_npu.tools.show import describe as describe
-    from collate_npu.tools.show import picture as picture
+    from collate_npu.tools.describe import describe as describe
+    from collate_npu.tools.show.pictures import picture as picture
 
 __version__ = "0.5.0"
 
@@ -54,7 +54,8 @@ _HOMES = {
     "outputs": "last_token per_sequence repad to_nested unpad",
     "parallel": "ContextParallel gather_sequence split_batch",
     "segments": "Segments",
-    "tools.show": "describe picture",
+    "tools.describe": "describe",
+    "tools.show.pictures": "picture",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -74,7 +74,7 @@ def setup() -> tuple[Any, Any, Any]:
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
 
-    from collate_npu.tools import ring_on_cpu
+    from collate_npu.tools.audit import ring_on_cpu
 
     ring_on_cpu.install()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

@@ -14,7 +14,7 @@ from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
 from collate_npu.integrations.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import sample_ids, shipped_text
+from collate_npu.tools.audit.samples import sample_ids, shipped_text
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collate_npu.testing import tiny_model
-from collate_npu.tools.audit import audit
+from collate_npu.tools.audit.case import audit
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 import collate_npu.tools.cli as cli
 from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import byte_tokenizer, kernels, tiny_model
-from collate_npu.tools import audit as audit_module
-from collate_npu.tools import candidates
+from collate_npu.tools.audit import candidates, handover
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(transformers_version() < (5, 20), reason="5.20 is the first release that asks for boundaries")
@@ -48,7 +47,7 @@ def test_json_is_json_alone():
 
 
 def test_failure_is_exit_code_1(monkeypatch):
-    monkeypatch.setitem(audit_module.OURS, "collator", audit_module.OTHERS["bare 4D"])
+    monkeypatch.setitem(handover.OURS, "collator", handover.OTHERS["bare 4D"])
     result = run("--model", "qwen3_next", "--side", "left", *QUICK)
     assert result.exit_code == 1
     assert re.match(r"FAIL  ours: [23] of [34] cases", result.output)
@@ -63,7 +62,7 @@ def without_weights(tmp_path):
 
 
 def test_failure_stands_over_what_could_not_run(monkeypatch, without_weights):
-    monkeypatch.setitem(audit_module.OURS, "collator", audit_module.OTHERS["bare 4D"])
+    monkeypatch.setitem(handover.OURS, "collator", handover.OTHERS["bare 4D"])
     result = run("--model", "qwen3_next", "--model", str(without_weights), "--side", "left", *QUICK)
     assert result.exit_code == 1
     assert "NOT RUN" in result.output

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collate_npu.integrations.delivery.alone import FLOOR, TIMES, product_error
-from collate_npu.tools.handover import Batch
-from collate_npu.tools.measure import IGNORED, Errors, Numbers, errors, run, worst
+from collate_npu.tools.audit.handover import Batch
+from collate_npu.tools.audit.measure import IGNORED, Errors, Numbers, errors, run, worst
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

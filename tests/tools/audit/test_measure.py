@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from collate_npu.tools.measure import Errors, Numbers, alone, errors, run, worst
+from collate_npu.tools.audit.measure import Errors, Numbers, alone, errors, run, worst
 
 NAN, INF = float("nan"), float("inf")
 

@@ -86,7 +86,7 @@ def _work(
         import torch
         import torch.distributed as dist
 
-        from collate_npu.tools.attentions import import_plugins
+        from collate_npu.tools.audit.attentions import import_plugins
 
         torch.set_num_threads(1)
         if device == "npu":

@@ -9,8 +9,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from collate_npu.testing import tiny_model
-from collate_npu.tools import candidates
-from collate_npu.tools.session import audit_all
+from collate_npu.tools.audit import candidates
+from collate_npu.tools.audit.session import audit_all
 
 pytestmark = pytest.mark.models
 
@@ -48,7 +48,7 @@ def test_a_side_that_raises_whatever_is_handed_over_did_not_run(monkeypatch):
 
 def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(monkeypatch):
     monkeypatch.setattr(candidates, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
-    monkeypatch.setattr("collate_npu.tools.session.check_attentions", lambda *a, **k: None)
+    monkeypatch.setattr("collate_npu.tools.audit.session.check_attentions", lambda *a, **k: None)
     report = audited("qwen3_next", attentions=["flex_attention"])
     assert "does not support" in report.not_run["qwen3_next (flex_attention)"]
     assert report.exit_code == 2

@@ -29,12 +29,13 @@ from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.rows import Side
 from collate_npu.segments import Segments
 from collate_npu.testing import tiny_config
-from collate_npu.tools.audit import Finding, batches_of, judged, sample_ids
-from collate_npu.tools.candidates import Candidate, is_checkpoint
-from collate_npu.tools.handover import Batch
-from collate_npu.tools.measure import IGNORED, Numbers, alone, errors, worst
-from collate_npu.tools.ranks import BACKENDS, together
-from collate_npu.tools.yardstick import Yardstick, measure_noise
+from collate_npu.tools.audit.candidates import Candidate, is_checkpoint
+from collate_npu.tools.audit.case import Finding, batches_of, judged
+from collate_npu.tools.audit.handover import Batch
+from collate_npu.tools.audit.measure import IGNORED, Numbers, alone, errors, worst
+from collate_npu.tools.audit.ranks import BACKENDS, together
+from collate_npu.tools.audit.samples import sample_ids
+from collate_npu.tools.audit.yardstick import Yardstick, measure_noise
 
 Shared = AbstractContextManager[Mapping[str, Any]]
 _SHARED = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -126,7 +127,7 @@ class _Rank:
         from torch.distributed.device_mesh import init_device_mesh
 
         if kind == "cpu":
-            from collate_npu.tools import ring_on_cpu
+            from collate_npu.tools.audit import ring_on_cpu
 
             ring_on_cpu.install()
         mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("cp",))

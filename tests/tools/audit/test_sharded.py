@@ -11,8 +11,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from collate_npu import CollateError
-from collate_npu.tools.session import audit_all
-from collate_npu.tools.sharded import audit_sharded, check_ranks
+from collate_npu.tools.audit.session import audit_all
+from collate_npu.tools.audit.sharded import audit_sharded, check_ranks
 
 pytestmark = pytest.mark.models
 
@@ -70,9 +70,9 @@ def test_ranks_without_a_device_or_with_another_attention_are_refused(monkeypatc
 
 
 def test_a_refusal_starts_no_process(monkeypatch):
-    from collate_npu.tools.candidates import Candidate
+    from collate_npu.tools.audit.candidates import Candidate
 
-    monkeypatch.setattr("collate_npu.tools.sharded.together", lambda *a, **k: pytest.fail("processes were started"))
+    monkeypatch.setattr("collate_npu.tools.audit.sharded.together", lambda *a, **k: pytest.fail("processes were started"))
     candidate = Candidate(name="bamba", attn="sdpa", tokenizer=None, device="cpu", dtype=torch.float32, seed=0)
     found, yardstick = audit_sharded(candidate, {}, size=2, batch_size=2, gradients=True, seconds=1.0, plugins=[])
     assert {f.column for f in found} == {"accelerate", "Trainer"}

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import Finding, audit, read_text, sample_ids, shipped_text
+from collate_npu.tools.audit.case import Finding, audit
+from collate_npu.tools.audit.samples import read_text, sample_ids, shipped_text
 
 pytestmark = pytest.mark.models
 

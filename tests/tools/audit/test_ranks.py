@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from collate_npu.tools.ranks import RanksError, together
+from collate_npu.tools.audit.ranks import RanksError, together
 
 
 def fails(how):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer
-from collate_npu.tools.candidates import candidates, check_device, check_models, load_tokenizer
+from collate_npu.tools.audit.candidates import candidates, check_device, check_models, load_tokenizer
 
 pytestmark = pytest.mark.models
 

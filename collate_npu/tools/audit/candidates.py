@@ -15,7 +15,7 @@ import torch
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
-from collate_npu.tools.attentions import DEFAULT, check_is_run, first_line
+from collate_npu.tools.audit.attentions import DEFAULT, check_is_run, first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

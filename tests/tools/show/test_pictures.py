@@ -7,7 +7,8 @@ import torch
 
 from collate_npu import CollateError, PaddingCollator, Pattern, Segments, dense
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.tools.show import describe, picture
+from collate_npu.tools.describe import describe
+from collate_npu.tools.show.pictures import picture
 
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
 

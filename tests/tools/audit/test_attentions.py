@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import tiny_model
-from collate_npu.tools import attentions
-from collate_npu.tools.attentions import check_attentions, check_is_run, import_plugins, named
-from collate_npu.tools.handover import OTHERS, OURS, Subject, others_on
+from collate_npu.tools.audit import attentions
+from collate_npu.tools.audit.attentions import check_attentions, check_is_run, import_plugins, named
+from collate_npu.tools.audit.handover import OTHERS, OURS, Subject, others_on
 
 pytestmark = pytest.mark.models
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 from collate_npu.testing import tiny_model
-from collate_npu.tools.handover import OTHERS, OURS, Subject
+from collate_npu.tools.audit.handover import OTHERS, OURS, Subject
 
 pytestmark = pytest.mark.models
 

@@ -16,13 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.attentions import check_attentions, first_line, import_plugins, named
-from collate_npu.tools.audit import Audit, Layout, read_text, sample_ids, shipped_text
-from collate_npu.tools.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
-from collate_npu.tools.flat import Kernels, kernels_for, resolved_kernels
-from collate_npu.tools.ranks import RanksError
-from collate_npu.tools.report import Report
-from collate_npu.tools.sharded import audit_sharded, check_ranks
+from collate_npu.tools.audit.attentions import check_attentions, first_line, import_plugins, named
+from collate_npu.tools.audit.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
+from collate_npu.tools.audit.case import Audit, Layout
+from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
+from collate_npu.tools.audit.ranks import RanksError
+from collate_npu.tools.audit.report import Report
+from collate_npu.tools.audit.samples import read_text, sample_ids, shipped_text
+from collate_npu.tools.audit.sharded import audit_sharded, check_ranks
 
 
 def audit_all(

@@ -18,7 +18,7 @@ from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH, kernel_calls, v
 from collate_npu.errors import CollateError, explain
 from collate_npu.segments import Segments
 from collate_npu.testing import reference_kernels
-from collate_npu.tools.handover import Batch, Handover, Subject
+from collate_npu.tools.audit.handover import Batch, Handover, Subject
 
 Kernels = Literal["installed", "reference"]
 

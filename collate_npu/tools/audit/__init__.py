@@ -1,0 +1,1 @@
+"""Audit: does a padded batch, or a flat row, give the same numbers as each sample alone?"""

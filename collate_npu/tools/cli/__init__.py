@@ -1,0 +1,26 @@
+"""The command line: `collate-npu audit | show | env`. Tables and progress bars by rich, arguments by typer.
+
+Nothing here imports torch before a command needs it: `env` explains why it does not load.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES
+from collate_npu.tools.cli.audit import audit_command
+from collate_npu.tools.cli.env import env_command
+from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES
+from collate_npu.tools.cli.show import show_command
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _root() -> None:
+    """Batches whose padding means the same to every layer, kernel and trainer."""
+
+
+app.command("audit", epilog=AUDIT_EXAMPLES)(audit_command)
+app.command("show", epilog=SHOW_EXAMPLES)(show_command)
+app.command("env")(env_command)

@@ -1,0 +1,116 @@
+"""`collate-npu audit`."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from collate_npu.tools.cli.console import Side, needs
+
+EXAMPLES = (
+    "Examples:\n\n"
+    "`collate-npu audit` — every hybrid family of the installed transformers, tiny and random\n\n"
+    "`collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone\n\n"
+    "`collate-npu audit --model ./checkpoint --data my.jsonl --dtype bfloat16` — your own\n\n"
+    "`collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16` — what trainers run on a card\n\n"
+    "`collate-npu audit --model qwen3 --cp 2` — between two ranks"
+)
+
+
+class Kernels(str, Enum):
+    """What recurrent layers run on."""
+
+    installed = "installed"
+    reference = "reference"
+
+
+class Dtype(str, Enum):
+    """In which dtype to audit."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@needs("torch", "transformers")
+def audit_command(
+    model: Annotated[
+        Optional[list[str]],  # noqa: UP045 (typer reads it at run time on Python 3.10)
+        typer.Option(
+            help="A model type (tiny, random) or the folder of a local checkpoint. Repeatable; default: all hybrids."
+        ),
+    ] = None,
+    data: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Text, one sample a line, or .jsonl with a text field. Default: text shipped in the package."),
+    ] = None,
+    tokenizer: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models."),
+    ] = None,
+    side: Annotated[Optional[Side], typer.Option(help="Padding side. Default: both.")] = None,  # noqa: UP045
+    attn: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Attention implementation, by transformers' name. Repeatable; default: both (sdpa and eager)."),
+    ] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
+    cp: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Context parallelism too, on so many ranks of this machine (sdpa alone)."),
+    ] = None,
+    kernels: Annotated[
+        Kernels, typer.Option(help="What recurrent layers run on: what is installed, or slow reference kernels.")
+    ] = Kernels.installed,
+    plugin: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Module to import first, which may register an attention implementation. Repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the ranks of --cp have for a model.")] = 600,
+    device: Annotated[str, typer.Option(help="cpu, cuda, npu, or any torch device.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="In which dtype.")] = Dtype.float32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch, or in a flat row.")] = 4,
+    batches: Annotated[int, typer.Option(min=1, help="Batches per model and side.")] = 2,
+    max_length: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 96,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Largest error of ours that passes. Default: six times the noise measured here."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which lines are drawn, and the random weights.")] = 0,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Does a padded batch give the same numbers as each sample alone? And a flat row, and a batch shared out by ranks?
+
+    For each model, attention and padding side: the largest difference of a logit at a real token, and of the gradient,
+    when the batch is handed over by this library, and when it is handed over as elsewhere. --packed adds flat rows, --cp
+    adds ranks: one command line covers what a trainer runs. Exit code 0: all measured and
+    right. 1: something of ours is wrong. 2: something named could not be run, or wrong could not be told from right.
+    """
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:  # notices of kernels that are missing: the report says what matters
+        from transformers.utils import logging
+
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for the ranks
+        logging.set_verbosity_error()
+    from collate_npu.tools.audit.report import print_report
+    from collate_npu.tools.audit.session import audit_all
+
+    console = Console(stderr=as_json_)
+    sides: list[Any] = [side.value] if side else ["left", "right"]
+    sides += ["packed"] if packed else []
+    report = audit_all(
+        models=model or [], data=data, tokenizer=tokenizer, sides=sides,
+        attentions=attn or [], device=device, dtype=dtype.value, batch_size=batch_size, batches=batches,
+        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=console, ranks=cp or 0,
+        kernels=kernels.value, plugins=plugin or [], seconds=timeout,
+    )  # fmt: skip
+    if as_json_:
+        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print_report(console, report)
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,61 @@
+"""Console: what every command shares: how it ends, and what its options mean.
+
+Exit codes: 0 done and right; 1 something of ours is wrong (`audit` alone); 2 it could not do what was named, and a line
+says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from functools import wraps
+from importlib import import_module
+from typing import Any, NoReturn, TypeVar
+
+import typer
+
+from collate_npu.errors import CollateError
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class Side(str, Enum):
+    """On which side rows are padded."""
+
+    left = "left"
+    right = "right"
+
+
+def needs(*packages: str) -> Callable[[Command], Command]:
+    """Import these before the command runs; end with one line and exit code 2 if one does not load, or on a refusal."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            for package in packages:
+                try:
+                    import_module(package)
+                except Exception as error:  # torch raises RuntimeError where it cannot load torch_npu
+                    stop(f"{package} does not load: {type(error).__name__}: {error} `collate-npu env` says more.")
+            # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
+            warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
+            try:
+                command(*args, **kwargs)
+            except typer.Exit:
+                raise
+            except KeyboardInterrupt:
+                stop("interrupted: not everything was done.")
+            except CollateError as error:
+                stop(str(error))
+            except Exception as error:  # a fault, here or in a package: the exit code must not say that the audit failed
+                stop(f"{type(error).__name__}: {error}")
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def stop(message: str) -> NoReturn:
+    typer.echo(f"collate-npu: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,1 @@
+"""Show: a batch as a picture."""
