@@ -85,7 +85,7 @@ def test_a_number_that_is_not_finite_is_exit_code_1(monkeypatch, bad):
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["verdict"] == "FAIL"
-    assert {f["logits"] for f in report["findings"] if f["ours"] and not f["refused"]} == {"nan"}
+    assert {f["logits"] for f in report["findings"] if f["whose"] == "ours" and not f["refused"]} == {"nan"}
 
 
 def unread(path):
@@ -222,7 +222,7 @@ def test_a_recurrent_family_without_kernels_is_not_run_and_not_wrong():
     report = json.loads(result.stdout)
     assert report["verdict"] == "NOT PROVED"
     assert "NOT RUN: collator, adapter, wrapped on qwen3_next" in run("--model", "qwen3_next", *PACKED).output
-    lacking = {f["column"] for f in report["findings"] if f["no_kernel"] and f["ours"]}
+    lacking = {f["column"] for f in report["findings"] if f["no_kernel"] and f["whose"] == "ours"}
     assert lacking == {"collator", "adapter", "wrapped"}
     assert set(report["kernels"]["qwen3_next"].values()) == {"torch"}
     assert (

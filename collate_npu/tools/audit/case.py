@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["left", "right", "packed"]
 """Padded on a side, or all samples of a batch in one flat row."""
+Whose = Literal["ours", "yours", "elsewhere"]
+"""Who hands over: this library, the collator that was given to the audit, or the ways seen elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Finding:
     side: str
     """A `Layout`, or "cp 2": right padding shared out between two ranks."""
     column: str
-    ours: bool
+    whose: Whose
     logits: float | None = None
     """The largest difference of a logit at a real token."""
     relative: float | None = None
@@ -55,6 +57,11 @@ class Finding:
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Does this library hand over?"""
+        return self.whose == "ours"
 
     def within(self, tolerance: float | None) -> bool:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
@@ -110,7 +117,7 @@ class Audit:
         found = self.errors(side, column)
         subject = self._subject(side)
         where: dict[str, Any] = {"model": subject.name, "attn_implementation": subject.attn_implementation, "side": side}
-        where |= {"column": column, "ours": column in _ways(side)[0]}
+        where |= {"column": column, "whose": "ours" if column in _ways(side)[0] else "elsewhere"}
         if isinstance(found, Exception):
             return Finding(**where, **_said(found, self._model.device.type))
         return judged(where, found, Yardstick(self._measured_noise()), gradients=self._gradients)

@@ -70,7 +70,7 @@ def audit_sharded(
 
     Raises `RanksError` where a rank fails or hangs.
     """
-    where = {"model": candidate.name, "attn_implementation": candidate.attn, "side": f"cp {size}", "ours": True}
+    where = {"model": candidate.name, "attn_implementation": candidate.attn, "side": f"cp {size}", "whose": "ours"}
     try:
         refuse_model(_config_of(candidate.name))
     except UnsupportedFormError as error:
@@ -111,8 +111,9 @@ def _on_a_rank(
         pairs = zip(batches, references)
         found[column] = worst([errors(rank.run(handover, side, batch), reference) for batch, reference in pairs])
     findings = [
-        judged({**where, "column": column, "ours": column in OURS_SHARDED}, each, Yardstick(noise), gradients=gradients)
-        for column, each in found.items()
+        judged({**where, "column": column, "whose": whose}, found[column], Yardstick(noise), gradients=gradients)
+        for whose, columns in (("ours", OURS_SHARDED), ("elsewhere", OTHERS_SHARDED))
+        for column in columns
     ]
     dist.barrier()  # leave together
     return findings, Yardstick(noise, found["Trainer, left"])

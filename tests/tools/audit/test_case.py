@@ -84,7 +84,7 @@ def test_batches_without_padding_prove_nothing():
 
 def test_the_gradient_alone_can_fail():
     wrong = Finding(
-        model="m", attn_implementation="sdpa", side="left", column="collator", ours=True, logits=0.0, gradient=1.0
+        model="m", attn_implementation="sdpa", side="left", column="collator", whose="ours", logits=0.0, gradient=1.0
     )
     assert not wrong.within(1e-4)
 
