@@ -17,10 +17,10 @@ from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.outputs import per_sequence
 from collate_npu.segments import Segments
+from collate_npu.testing.measure import Batch, Errors, Numbers, alone, errors, run, worst
+from collate_npu.testing.yardstick import Yardstick, measure_noise
 from collate_npu.tools.audit.flat import FLAT_OTHERS, FLAT_OURS, check_packed, flat_truth, no_kernel
-from collate_npu.tools.audit.handover import OTHERS, OURS, Batch, Handover, Subject, others_on
-from collate_npu.tools.audit.measure import Errors, Numbers, alone, errors, run, worst
-from collate_npu.tools.audit.yardstick import Yardstick, measure_noise
+from collate_npu.tools.audit.handover import OTHERS, OURS, Handover, Subject, others_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu.integrations.delivery.alone import TIMES
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.yardstick import Yardstick
 
 K = TypeVar("K")
 V = TypeVar("V")

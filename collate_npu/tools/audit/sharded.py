@@ -29,13 +29,12 @@ from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.rows import Side
 from collate_npu.segments import Segments
 from collate_npu.testing import tiny_config
+from collate_npu.testing.measure import IGNORED, Batch, Numbers, alone, errors, worst
+from collate_npu.testing.yardstick import Yardstick, measure_noise
 from collate_npu.tools.audit.candidates import Candidate, is_checkpoint
 from collate_npu.tools.audit.case import Finding, batches_of, judged
-from collate_npu.tools.audit.handover import Batch
-from collate_npu.tools.audit.measure import IGNORED, Numbers, alone, errors, worst
 from collate_npu.tools.audit.ranks import BACKENDS, together
 from collate_npu.tools.audit.samples import sample_ids
-from collate_npu.tools.audit.yardstick import Yardstick, measure_noise
 
 Shared = AbstractContextManager[Mapping[str, Any]]
 _SHARED = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")

@@ -10,10 +10,10 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from rich.console import Console
 
+from collate_npu.testing.measure import Errors
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.measure import Errors
 from collate_npu.tools.audit.report import WORDS, Report, print_report
-from collate_npu.tools.audit.yardstick import Yardstick
 
 NAN = float("nan")
 SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
