@@ -34,9 +34,7 @@ def what_to_change(model: Any, batch: Mapping[str, Any], segments: Segments, *, 
 def _wrong_mask(keep_BS: Array, real_BS: Array) -> str:
     lost_B, added_B = (real_BS & ~keep_BS).sum(axis=1), (keep_BS & ~real_BS).sum(axis=1)
     row = int((lost_B + added_B).argmax())
-    counts = (
-        f"drops {lost_B[row]} of {int(real_BS[row].sum())} real tokens of row {row}, and keeps {added_B[row]} of padding"
-    )
+    counts = f"drops {lost_B[row]} of {int(real_BS[row].sum())} real tokens of row {row} and keeps {added_B[row]} of padding"
     return f"The 2D mask {counts}: make it from the lengths, not from ids != pad_token_id"
 
 
@@ -47,9 +45,9 @@ def _faults_of_masks(model: Any, batch: Mapping[str, Any], segments: Segments) -
     elif unmasked and needs_mask_2d(model):
         yield "The batch has no 2D mask, and the recurrent layers of this model read that alone"
     elif segments.packed and needs_mask_2d(model):
-        yield "Several samples stand in one row, and recurrent layers are told by cu_seq_lens_q and seq_idx where each begins"
+        yield "A row holds several samples: recurrent layers read cu_seq_lens_q and seq_idx where each begins"
     elif segments.packed:
-        yield "Several samples stand in one row, and attention runs over their boundaries"
+        yield "A row holds several samples, and attention runs over their boundaries"
     elif batch.get("position_ids") is None and segments.padding_side == "left":
         yield "Rows are padded left without position_ids, and this model counts places from the left edge"
 

@@ -60,12 +60,8 @@ def assert_padding_invariant(
     right = Yardstick(noise).passes(found) if tolerance is None else _within(found, tolerance)
     if not right:
         limit = f"{TIMES * noise.logits:.1e} is rounding" if tolerance is None else f"the tolerance is {tolerance:g}"
-        said = [
-            _worst(mine, reference, located),
-            f"{_numbers(found)} ({limit}).",
-            what_to_change(model, batch, located.segments),
-        ]
-        raise AssertionError("\n".join(said))
+        advice = what_to_change(model, batch, located.segments, logits=not found.logits <= TIMES * noise.logits)
+        raise AssertionError("\n".join([_worst(mine, reference, located), f"{_numbers(found)} ({limit}).", advice]))
 
 
 def features_of(samples: Samples) -> list[Batch]:
