@@ -17,13 +17,14 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from collate_npu.consumers.models import text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.delivery.alone import TIMES, evaluating
+from collate_npu.segments import Segments
 from collate_npu.testing.advice import what_to_change
 from collate_npu.testing.located import Located, locate
 from collate_npu.testing.measure import Batch, Errors, Numbers, alone, errors, run
@@ -51,17 +52,51 @@ def assert_padding_invariant(
     check_one_stack(model)
     check_unequal(features)
     with evaluating(model):
-        batch, located = collated(collator, features)
-        batch, labelled = located.with_labels(batch), located.labelled(batch, features)
-        reference = alone(model, labelled, gradients)
-        mine = run(model, uncached(model, batch), located.rows, gradients)
-        noise = measure_noise(model, [labelled], [reference], gradients=gradients)
-    found = errors(mine, reference)
-    right = Yardstick(noise).passes(found) if tolerance is None else _within(found, tolerance)
+        given = Given(*collated(collator, features), features)
+        reference, mine = given.reference(model, None, gradients), given.numbers(model, gradients)
+        noise = measure_noise(model, [given.labelled], [reference], gradients=gradients)
+    found, yardstick = errors(mine, reference), Yardstick(noise)
+    right = yardstick.passes(found) if tolerance is None else _within(found, tolerance)
     if not right:
         limit = f"{TIMES * noise.logits:.1e} is rounding" if tolerance is None else f"the tolerance is {tolerance:g}"
-        advice = what_to_change(model, batch, located.segments, logits=not found.logits <= TIMES * noise.logits)
-        raise AssertionError("\n".join([_worst(mine, reference, located), f"{_numbers(found)} ({limit}).", advice]))
+        numbers = f"{_numbers(found)} ({limit})."
+        raise AssertionError(
+            "\n".join([_worst(mine, reference, given.located), numbers, given.advice(model, found, yardstick)])
+        )
+
+
+class Given:
+    """A batch that was given, or made by a collator that was; where its samples stand, and with which labels."""
+
+    def __init__(self, batch: Batch, located: Located, features: Sequence[Batch]) -> None:
+        self.batch, self.located, self.features = batch, located, list(features)
+        self.labelled = located.labelled(batch, features)
+
+    def numbers(self, model: Any, gradients: bool) -> Numbers:
+        """What the model makes of the batch as it is."""
+        batch = self.located.with_labels(self.batch)
+        return run(model, uncached(model, batch), self.located.rows, gradients)
+
+    def reference(self, model: Any, known: Numbers | None, gradients: bool) -> Numbers:
+        """What it makes of the samples alone, with the labels of the batch; `known` is that with their own labels."""
+        unchanged = known is not None and self.labelled == self.features
+        return known if unchanged else alone(model, self.labelled, gradients)  # type: ignore[return-value]
+
+    def errors(self, model: Any, known: Numbers, *, gradients: bool) -> Errors:
+        """How far the batch is from the samples alone."""
+        return errors(self.numbers(model, gradients), self.reference(model, known, gradients))
+
+    def advice(self, model: Any, found: Errors, yardstick: Yardstick) -> str:
+        """What to change, of a batch that is wrong."""
+        logits = not found.logits <= TIMES * yardstick.noise.logits
+        return what_to_change(model, self.batch, self.located.segments, logits=logits)
+
+
+def layout_of(given: Sequence[Segments]) -> Literal["left", "right", "packed"]:
+    """How batches are laid out: packed where a row holds several samples, left where rows end together."""
+    if any(segments.packed for segments in given):
+        return "packed"
+    return "left" if any(segments.padding_side == "left" for segments in given) else "right"
 
 
 def features_of(samples: Samples) -> list[Batch]:

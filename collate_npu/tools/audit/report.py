@@ -47,7 +47,7 @@ class Report:
     def exit_code(self) -> int:
         """1 before 2 before 0."""
         measured = self._measured
-        if not all(f.within(self.tolerance) for f in measured):
+        if not all(f.within(self.tolerance) for f in [*measured, *(f for f in self.findings if f.whose == "yours")]):
             return 1
         lacking = any(f.no_kernel for f in self.findings if f.ours)
         ran = any(f.logits is not None for f in measured)
@@ -120,6 +120,8 @@ def _listed(packages: Mapping[str, str]) -> str:
 def _what(finding: Finding) -> str:
     if finding.no_kernel:
         return "NOT RUN" if finding.ours else "refused by transformers"
+    if finding.whose == "yours" and finding.logits is not None:
+        return "YOURS is wrong"
     return "refused" if finding.refused else "raises" if finding.logits is None else "not finite"
 
 
