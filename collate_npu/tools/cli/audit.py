@@ -83,7 +83,14 @@ def audit_command(
         typer.Option(help="Largest error of ours that passes. Default: six times the noise measured here."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Which lines are drawn, and the random weights.")] = 0,
-    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The table of every model, and every reason.")] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout in the place of the text: passed (bool) comes first.")
+    ] = False,
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write a page too: tables, pictures of the batches, the error at each token. Needs matplotlib."),
+    ] = None,
 ) -> None:
     """Does a padded batch give the same numbers as each sample alone? And a flat row, and a batch shared out by ranks?
 
@@ -97,10 +104,13 @@ def audit_command(
 
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for the ranks
         logging.set_verbosity_error()
-    from collate_npu.tools.audit.report import print_report
+    from collate_npu.tools.audit.page import check_page, page
     from collate_npu.tools.audit.session import audit_all
+    from collate_npu.tools.audit.terminal import print_report
 
-    console = Console(stderr=as_json_)
+    console = Console(stderr=True)
+    if html:
+        check_page(html)
     sides: list[Any] = [side.value] if side else ["left", "right"]
     sides += ["packed"] if packed else []
     report = audit_all(
@@ -109,8 +119,10 @@ def audit_command(
         max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=console, ranks=cp or 0,
         kernels=kernels.value, plugins=plugin or [], seconds=timeout,
     )  # fmt: skip
+    if html:
+        html.write_text(page(report), encoding="utf-8")
     if as_json_:
         typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_report(console, report)
+        print_report(Console(), report, verbose=verbose)
     raise typer.Exit(report.exit_code)
