@@ -8,10 +8,11 @@ from pathlib import Path
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.segments import Segments
+from collate_npu.tools.audit.notes import notes
 from collate_npu.tools.audit.positions import missing, positions_svg
 from collate_npu.tools.audit.report import WORDS, Report, State
 from collate_npu.tools.audit.tables import MEASURES, WHOSE, Cell, ModelTable, legend, model_tables, summary, titles
-from collate_npu.tools.audit.verdict import facts, headline, notes
+from collate_npu.tools.audit.verdict import facts, headline
 from collate_npu.tools.audit.ways import KINDS
 
 _SIGNS: dict[State, str] = {"right": "✔", "wrong": "✘", "unproved": "?"}
@@ -47,7 +48,9 @@ def page(report: Report) -> str:
     ]
     title = f"collate-npu audit: {WORDS[report.exit_code]}"
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{"".join(body)}</body></html>\n'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{"".join(body)}</body></html>\n'
+    )
 
 
 def _titled(title: str, content: str) -> str:
@@ -61,12 +64,15 @@ def _terms(told: Iterable[tuple[str, str]]) -> str:
 
 def _summary(report: Report) -> str:
     head = "".join(f"<th>{title}</th>" for title in ["", *titles(report)])
-    rows = [
-        f'<tr><td class="{row.state}">{_SIGNS[row.state]}</td>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in summary(report, row))
-        for row in report.rows()
-    ]
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"</tr>".join(rows)}</tbody></table></div>\n'
+    rows = ""
+    for row in report.rows():
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in summary(report, row))
+        rows += f'<tr><td class="{row.state}">{_SIGNS[row.state]}</td>{cells}</tr>\n'
+    return _scrolled(f'<table class="summary"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>')
+
+
+def _scrolled(content: str) -> str:
+    return f'<div class="scroll">{content}</div>\n'
 
 
 def _table(table: ModelTable) -> str:
@@ -75,11 +81,9 @@ def _table(table: ModelTable) -> str:
         f'<tr class="{whose}"><td>{WHOSE[whose][0]}</td><td>{escape(title)}</td>{"".join(map(_cell, cells))}</tr>\n'
         for whose, title, cells in table.rows
     )
-    return (
-        f"<h3>{escape(table.model)}: {KINDS[table.kind]}</h3>\n"
-        f'<div class="scroll"><table><thead><tr><th></th><th>handed over by</th>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>\n"
-    )
+    head = f"<thead><tr><th></th><th>handed over by</th>{head}</tr></thead>"
+    title = f"<h3>{escape(table.model)}: {KINDS[table.kind]}</h3>\n"
+    return title + _scrolled(f"<table>{head}<tbody>{rows}</tbody></table>")
 
 
 def _cell(cell: Cell) -> str:
@@ -89,8 +93,13 @@ def _cell(cell: Cell) -> str:
 
 def _positions(report: Report) -> str:
     drawn = positions_svg(report)
-    told = "A line is a sample; a cross is a number that is not finite. Both axes are shared, and the upright one is of powers of ten."
-    return f'<p>{told}</p><div class="scroll"><div class="plot">{drawn}</div></div>' if drawn else ""
+    return f"<p>{_READ}</p>{_scrolled(f'<div class=plot>{drawn}</div>')}" if drawn else ""
+
+
+_READ = (
+    "The largest difference of a logit from the sample alone, at each token: a line is a sample, a cross is a number that is "
+    "not finite. The upright axis is of powers of ten; zero is drawn at its foot."
+)
 
 
 def _batches(report: Report) -> Iterator[str]:
@@ -98,7 +107,8 @@ def _batches(report: Report) -> Iterator[str]:
         B, S = segments.shape
         packed = "packed: one flat row" if layout == "packed" else f"padded on the {layout}"
         cut = f"; the first {_MOST} are drawn" if S > _MOST else ""
-        yield f"<h3>{packed}, of {escape(model)}</h3>\n<p>{B} x {S} tokens{cut}. Each colour is a sample, grey is padding.</p>\n"
+        told = "each colour is a sample" if segments.packed else "coloured is real, grey is padding"
+        yield f"<h3>{packed}, of {escape(model)}</h3>\n<p>{B} x {S} tokens{cut}; {told}.</p>\n"
         yield _rows_svg(segments)
         yield "<p>What attends: a row a query, a column a key.</p>\n"
         yield f'<div class="masks">{"".join(_mask_svg(ids[:_MOST]) for ids in segments.ids.tolist()[:4])}</div>\n'
@@ -150,6 +160,7 @@ table{border-collapse:collapse;font-size:.88rem;overflow-wrap:normal}
 th{text-align:right;font-weight:600;color:var(--soft);vertical-align:bottom}
 th,td{padding:.28rem .8rem .28rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
 th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
+.summary :is(th,td):nth-child(-n+4){text-align:left}
 td{text-align:right;font-variant-numeric:tabular-nums}
 header.right{background:#e7f6ec;color:#0b5d36}header.wrong{background:#fdecea;color:#a11b12}
 header.unproved{background:#fff6e0;color:#7a4b00}

@@ -16,7 +16,7 @@ from collate_npu.tools.audit.verdict import number
 from collate_npu.tools.audit.ways import kind_of, shortened, way_of
 
 _COLOURS = {"ours": "#1f6f50", "yours": "#2b5fa8", "elsewhere": "#b4451f"}
-_LEAST = 1e-9
+_LEAST = 1e-8
 """Where an error of zero is drawn on an axis of powers of ten."""
 
 
@@ -29,12 +29,13 @@ def positions_svg(report: Report) -> str:
     if not worst:
         return ""
     matplotlib: Any = import_module("matplotlib")
-    figure = import_module("matplotlib.figure").Figure(figsize=(8.6, 2.3 * len(worst) + 0.3), layout="constrained")
+    high = 2.2 * len(worst) + 0.2
+    figure = import_module("matplotlib.figure").Figure(figsize=(8.6, high))
     panels = figure.subplots(len(worst), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    figure.subplots_adjust(left=0.09, right=0.99, top=1 - 0.3 / high, bottom=0.5 / high, hspace=0.32)
     for panel, finding in zip(panels, worst):
         _draw(panel, finding, _noise(report, finding))
-    panels[-1].set_xlabel("token of the sample, from its first real one")
-    figure.supylabel("largest difference of a logit", fontsize=9)
+    panels[-1].set_xlabel("token of the sample, from its first real one", fontsize=9)
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "collate_npu", "font.family": "sans-serif"}):
         figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -64,6 +65,7 @@ def _draw(panel: Any, finding: Finding, noise: float | None) -> None:
         )  # fmt: skip
     panel.set_yscale("log")
     panel.set_title(f"{title_of(finding)} (bold: sample {bold + 1}, {number(sizes[bold])})", fontsize=9, loc="left")
+    panel.set_ylabel("difference of a logit", fontsize=8)
     panel.tick_params(labelsize=8)
     panel.grid(axis="y", linewidth=0.4, color="#d0d5dd")
     for side in ("top", "right"):

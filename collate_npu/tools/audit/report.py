@@ -88,7 +88,11 @@ class Report:
         for f in self.findings:
             found[f.model].append(f)
         return [
-            Row(model=name, state="wrong" if name in wrong else "unproved" if name in unproved else "right", findings=(*each,))
+            Row(
+                model=name,
+                state="wrong" if name in wrong else "unproved" if name in unproved else "right",
+                findings=(*each,),
+            )
             for name, each in {**found, **{name: [] for name in unproved - found.keys()}}.items()
         ]
 

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from collate_npu.tools.audit.notes import notes
 from collate_npu.tools.audit.report import Report, State
 from collate_npu.tools.audit.tables import MEASURES, WHOSE, Cell, ModelTable, legend, model_tables, summary, titles
-from collate_npu.tools.audit.verdict import facts, headline, notes
+from collate_npu.tools.audit.verdict import facts, headline
 from collate_npu.tools.audit.ways import KINDS, shortened
 
 _SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "+"), "wrong": ("✘", "!"), "unproved": ("?", "?")}

@@ -1,19 +1,13 @@
-"""Verdict: a report in words: the line that comes first, what it rests on, what to do next, and what did not run."""
+"""Verdict: a report in words: the line that comes first, what it rests on, and what to do next."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from collate_npu.integrations.delivery.alone import TIMES
 from collate_npu.tools.audit.case import Finding, Whose
 from collate_npu.tools.audit.report import INTERRUPTED, WORDS, Report, largest
-from collate_npu.tools.audit.ways import KINDS, kind_of, listed, shortened, way_of
-from collate_npu.tools.audit.yardstick import Yardstick
-
-K = TypeVar("K")
-V = TypeVar("V")
+from collate_npu.tools.audit.ways import listed, way_of
 
 Told = tuple[str, str]
 """A short label, and what is said under it."""
@@ -25,8 +19,6 @@ _NEXT = {
 }
 _NEXT_OURS = "do not train with this yet; report it to collate_npu, with this text and what `collate-npu env` prints"
 _NEXT_YOURS = 'wrap your collator: wrap_collator(yours, consumer="transformers", model=model); audit that again'
-_MOST = 4
-"""Names in a brief line."""
 
 
 def headline(report: Report) -> str:
@@ -80,9 +72,10 @@ def facts(report: Report) -> Iterator[Told]:
     """What the verdict rests on, and what to do next."""
     for whose, name in _JUDGED:
         if wrong := report.astray(whose):
-            ways, models = listed(way_of(f).title for f in wrong), listed((_short(f.model) for f in wrong), _MOST)
+            ways, models = listed(way_of(f).title for f in wrong), listed((shortened(f.model, 48) for f in wrong), 4)
             ran = any(f.logits is not None for f in wrong)
-            yield "wrong", f"{name} ({ways}) on {models}: {f'a logit is off by up to {_size(wrong)}' if ran else 'it raises'}"
+            how = f"a logit is off by up to {_size(wrong)}" if ran else "it raises"
+            yield "wrong", f"{name} ({ways}) on {models}: {how}"
     others, astray = report.measured("elsewhere"), report.astray("elsewhere")
     if others:
         by = f"; a logit is off by up to {_size(astray)}" if astray else ""
@@ -122,79 +115,3 @@ def told(report: Report, place: str, before: int) -> str:
 def number(error: float) -> str:
     """`6.2e-06`, `4.04`, `nan`."""
     return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
-
-
-def notes(report: Report, *, verbose: bool) -> Iterator[Told]:
-    """What was refused, raised, left out or not proved, and why: a line a reason, in full where `verbose`."""
-    yield from _said(report, verbose)
-    for why, names in grouped((why, name) for name, why in report.not_run.items()):
-        yield "NOT RUN", f"{listed(map(_short, names))}: {why}"
-    for name in report.blind:
-        yield "CANNOT TELL", f"{_short(name)}: {_why_blind(report.yardsticks[name], report.tolerance)}"
-    if verbose:
-        for why, names in grouped((why, name) for name, why in report.left_out.items()):
-            yield "left out", f"{listed(map(_short, names))}: {why}"
-        for packages, names in grouped((_packages(packages), model) for model, packages in report.kernels.items()):
-            yield "kernels", f"recurrent layers of {listed(map(_short, names))} run on {packages}"
-    elif report.left_out:
-        names = (name.rpartition(" (")[0] for name in report.left_out)
-        yield "left out", f"{listed(map(_short, names))}: known not to be testable (--verbose says why)"
-
-
-def _said(report: Report, verbose: bool) -> Iterator[Told]:
-    noted = [f for f in report.findings if f.note]
-    for (label, why), found in grouped(((_label(f), _why(f, verbose)), f) for f in noted):
-        least = 0 if verbose or label == "NOT RUN" else _MOST
-        where = listed(KINDS[kind_of(f)] for f in found)
-        models = listed((_short(f.model) for f in found), least)
-        yield label, f"{models}, {where} ({listed(way_of(f).title for f in found)}): {why}"
-
-
-def _label(finding: Finding) -> str:
-    if finding.no_kernel:
-        return "refused" if finding.whose == "elsewhere" else "NOT RUN"
-    return "refused" if finding.refused else "raises" if finding.logits is None else "not finite"
-
-
-def _why(finding: Finding, verbose: bool) -> str:
-    """Its note, without what differs between models, so that one line says it of several."""
-    note = re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", finding.note)
-    if verbose:
-        return note
-    if finding.no_kernel:  # why: which packages (what to do)
-        return re.sub(r": .*(?= \()", "", note)
-    return re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0] if finding.refused else note
-
-
-def _packages(packages: Mapping[str, str]) -> str:
-    """Where the functions of recurrent layers come from."""
-    if set(packages.values()) == {"torch"}:
-        return "torch alone"
-    return ", ".join(f"{package} ({function})" for function, package in packages.items())
-
-
-def _short(name: str) -> str:
-    return shortened(name, 48)
-
-
-def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:
-    wrong = yardstick.wrong
-    if wrong is None:
-        return "nothing wrong could be run beside it, so nothing says that a wrong mask or a lost boundary would show"
-    if tolerance is not None:
-        return (
-            f"what is wrong moves a logit by {wrong.largest:.1e}, within the tolerance of {tolerance:g}: give a smaller one"
-        )
-    noise = yardstick.noise
-    return (
-        f"what is wrong moves the logits by {wrong.logits:.1e} and the gradient by {wrong.gradient:.1e}, and rounding by "
-        f"{noise.logits:.1e} and {noise.gradient:.1e}: too close. Use a wider --dtype, or text with more padding"
-    )
-
-
-def grouped(pairs: Iterator[tuple[K, V]]) -> list[tuple[K, list[V]]]:
-    """Values by their keys, both in the order they came in, each once."""
-    groups: dict[K, dict[V, None]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, {})[value] = None
-    return [(key, list(values)) for key, values in groups.items()]

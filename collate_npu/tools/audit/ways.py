@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
 WAYS: dict[str, dict[str, Way]] = {
     "padded": {
         "collator": Way("collator", 'PaddingCollator(consumer="transformers", model=model) makes the batch'),
-        "adapter": Way("collator + adapter", "PaddingCollator makes the neutral batch; BatchAdapter readies it at the model"),
+        "adapter": Way("collator + adapter", "PaddingCollator's neutral batch, made ready by BatchAdapter at the model"),
         "wrapped 4D": Way("wrapped collator", "a collator that knows 4D masks alone, inside wrap_collator"),
         "mapping": Way("mask per layer kind", "a dict of masks: the 4D for attention layers, the 2D for recurrent ones"),
         "bare 4D": Way("4D mask alone", "a correct 4D mask, and no 2D for the recurrent layers"),
@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Way]] = {
     },
     "packed": {
         "collator": Way("collator", "PaddingCollator(padding_free=True) makes the row"),
-        "adapter": Way("collator + adapter", "PaddingCollator makes the neutral row; BatchAdapter readies it at the model"),
+        "adapter": Way("collator + adapter", "PaddingCollator's neutral row, made ready by BatchAdapter at the model"),
         "wrapped": Way("wrapped collator", "transformers' DataCollatorWithFlattening, inside wrap_collator"),
         "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart, and nothing else"),
         "cu_seq_lens_q": Way("positions + offsets", "position_ids, and cu_seq_lens_q for kernels of attention and scans"),
