@@ -14,6 +14,8 @@ def main() -> None:
         needs = "the command line needs: pip install 'collate-npu[audit]'"
         print(f"collate-npu: {error.name} is not installed; {needs}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     print_in_any_encoding()
     app()
 

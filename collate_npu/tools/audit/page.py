@@ -97,8 +97,8 @@ def _positions(report: Report) -> str:
 
 
 _READ = (
-    "The largest difference of a logit from the sample alone, at each token: a line is a sample, a cross is a number that is "
-    "not finite. The upright axis is of powers of ten; zero is drawn at its foot."
+    "The largest difference of a logit from the sample alone, at each token: a line is a sample, a cross is a number that "
+    "is not finite. The upright axis is of powers of ten; zero is drawn at its foot."
 )
 
 

@@ -53,9 +53,10 @@ class ModelTable:
 
 
 def model_tables(report: Report, *, every: bool) -> Iterator[ModelTable]:
-    """The tables of the models that need a look, or of every one."""
+    """The tables of the models that need a look, or of every one. An interrupted one is the last that was measured."""
+    last = report.findings[-1].model if report.interrupted and report.findings else None
     for row in report.rows():
-        looked_at = every or row.state != "right" or report.interrupted
+        looked_at = every or row.state != "right" or row.model == last
         groups: dict[str, list[Finding]] = {}
         for f in row.findings if looked_at else ():
             groups.setdefault(kind_of(f), []).append(f)

@@ -40,7 +40,7 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
     console.print(Text(f"{sign(console, state)} {headline(report)}", style=f"bold {_COLOURS[state]}"))
     _print_told(console, facts(report))
     if report.findings or report.not_run:
-        console.print("", _summary(console, report), "", sep="\n")
+        console.print("", _summary(console, report), "")
     _print_told(console, notes(report, verbose=verbose))
     shown = list(model_tables(report, every=verbose))
     for table in shown:
@@ -87,7 +87,8 @@ def _print_table(console: Console, table: ModelTable) -> None:
         pieces = [_piece(console, table, slice(start, start + size)) for start in range(0, len(table.cases), size)]
         if all(console.measure(piece, options=unbounded).maximum <= console.width for piece in pieces):
             break
-    console.print(*pieces, sep="\n\n")
+    for n, piece in enumerate(pieces):
+        console.print(*([""] if n else []), piece)
 
 
 def _piece(console: Console, table: ModelTable, cases: slice) -> Table:

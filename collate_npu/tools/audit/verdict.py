@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from collate_npu.integrations.delivery.alone import TIMES
 from collate_npu.tools.audit.case import Finding, Whose
 from collate_npu.tools.audit.report import INTERRUPTED, WORDS, Report, largest
-from collate_npu.tools.audit.ways import listed, way_of
+from collate_npu.tools.audit.ways import listed, shortened, way_of
 
 Told = tuple[str, str]
 """A short label, and what is said under it."""

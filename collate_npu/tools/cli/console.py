@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import wraps
 from importlib import import_module
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -46,7 +47,8 @@ def needs(*packages: str) -> Callable[[Command], Command]:
             warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
             try:
                 with _terminable():
-                    _import(packages)
+                    with _uninterrupted():
+                        _import(packages)
                     command(*args, **kwargs)
             except typer.Exit:
                 raise
@@ -80,15 +82,32 @@ def stop(message: str, code: int = 2) -> NoReturn:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is taken as Ctrl-C: what was found by then is still said. In the main thread alone, where Python can."""
+    """SIGTERM is taken as Ctrl-C: what was found by then is still said."""
+    with _handled(signal.SIGTERM, signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes through after this: a package that is interrupted while it loads may load as a broken one."""
+    held: list[int] = []
+    with _handled(signal.SIGINT, lambda number, frame: held.append(number)):
+        yield
+    if held:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """In the main thread alone: Python knows no signals in any other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def print_in_any_encoding() -> None:
