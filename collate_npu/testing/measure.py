@@ -115,6 +115,12 @@ def errors(mine: Numbers, reference: Numbers) -> Errors:
     return Errors(float((x - y).abs().max()), _apart([x], [y]), loss, _gradient_error(mine.gradients, reference.gradients))
 
 
+def by_position(mine: Numbers, reference: Numbers) -> list[tuple[float, ...]]:
+    """The largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
+    pairs = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
+    return [tuple((x - y).abs().amax(-1).tolist()) for x, y in pairs]
+
+
 def worst(found: Iterable[Errors]) -> Errors:
     """The largest of each error; NaN where one of them is."""
     table = torch.tensor([astuple(each) for each in found], dtype=torch.float64)

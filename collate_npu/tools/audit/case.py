@@ -18,7 +18,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.segments import Segments
 from collate_npu.testing.invariance import Collator, Given, Samples, check_one_stack, collated, features_of, layout_of
 from collate_npu.testing.located import Located
-from collate_npu.testing.measure import Batch, Errors, Numbers, alone, errors, run, worst
+from collate_npu.testing.measure import Batch, Errors, Numbers, alone, by_position, errors, run, worst
 from collate_npu.testing.yardstick import Yardstick, measure_noise
 from collate_npu.tools.audit.flat import FLAT_OTHERS, FLAT_OURS, check_packed, flat_truth, no_kernel
 from collate_npu.tools.audit.handover import OTHERS, OURS, Handover, Subject, others_on
@@ -62,6 +62,8 @@ class Finding:
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
+    by_position: tuple[tuple[float, ...], ...] = ()
+    """The largest difference of a logit at each token of each sample."""
 
     @property
     def ours(self) -> bool:
@@ -96,7 +98,13 @@ class Audit:
         self._about: dict[str, Any] = {"name": name, "attn_implementation": attention, "pad_token_id": pad_token_id}
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
         self._found: dict[tuple[Layout, str], Errors | Exception] = {}
+        self._positions: dict[tuple[Layout, str], list[tuple[float, ...]]] = {}
         self._noise: Errors | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return str(self._about["name"])
 
     def columns(self, side: Layout) -> list[str]:
         """The ways of handing over that can be tried on this side and attention."""
@@ -134,6 +142,7 @@ class Audit:
         where |= {"column": column, "whose": "ours" if column in _ways(side)[0] else "elsewhere"}
         if isinstance(found, Exception):
             return Finding(**where, **_said(found, self._model.device.type))
+        where["by_position"] = tuple(self._positions[side, column])
         return judged(where, found, Yardstick(self._measured_noise()), gradients=self._gradients)
 
     def yours(self, column: str) -> Finding:
@@ -167,6 +176,13 @@ class Audit:
             self._found[side, column] = self._case(side, column)
         return self._found[side, column]
 
+    def truth(self, side: Layout) -> Segments:
+        """What is real in the first batch."""
+        return self._truth(side, self._batches[0])
+
+    def _truth(self, side: Layout, features: list[Batch]) -> Segments:
+        return flat_truth(features) if side == "packed" else self._subject(side).truth(features)
+
     def _subject(self, side: Layout) -> Subject:
         return Subject(model=self._model, side="left" if side == "left" else "right", **self._about)
 
@@ -179,10 +195,13 @@ class Audit:
         ours, others = _ways(side)
         subject, handover = self._subject(side), {**ours, **others}[column]
         try:
-            found = []
+            found: list[Errors] = []
+            positions: list[tuple[float, ...]] = []
             for features, reference in zip(self._batches, self._alone):
-                truth = flat_truth(features) if side == "packed" else subject.truth(features)
-                found.append(errors(self._run(handover(subject, features), truth), reference))
+                numbers = self._run(handover(subject, features), self._truth(side, features))
+                found.append(errors(numbers, reference))
+                positions += by_position(numbers, reference)
+            self._positions[side, column] = positions
             return worst(found)
         except Exception as error:  # whatever the model raises is the finding: it refused, and says so
             return error

@@ -12,22 +12,23 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
 from collate_npu.testing.measure import Batch
 from collate_npu.tools.audit.attentions import check_attentions, first_line, import_plugins, named
 from collate_npu.tools.audit.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
-from collate_npu.tools.audit.case import Audit, Layout
+from collate_npu.tools.audit.case import Audit, Finding, Layout
 from collate_npu.tools.audit.collators import column_of, named_collator, ready_collator
 from collate_npu.tools.audit.data import read_rows, shipped_text
 from collate_npu.tools.audit.dumped import of_batch, read_batch
 from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
+from collate_npu.tools.audit.progress import Steps
 from collate_npu.tools.audit.ranks import RanksError
 from collate_npu.tools.audit.report import Report
 from collate_npu.tools.audit.samples import Drawing
 from collate_npu.tools.audit.sharded import audit_sharded, check_ranks
+from collate_npu.tools.audit.verdict import told
 
 
 def audit_all(
@@ -64,10 +65,10 @@ def audit_all(
         report=report, sides=sides, ranks=ranks, how={"batch_size": batch_size, "gradients": gradients}, kernels=kernels,
         seconds=seconds, plugins=plugins, drawing=drawing, collators=collators, dumped=dumped,
     )  # fmt: skip
-    for candidate, advance in _shown(chosen, console, len(sides) + bool(ranks)):
-        session.audit(candidate, advance)
-        if ranks and candidate.attn == "sdpa":
-            session.share_out(candidate)
+    try:
+        _audit_each(session, chosen, console)
+    except KeyboardInterrupt:
+        report.interrupted = True
     _forgive_absent_attention(report, chosen, named=bool(names))
     return report
 
@@ -83,6 +84,16 @@ def _check_batch(batch: Path | None, data: Path | None, names: Sequence[str], ra
         raise CollateError(explain("--batch", "no --model", rule, "Name the model that it was made for."))
 
 
+def _audit_each(session: _Session, chosen: Sequence[Candidate], console: Console) -> None:
+    with Steps(console, len(chosen), len(session.sides) + bool(session.ranks)).shown() as steps:
+        for candidate in chosen:
+            before = len(session.report.findings)
+            with steps.model(label(candidate), lambda: told(session.report, label(candidate), before)):  # noqa: B023 (called at once)
+                session.audit(candidate, steps.advance)
+                if session.ranks and candidate.attn == "sdpa":
+                    session.share_out(candidate)
+
+
 def _check_numbers(tolerance: float | None, batch_size: int, sides: Sequence[str]) -> None:
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
@@ -90,16 +101,6 @@ def _check_numbers(tolerance: float | None, batch_size: int, sides: Sequence[str
         what = "neither padded nor packed" if "packed" in sides else "not padded"
         rule = f"One sequence in a batch is {what}: it would be compared with itself, which proves nothing."
         raise CollateError(explain("--batch-size", str(batch_size), rule, "Give 2 or more."))
-
-
-def _shown(chosen: Sequence[Candidate], console: Console, steps: int) -> Iterator[tuple[Candidate, Any]]:
-    """The candidates in turn, and what moves the bar by a step; it moves on to the next one's place in any case."""
-    layout = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*layout, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task: TaskID = progress.add_task("", total=len(chosen) * steps)
-        for done, candidate in enumerate(chosen):
-            progress.update(task, description=label(candidate), completed=done * steps)
-            yield candidate, lambda: progress.advance(task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,14 @@ class _Session:
                 self.report.kernels[candidate.name] = resolved
 
     def _side(self, case: Audit, side: Layout, place: str) -> None:
-        found = [case.finding(side, column) for column in case.columns(side)]
+        found: list[Finding] = []
+        self.report.batches.setdefault(side, (case.name, case.truth(side)))
+        try:
+            for column in case.columns(side):
+                found.append(case.finding(side, column))
+        except KeyboardInterrupt:
+            self.report.findings += found
+            raise
         if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
             self.report.not_run[place] = found[0].note  # it raises whatever is handed over
             return

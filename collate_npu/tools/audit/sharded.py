@@ -28,7 +28,7 @@ from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.rows import Side
 from collate_npu.segments import Segments
 from collate_npu.testing import tiny_config
-from collate_npu.testing.measure import IGNORED, Batch, Numbers, alone, errors, worst
+from collate_npu.testing.measure import IGNORED, Batch, Errors, Numbers, alone, by_position, errors, worst
 from collate_npu.testing.yardstick import Yardstick, measure_noise
 from collate_npu.tools.audit.candidates import Candidate
 from collate_npu.tools.audit.case import Finding, batches_of, judged
@@ -102,12 +102,17 @@ def _on_a_rank(
     references = [alone(model, batch, gradients) for batch in batches]  # each rank for itself: no rank waits for long
     noise = measure_noise(model, batches, references, gradients=gradients)
     rank = _Rank(model, kind, candidate.pad_token_id(model, tokenizer), gradients)
-    found = {}
+    found, about = {}, {}
     for column, (side, handover) in {**OURS_SHARDED, **OTHERS_SHARDED}.items():
-        pairs = zip(batches, references)
-        found[column] = worst([errors(rank.run(handover, side, batch), reference) for batch, reference in pairs])
+        each: list[Errors] = []
+        positions: list[tuple[float, ...]] = []
+        for batch, reference in zip(batches, references):
+            mine = rank.run(handover, side, batch)
+            each.append(errors(mine, reference))
+            positions += by_position(mine, reference)
+        found[column], about[column] = worst(each), {**where, "column": column, "by_position": tuple(positions)}
     findings = [
-        judged({**where, "column": column, "whose": whose}, found[column], Yardstick(noise), gradients=gradients)
+        judged({**about[column], "whose": whose}, found[column], Yardstick(noise), gradients=gradients)
         for whose, columns in (("ours", OURS_SHARDED), ("elsewhere", OTHERS_SHARDED))
         for column in columns
     ]

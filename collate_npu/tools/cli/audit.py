@@ -141,7 +141,14 @@ def audit_command(
     seed: Annotated[
         int, typer.Option(min=0, help="Which lines are drawn, and the random weights.", rich_help_panel=DATA)
     ] = 0,
-    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The table of every model, and every reason.")] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout in the place of the text: passed (bool) comes first.")
+    ] = False,
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write a page too: tables, pictures of the batches, the error at each token. Needs matplotlib."),
+    ] = None,
 ) -> None:
     """Does a padded batch give the same numbers as each sample alone? And a flat row, and a batch shared out by ranks?
 
@@ -156,10 +163,13 @@ def audit_command(
 
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for the ranks
         logging.set_verbosity_error()
-    from collate_npu.tools.audit.report import print_report
+    from collate_npu.tools.audit.page import check_page, page
     from collate_npu.tools.audit.session import audit_all
+    from collate_npu.tools.audit.terminal import print_report
 
-    console = Console(stderr=as_json_)
+    console = Console(stderr=True)
+    if html:
+        check_page(html)
     sides: list[Any] = [side.value] if side else ["left", "right"]
     sides += ["packed"] if packed else []
     report = audit_all(
@@ -169,8 +179,10 @@ def audit_command(
         kernels=kernels.value, plugins=plugin or [], seconds=timeout,
         collators=collator or [], batch=batch, trust=trust_remote_code,
     )  # fmt: skip
+    if html:
+        html.write_text(page(report), encoding="utf-8")
     if as_json_:
         typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_report(console, report)
+        print_report(Console(), report, verbose=verbose)
     raise typer.Exit(report.exit_code)
