@@ -16,12 +16,14 @@ def main() -> None:
 
 def _without_typer(args: list[str], error: Exception) -> int:
     if args[:1] == ["env"] and not {*args[1:]} - {"--json"}:
-        from collate_npu.tools.env.report import written
+        from collate_npu.tools.env.markdown import written
 
         print(written(as_json="--json" in args))
         return 0
     needs = "the command line needs: pip install 'collate-npu[audit]' (`python -m collate_npu env` needs nothing)"
-    missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
+    missing = (
+        f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
+    )
     print(f"collate-npu: {missing}; {needs}", file=sys.stderr)
     return 2
 

@@ -14,6 +14,6 @@ def env_command(
 
     Also where torch, typer or rich do not load: `python -m collate_npu env`.
     """
-    from collate_npu.tools.env import report
+    from collate_npu.tools.env.markdown import written
 
-    print(report.written(as_json=as_json))
+    print(written(as_json=as_json))

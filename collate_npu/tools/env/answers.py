@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from collate_npu.tools.env.reasons import reason, said
+
 
 def answer(questions: Sequence[str]) -> None:
     """A line of JSON to stdout for each question; what libraries print goes to stderr."""
@@ -21,23 +23,6 @@ def answer(questions: Sequence[str]) -> None:
             found = {"fails": reason(error)}
         print(json.dumps([question, found]), file=out, flush=True)
     os._exit(0)  # a library that crashes while Python ends has no say in what was found
-
-
-def reason(error: BaseException) -> str:
-    """Why, down to the first cause.
-
-    torch ends its own import with a RuntimeError where it cannot load an installed torch_npu
-    (torch/__init__.py, `_import_device_backends`); the missing CANN library is the cause of that error.
-    """
-    last = error
-    while cause := last.__cause__ or last.__context__:
-        last = cause
-    return said(error) if last is error else f"{said(error)} ({said(last)})"
-
-
-def said(error: BaseException) -> str:
-    """Kind and first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _torch() -> dict[str, Any]:

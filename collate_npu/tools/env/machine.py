@@ -36,7 +36,13 @@ def _shortened(value: str) -> str:
 def system() -> str:
     """System, Python, C library, processors and memory in one line."""
     libc = " ".join(platform.libc_ver()).strip()
-    parts = [f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}", libc, _processors(), _memory()]
+    parts = [
+        f"{platform.system()} {platform.machine()}",
+        f"Python {platform.python_version()}",
+        libc,
+        _processors(),
+        _memory(),
+    ]
     return ", ".join(filter(None, parts))
 
 

@@ -16,8 +16,8 @@ from collate_npu.consumers.mindspeed import transformer_engine
 from collate_npu.consumers.models import transformers_version
 from collate_npu.errors import CollateError
 from collate_npu.segments import Segments
-from collate_npu.tools.env.answers import reason
 from collate_npu.tools.env.installed import installed
+from collate_npu.tools.env.reasons import reason
 
 _FLASH = {
     "flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available",

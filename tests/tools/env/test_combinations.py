@@ -19,7 +19,9 @@ def test_nothing_special_is_no_hazard():
 
 
 def test_torch_npu_without_cann_is_explained():
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in told({"torch_npu": "2.13.0"}, npu="torch_npu does not load: libhccl.so: gone")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in told(
+        {"torch_npu": "2.13.0"}, npu="torch_npu does not load: libhccl.so: gone"
+    )
     assert told({"torch_npu": "2.13.0"}) == ""
 
 

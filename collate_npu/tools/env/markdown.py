@@ -1,4 +1,4 @@
-"""Report: what was found as Markdown to paste into an issue, or as JSON; no home directory, no token."""
+"""Markdown: what was found as Markdown to paste into an issue, or as JSON; no home directory, no token."""
 
 from __future__ import annotations
 
