@@ -73,6 +73,16 @@ class PaddingCollator:
     known to have attention alone, whose last offset repeats. `sequence_multiple=4`, `padding=(8, 16)`, `max_sequences=4`::
 
         1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
+
+    >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
+    >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    >>> {key: list(value.shape) for key, value in batch.items()}
+    {'input_ids': [2, 3], 'labels': [2, 3], 'position_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d':
+        [2, 3]}
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["attention_mask_2d"][1].tolist()
+    ([[1, 2, 3], [0, 0, 4]], [[1, 2, 3], [-100, -100, -100]], [False, False, True])
+    >>> PaddingCollator(padding_free=True)([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])["cu_seq_lens_q"].tolist()
+    [0, 3, 4]
     """
 
     tokenizer: Any = None

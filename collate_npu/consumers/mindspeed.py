@@ -108,6 +108,12 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
 
     Reads `attention_mask_type`, `use_flash_attn`, `transformer_impl`, `attention_backend` and `context_parallel_size`; `te`
     is the installed release's. Raises `UnsupportedFormError` where no mask is right under these settings.
+
+    >>> from types import SimpleNamespace
+    >>> kernel_of_settings(SimpleNamespace(attention_mask_type="general"), te="own")
+    'mindspeed_dense'
+    >>> kernel_of_settings(SimpleNamespace(attention_mask_type="causal"), te="own")
+    'mindspeed'
     """
     general = getattr(settings, "attention_mask_type", None) == "general"
     slow = getattr(settings, "use_flash_attn", None) is False

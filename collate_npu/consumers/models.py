@@ -110,6 +110,9 @@ def needs_mask_2d(model: Any) -> bool:
     Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
     fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
     Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
+
+    >>> needs_mask_2d("qwen3_next"), needs_mask_2d("llama")
+    (True, False)
     """
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))

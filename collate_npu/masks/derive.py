@@ -64,6 +64,13 @@ def derive_segments(
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
+
+    >>> from collate_npu import Segments, dense
+    >>> masked = dense(Segments.from_lengths([3, 5], side="left"), polarity="masked")
+    >>> derive_segments(masked), derive_segments(~masked) == derive_segments(masked)
+    (Segments(B=2, S=5, lengths=[3, 5], padding='left'), True)
+    >>> derive_segments([[1, 1, 2, 2, 0]]).lengths
+    ((2, 2),)
     """
     full = host_tensor(KEY, attention_mask)
     how = None if pattern is None else Pattern.of(pattern)

@@ -55,6 +55,16 @@ def segments_from_batch(
     Raises `CollateError`: where nothing says which tokens are padding (no mask may mean no padding, or a mask that was
     lost), where two sources differ, where a row has no real token (`segment_ids` may say so), and where the labels are
     all on padding, as a mask turned around would have it.
+
+    >>> batch = {"input_ids": [[0, 0, 7], [4, 5, 6]], "attention_mask": [[0, 0, 1], [1, 1, 1]]}
+    >>> segments_from_batch(batch)
+    Segments(B=2, S=3, lengths=[1, 3], padding='left')
+    >>> segments_from_batch({"input_ids": [[0, 0, 7], [4, 5, 6]]})
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
+        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
+        wrap_collator emit it).
     """
     return find_segments(batch, polarity=polarity, pattern=pattern, padding_free=padding_free).ready()
 

@@ -69,6 +69,13 @@ def check_delivery(
     padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
     themselves and must give the same logits. `forward(**batch) -> logits [B, S, V]` stands for `model(**batch)` where
     that is not how the model is called; it must run the modules of `model`.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> found = check_delivery(model, {"input_ids": torch.tensor([[256, 256, 7], [4, 5, 6]]), "attention_mask": keep})
+    >>> found.layers["model.layers.0.linear_attn"]
+    'attention_mask int64 [2, 3]'
     """
     inner = _known(model)
     _check_start(inner)
@@ -94,6 +101,14 @@ def guard_first_batch(
     rank must guard. `settings` are those of `check_delivery`; where they hold the Segments of one batch, `only` says of the
     arguments of a forward whether they are that batch. What was proved goes to `report`. The guard is then gone; the
     function that this returns takes it off earlier.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> remove = guard_first_batch(model)
+    >>> logits = model(input_ids=torch.tensor([[256, 256, 7], [4, 5, 6]]), attention_mask=keep).logits
+    collate_npu: every layer got what the batch says: attention_mask int64 [2, 3] to 2 layers; attention_mask bool [2,
+        1, 3, 3] to 1 layers
     """
     inner = _known(model)
     names = list(inspect.signature(inner.forward).parameters)

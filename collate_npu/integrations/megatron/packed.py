@@ -48,6 +48,9 @@ def packed_seq_params(
     the last sequence alone, before `pad_between_seqs` (0.19): TransformerEngine up to 2.16 then compares the offsets
     without the last one, and under context parallelism reads wrong rows in silence (dot_product_attention.py:1519-1529;
     its issue 3331). Raises where padding stands before or inside a sequence.
+
+    >>> packed_seq_params(Segments.from_lengths([[3, 2]])).cu_seqlens_q.tolist()  # doctest: +SKIP
+    [0, 3, 5]
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

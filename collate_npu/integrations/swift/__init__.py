@@ -43,6 +43,9 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
     what a context-parallel rank gets: Gated DeltaNet takes "local", from megatron-core 0.18 on (before, it has no context
     parallelism). `polarity` declares the 4D masks of a custom collator; undeclared, it is proved. A second call takes the
     place of the first. Undone by `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guard.py`).
+
+    >>> from collate_npu.integrations import swift  # doctest: +SKIP
+    >>> swift.install()  # doctest: +SKIP
     """
     uninstall()
     from swift.template.base import Template

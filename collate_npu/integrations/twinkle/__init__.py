@@ -36,6 +36,9 @@ def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None
     `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
     module, a list of pipeline chunks, or a config; of a config only `masked_softmax_fusion` is known of its kernels. Raises
     `CollateError` where nothing says whether layers read the 2D mask, and for anything else than these.
+
+    >>> from collate_npu.integrations import twinkle  # doctest: +SKIP
+    >>> twinkle.install(model)  # doctest: +SKIP
     """
     settings: dict[str, Any] = {"needs_mask_2d": needs_mask_2d, "pattern": pattern}
     if hasattr(target, "process_pipeline"):

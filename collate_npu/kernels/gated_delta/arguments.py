@@ -76,6 +76,14 @@ def gated_delta_kwargs(
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
     the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
+
+    >>> flat = Segments.from_lengths([[3, 2]], width=8)
+    >>> {name: value.tolist() for name, value in gated_delta_kwargs(flat, kernel="fla").items()}
+    {'cu_seqlens': [0, 3, 5, 8], 'cu_seqlens_cpu': [0, 3, 5, 8]}
+    >>> gated_delta_kwargs(flat, kernel="fla_npu")["cu_seqlens"]
+    (0, 3, 5, 8)
+    >>> gated_delta_kwargs(Segments.from_lengths([1, 3], side="left"), kernel="transformers")["attention_mask"].tolist()
+    [[0, 0, 1], [1, 1, 1]]
     """
     if kernel not in get_args(Kernel):
         rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."
