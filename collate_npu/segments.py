@@ -90,7 +90,7 @@ class Segments:
         return self
 
     def ready(self) -> Segments:
-        """Compute now what compiled code reads: torch cannot trace the search for it. Every public way to build one does."""
+        """Compute now what compiled code reads, for torch cannot trace the search: for the library's own use."""
         self._compiled = torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
         return self
 

@@ -12,13 +12,13 @@ import inspect
 import re
 import warnings
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import collate_npu
 from collate_npu.consumers.models import transformers_version
+from collate_npu.kernels import fusion_attention, gated_delta
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "collate_npu"
@@ -54,6 +54,12 @@ UNSHOWN = {
     "CollatePlugin": {"post_trainer_create"},
 }
 
+INSIDE = {"testing.kernels", "testing.kernels.causal_conv1d_fn"}
+
+KERNELS = {*fusion_attention.__all__, *gated_delta.__all__}
+WORDS = {"install", "route", "context_parallel"}
+"""In the texts, the names of many things."""
+
 
 def docstrings():
     """Dotted name -> docstring, of every module, class, function and method of the package."""
@@ -73,8 +79,9 @@ def inside(name, node):
 
 DOCSTRINGS = dict(docstrings())
 EXAMPLES = {name: doc for name, doc in DOCSTRINGS.items() if ">>> " in doc}
-MODELS = {name for name, doc in EXAMPLES.items() if re.search(r"tiny_|byte_tok|hybrid_model|transformers|left_out", name + doc)}
-MODELS |= {"consumers.models.needs_mask_2d"}
+NEEDS_MODELS = r"transformers import|tiny_model|tiny_config|tokenizer\(|hybrid_model_types\(|left_out\(|qwen3_next"
+MODELS = {name for name, doc in EXAMPLES.items() if re.search(NEEDS_MODELS, doc[doc.index(">>> ") :])}
+MODELS |= {name for name in EXAMPLES if name.startswith("integrations.transformers.")}
 
 
 def module_of(name):
@@ -102,14 +109,16 @@ def test_an_example_prints_what_is_shown(name, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the neutral form says once whom a 4D mask is for
         result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
-    assert result.attempted and not result.failed, "".join(said)
+    assert result.attempted
+    assert not result.failed, "".join(said)
     assert "SKIP" not in EXAMPLES[name], "an example is skipped where the stack is needed, and listed in STACK"
 
 
 @pytest.mark.parametrize("name", STACK)
 def test_an_example_that_needs_its_stack_is_run_by_a_test_of_that_stack(name):
     parsed = doctest.DocTestParser().get_examples(EXAMPLES[name])
-    assert parsed and all(example.options.get(doctest.SKIP) for example in parsed)
+    assert parsed
+    assert all(example.options.get(doctest.SKIP) for example in parsed)
     path, _, test = STACK[name].partition("::")
     assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.M)
 
@@ -117,25 +126,29 @@ def test_an_example_that_needs_its_stack_is_run_by_a_test_of_that_stack(name):
 def homes(name):
     """Where a dotted name of a text is defined: the dotted names of DOCSTRINGS that end so."""
     last, room = name.split(".")[-1], ".".join(name.split(".")[:-1])
-    return [full for full in DOCSTRINGS if full.split(".")[-1] == last and full.startswith(room) and is_top(full)]
+    found = [full for full in DOCSTRINGS if full.split(".")[-1] == last and full.startswith(room) and is_top(full)]
+    return [full for full in found if full.count(".") == min(other.count(".") for other in found)]
 
 
 def is_top(full):
     return module_of(full).removeprefix("collate_npu.") == full.rpartition(".")[0]
 
 
-def imported():
-    """Names that README and the guide import from us, or name with their place, as dotted names."""
+def named():
+    """What README and the guide import from us, name with its place, or name in passing, as dotted names."""
     for text in TEXTS:
         for code in re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S):
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collate_npu."):
                     yield from (f"{node.module.partition('.')[2]}.{name.name}" for name in node.names)
         yield from re.findall(r"\b((?:integrations|kernels|consumers|masks|collate|parallel|testing)\.[\w.]+\w)", text)
+        for word in set(re.findall(r"`(\w+)", text)) - WORDS:
+            yield from (full for full in homes(word) if re.match(r"integrations|parallel", full) or word in KERNELS)
 
 
-PUBLIC = {home for name in collate_npu.__all__ for home in homes(f"{collate_npu._HOME[name].split('.')[0]}.{name}")}
-PUBLIC |= {home for name in imported() for home in homes(name)}
+PUBLIC = {home for name in collate_npu.__all__ for home in homes(f"{collate_npu._HOME[name]}.{name}")}
+PUBLIC |= {home for name in named() for home in homes(name)}
+PUBLIC |= {name for name in DOCSTRINGS if re.fullmatch(r"testing(\.kernels)?\.[a-z]\w+", name) and is_top(name)} - INSIDE
 CLASSES = sorted(name for name in PUBLIC if name.rpartition(".")[2][0].isupper())
 
 
@@ -152,10 +165,7 @@ def test_a_public_name_has_an_example(name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_method_of_a_public_class_is_shown(name):
     """In the example of the class, or in one of its own. What is for the library's own use says so."""
-    if find_spec(str(getattr(import_package(name), "PACKAGE", "torch")).replace("-", "_")) is None:
-        pytest.skip("its package is not installed")
-    shown = EXAMPLES[name]
-    cls = getattr(import_module(module_of(name)), name.rpartition(".")[2])
+    shown, cls = EXAMPLES[name], getattr(loaded(name), name.rpartition(".")[2])
     missing = [
         member
         for member, value in vars(cls).items()
@@ -169,9 +179,29 @@ def test_every_method_of_a_public_class_is_shown(name):
     assert not missing
 
 
-def import_package(name):
-    """The module of a public name; None where it needs a package that is not here."""
+def loaded(name):
+    """The module of a public name; the test is skipped where it needs a package that is not here."""
     try:
         return import_module(module_of(name))
     except ImportError:
         pytest.skip("its package is not installed")
+
+
+def functions(node):
+    """Of a module and its classes; a function inside a function says nothing to a reader outside."""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            yield from functions(child)
+        elif isinstance(child, ast.FunctionDef):
+            yield child
+
+
+def test_a_public_function_of_more_than_six_lines_says_what_it_does():
+    silent = [
+        f"{path.relative_to(PACKAGE)}: {function.name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        if not function.name.startswith("_") and (function.end_lineno or 0) - function.lineno >= 6
+        if not ast.get_docstring(function)
+    ]
+    assert silent == []

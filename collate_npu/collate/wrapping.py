@@ -56,9 +56,8 @@ def wrap_collator(
     and must agree with its masks. A flat, padding-free row stays one and gets all its offsets; `padding_free=True` makes
     one of every batch, packed rows included. The other arguments are those of `PaddingCollator`.
 
-    >>> def theirs(samples):
-    ...     return {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
-    >>> batch = wrap_collator(theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
+    >>> theirs = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
+    >>> batch = wrap_collator(lambda samples: theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
     >>> {key: list(value.shape) for key, value in batch.items()}
     {'input_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     """

@@ -49,7 +49,8 @@ class BatchAdapter:
     of `keys`, and of a 4D mask only this rank's rows are ever built.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
-    >>> batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask_2d": torch.tensor([[0, 0, 1], [1, 1, 1]])}
+    >>> keep = torch.tensor([[False, False, True], [True, True, True]])
+    >>> batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask_2d": keep}
     >>> {key: list(value.shape) for key, value in adapter(batch).items()}
     {'input_ids': [2, 3], 'position_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     >>> adapter.with_segments(batch)[1]

@@ -33,11 +33,7 @@ Keeps = Literal["recurrent", "always", "never"]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of the model before any batch.
-
-    >>> Model(needs_mask_2d=True).attn_implementation
-    'sdpa'
-    """
+    """What is known of the model before any batch."""
 
     config: Any = None
     model_type: str = ""
@@ -264,11 +260,7 @@ def consumers() -> Mapping[str, Consumer]:
 
 
 def consumer_named(name: str | Consumer) -> Consumer:
-    """A consumer by its name, or as it is. Raises for a name that no file has.
-
-    >>> consumer_named("verl").source
-    'verl models/mcore/util.py:649-655, 775-848'
-    """
+    """A consumer by its name, or as it is. Raises for a name that no file has."""
     if isinstance(name, Consumer):
         return name
     if not isinstance(name, str) or name not in consumers():
@@ -288,8 +280,8 @@ def route(
 
     Device is never a reason; the consumer's kernel is.
 
-    >>> route("megatron", Segments.from_lengths([3, 5])).form, route("megatron", Segments.from_lengths([3, 5], side="left")).form
-    ('none', 'masked')
+    >>> [route("megatron", Segments.from_lengths([3, 5], side=side)).form for side in ("right", "left")]
+    ['none', 'masked']
     """
     case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
     return consumer_named(consumer).route(case)

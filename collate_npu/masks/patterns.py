@@ -190,6 +190,7 @@ class Chunked(Pattern):
         return (k <= q) & (q // self.size == k // self.size)
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        """Chunk by chunk, each a causal triangle."""
         Q, K = block_QK.shape
         block_QK[:] = forbidden
         for low in range(0, K, self.size):

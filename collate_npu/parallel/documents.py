@@ -164,6 +164,7 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
+        """From N documents: their real lengths, where they start now, and the places each is to take up."""
         first_N = np.cumsum(places_N) - places_N
         place_W, number_W = np.arange(places_N.sum()), np.repeat(np.arange(len(places_N)), places_N)
         at_W = place_W - first_N[number_W]
@@ -176,6 +177,7 @@ class _Plan:
         return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
+        """One key of the batch in the new row; keys without a token dimension come back as they are."""
         rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
         if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
             return value

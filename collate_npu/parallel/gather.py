@@ -160,6 +160,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        """This rank's part of one gradient (`same`), or the sum over ranks (`local`)."""
         (grad,) = grads
         if ctx.loss == "same":
             return grad[ctx.rank], None, None, None, None

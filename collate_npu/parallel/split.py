@@ -134,6 +134,7 @@ class _Shard:
         return cls(cp, shape, token_runs(shape[1], cp, cu_seqlens), query_runs(shape[1], cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
+        """What this rank holds of one key, by its row of `KEYS`."""
         if rule is not None and rule.share == "rows":
             return self.of_mask(key, value)
         if not isinstance(value, Tensor) or (rule is not None and rule.share == "replicate"):
@@ -145,6 +146,7 @@ class _Shard:
         return value if whole else self.of_tokens(key, value, rule.dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
+        """This rank's tokens along `dim`; raises where that dimension is not S wide."""
         B, S = self.shape
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value

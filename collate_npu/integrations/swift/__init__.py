@@ -121,6 +121,7 @@ class _Trainers:
     polarity: Polarity | None
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
+        """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
         if args.padding_free:
             swift_masks.refuse_layout(args)
             out = original(args, data, vp_stage)

@@ -35,7 +35,8 @@ class TitanCollator:
 
     >>> from collate_npu import PaddingCollator
     >>> inner = PaddingCollator(pad_token_id=0, attention_mask="2d")
-    >>> inputs, labels = TitanCollator(inner)([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    >>> samples = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    >>> inputs, labels = TitanCollator(inner)(samples)
     >>> inputs["positions"].tolist(), labels.tolist()
     ([[0, 1, 2], [0, 0, 1]], [[2, 3, -100], [-100, -100, -100]])
     """
