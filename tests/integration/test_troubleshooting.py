@@ -1,4 +1,4 @@
-"""guide/troubleshooting.md: each row is reproduced on the real library, seen as the page says, and mended by the page's code.
+"""guide/troubleshooting.md: each row is reproduced on the real packages, seen as the page says, and mended by its code.
 
 A test of the row's name runs it; a row whose stack is not installed here names the test that reproduces it there.
 """
@@ -26,8 +26,11 @@ from collate_npu import (  # noqa: E402
     PolarityError,
     Segments,
     UnsupportedFormError,
+    check_delivery,
     dense,
+    describe,
     last_token,
+    picture,
     split_batch,
     unpad,
 )
@@ -79,10 +82,13 @@ def mended(name, **names):
     return names
 
 
+LOOKS = {"check_delivery": check_delivery, "describe": describe, "picture": picture}
+
+
 def seen(name, **names):
     """What the page's look at it prints, or raises."""
     said = []
-    shown = {"print": lambda *words: said.append(" ".join(map(str, words))), **globals(), **names}
+    shown = {"print": lambda *words: said.append(" ".join(map(str, words))), **LOOKS, **names}
     look = re.match(r"`?([^`]*)", ROWS[name].said("See"))[1]
     exec(compile(look, f"troubleshooting.md#{name}", "exec"), shown)
     return "\n".join(said)
@@ -234,8 +240,9 @@ def test_row_positions(tokenizer):
 def test_row_packed_leak(hybrid, tokenizer):
     batch = transformers.DataCollatorWithFlattening()(SAMPLES)
     del batch["labels"]
-    alone = hybrid(input_ids=torch.tensor([SAMPLES[1]["input_ids"]])).logits[0]
-    assert float((hybrid(**batch).logits[0, 6:] - alone).abs().max()) > WRONG
+    with torch.no_grad():
+        alone = hybrid(input_ids=torch.tensor([SAMPLES[1]["input_ids"]])).logits[0]
+        assert float((hybrid(**batch).logits[0, 6:] - alone).abs().max()) > WRONG
     assert "several sequences" in refused("packed-leak", CollateError, model=hybrid, batch=batch)
     assert worst(hybrid, **mended("packed-leak", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
 
