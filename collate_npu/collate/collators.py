@@ -51,9 +51,9 @@ class PaddingCollator:
 
     Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids`,
     `loss_scale`, `routed_experts` and others; `keys={**KEYS, "my_weights": TOKENS}` adds your own. Vision keys are joined,
-    numbers become `[B]`, anything else a list of B. What is real is told by the lengths and by a row's own
-    `attention_mask` (holes stay holes; `1 1 2 2 0`, or `seq_lengths`, mark several sequences), never by `pad_token_id`,
-    which is often a real eos.
+    numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say which tokens are real;
+    `pad_token_id` never does, for it is often a real eos. Holes in a row's mask stay holes. `1 1 2 2 0`, or
+    `seq_lengths`, mark several sequences in a row.
 
     With a `model` (a module), or a `consumer` named, the batch is what that consumer reads, and nothing else is needed.
     Without, it is for an adapter at the trainer: `attention_mask` is None exactly where that is exact, else bool
@@ -69,8 +69,9 @@ class PaddingCollator:
     Two settings are for flat rows alone. `sequence_multiple=64` pads each sequence behind its tokens, which is exact for
     causal layers, and the row to a multiple of it too. `max_sequences=N` gives the offsets one length, N + 1, and
     `max_length_q/k` one value, the width: with fixed widths all batches have the same shapes, as graphs and compilers
-    want. What is left of the row is one tail; for N sequences it is cut (`masks.places.with_tail`), except for a model
-    known to have attention alone, whose last offset repeats. `sequence_multiple=4`, `padding=(8, 16)`, `max_sequences=4`::
+    want. The rest of the row is one tail, cut into the sequences that are missing (`masks.places.with_tail`). A model
+    known to have attention alone gets its last offset again instead. `sequence_multiple=4`, `padding=(8, 16)`,
+    `max_sequences=4`::
 
         1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
 

@@ -105,7 +105,7 @@ _RECURRENT_FIELD = re.compile(
 
 
 def needs_mask_2d(model: Any) -> bool:
-    """Must this model be told which tokens are padding, beside its attention mask? A module, a config or a model type.
+    """Does this model need the 2D mask beside its attention mask (recurrent layers)? A module, a config or a model type.
 
     Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
     fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.

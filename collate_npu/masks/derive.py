@@ -55,10 +55,10 @@ def derive_segments(
     1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared. `keep`
-    settles what the mask cannot: its polarity, and whether self-attending tokens are padding; the mask must agree with it
-    at real tokens. `batch_size` is needed to tell `[S, S]` from `[B, S]` and to repeat a shared mask. `pattern` declares
-    the attention where two patterns would explain the mask; a declared `chunked` also says that rows are not packed.
-    `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask, for custom attention.
+    (bool `[B, S]`) decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
+    padding. The mask must agree with it at real tokens. `batch_size` is needed to tell `[S, S]` from `[B, S]` and to
+    repeat a shared mask. `pattern` declares the attention where two patterns would explain the mask; a declared `chunked`
+    also says that rows are not packed. `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask, for custom attention.
     `unmasked_rows=True`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Default:
     assumed only if some row of this batch shows it. All rows of a batch are assumed to be padded on one side.
 

@@ -91,8 +91,8 @@ def check_recurrent_split(
 ) -> None:
     """Raise unless recurrent layers that exchange by `scheme` compute this batch right, shared out as `cp` says.
 
-    `segments` are of the whole, unsplit batch. `offsets` of a flat row are those it is split by and the layer is given;
-    they default to where the sequences of `segments` begin, padding behind each. `heads` are the numbers of key and of
+    `segments` are of the whole, unsplit batch. `offsets` are those by which a flat row is split, and which the layer gets.
+    By default they are where the sequences of `segments` begin, padding behind each. `heads` are the numbers of key and of
     value heads, `conv_width` is W. Raises `UnsupportedFormError` for a layout whose tokens the layers would take in
     another order, `CollateError` for offsets, widths, sequences or heads that the ranks cannot share out.
 

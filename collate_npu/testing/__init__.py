@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def hybrid_model_types() -> list[str]:
     """Model types of the installed transformers whose language model needs a 2D padding mask, sorted.
 
-    A family counts once, by its text config (`qwen3_5_text`, not `qwen3_5`); a composite stands for its text only
-    where transformers has no causal language model for the text alone. `left_out` says which cannot be tested.
+    A family is listed once, under the name of its text config (`qwen3_5_text`, not `qwen3_5`). A multimodal name is
+    listed only where transformers has no causal language model of the text alone. `left_out` says which cannot be tested.
 
     >>> "qwen3_next" in hybrid_model_types(), "llama" in hybrid_model_types()
     (True, False)

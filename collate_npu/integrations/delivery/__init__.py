@@ -98,9 +98,9 @@ def guard_first_batch(
     """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. `settings` are those of `check_delivery`; where they hold the Segments of one batch, `only` says of the
-    arguments of a forward whether they are that batch. What was proved goes to `report`. The guard is then gone; the
-    function that this returns takes it off earlier.
+    rank must guard. `settings` are those of `check_delivery`. If they hold the Segments of one batch, `only(arguments)`
+    says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
+    returned takes it off earlier.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model

@@ -44,9 +44,9 @@ def check_gated_delta_contract(
     B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
     context parallelism T and the boundaries are those of the whole row; in packed rows zigzag is of each sequence.
 
-    With `segments` the sequences as the kernel reads them are compared with the truth at every real token: no wrong call
-    passes. The tensors are then the rows, the rows one behind the other, or those of `unpad`, which B and T tell. Without
-    them the boundaries are taken at their word, and another batch's pass.
+    With `segments` the sequences that the kernel reads are compared with the truth at every real token: no wrong call
+    passes. B and T tell whether the tensors are the rows, the rows one behind the other, or those of `unpad`. Without
+    `segments` the boundaries are believed, and those of another batch pass.
 
     `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
     what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
