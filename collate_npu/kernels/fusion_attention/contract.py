@@ -74,8 +74,8 @@ def check_contract(
     wrong call passes. Under TND the packed tensors are then those of `unpad`, or with `keep_tail` the whole flat row.
 
     Without `segments` the sizes must be given: B rows, Sq and Skv of the padded layouts; Tq and Tkv, the tokens of the
-    packed tensors, under TND. Stricter than the operator wherever it is silent, but a legal mask is taken at its word:
-    `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
+    packed tensors, under TND. The check is stricter than the operator where that says nothing, but it believes a legal
+    mask: `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
 
     >>> left = Segments.from_lengths([3, 5], side="left")
     >>> check_contract({"input_layout": "BSND", "sparse_mode": 3}, N=4, Nkv=2, D=64, segments=left)
