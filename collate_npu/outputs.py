@@ -87,9 +87,9 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
 def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
     """Labels moved to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
 
-    With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
-    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the targets of
-    multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
+    With `segments` a sequence's last token predicts nothing; without, it predicts the first token of its packed neighbour.
+    transformers' losses take the result as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the
+    targets of multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
 
     >>> packed = Segments.from_lengths([[2, 3]])
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()

@@ -62,7 +62,7 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)` once and raise `CollateError` unless each layer attends, and carries on, what the batch says.
+    """Run `model(**batch)` once, and raise `CollateError` where a layer received something else than the batch says.
 
     `batch` is what the model is called with. `segments`, of the whole rows, default to what the batch itself says; give
     them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens are

@@ -63,7 +63,7 @@ def gpt_batch(
     polarity: Polarity | None = None,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> tuple[dict[str, Any], Segments]:
-    """`model(**inputs)` computes every real token as when its sample is alone; beside it the Segments of the whole rows.
+    """The inputs, and the Segments of the whole rows: `model(**inputs)` computes every real token as its sample alone.
 
     `inputs` are `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where ignored) and
     `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
