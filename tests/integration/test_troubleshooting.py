@@ -42,7 +42,8 @@ from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 pytestmark = pytest.mark.models
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "collate_npu" / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "collate_npu" / "guide"
+TEXT = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
 
 ELSEWHERE = {
     "megatron-2d": "tests/peers/test_mcore_bridge.py::"
@@ -60,16 +61,21 @@ class Row:
 
     def said(self, label):
         """What stands behind `**Says:**` and the like, without its backticks where all of it is code."""
-        found = re.search(rf"^\*\*{label}:\*\* (.+)$", self.text, flags=re.M)
-        return re.sub(r"^(`+) ?([^`].*?) ?\1$", r"\2", found[1]) if found else ""
+        found = re.search(rf"^\*\*{label}[:：]\*\* (.+)$", self.text, flags=re.M)
+        return re.sub(r"^(`+)((?:(?!\1).)+)\1$", r"\2", found[1]) if found else ""
 
     @property
     def code(self):
         return re.findall(r"^```(\w+)\n(.*?)^```$", self.text, flags=re.M | re.S)
 
 
-PARTS = re.split(r'^### <a id="([\w-]+)"></a>(.*)\n', TEXT, flags=re.M)
-ROWS = {name: Row(name, *rest) for name, *rest in zip(PARTS[1::3], PARTS[2::3], PARTS[3::3])}
+def rows_of(text):
+    parts = re.split(r'^### <a id="([\w-]+)"></a>(.*)\n', text, flags=re.M)
+    return {name: Row(name, *rest) for name, *rest in zip(parts[1::3], parts[2::3], parts[3::3])}
+
+
+ROWS = rows_of(TEXT)
+CHINESE = (GUIDE / "zh" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def mended(name, **names):
@@ -114,10 +120,21 @@ def test_every_row_has_a_test_and_every_test_a_row():
     assert not tests & set(ELSEWHERE)
 
 
-def test_the_index_names_every_row_in_order():
-    listed = re.findall(r"^\| (.+) \| \[([\w-]+)\]\(#([\w-]+)\) \|$", TEXT, flags=re.M)
-    assert [(title, name) for title, name, _ in listed] == [(row.title, row.name) for row in ROWS.values()]
+@pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["en", "zh"])
+def test_the_index_names_every_row_in_order(text):
+    listed = re.findall(r"^\| (.+) \| \[([\w-]+)\]\(#([\w-]+)\) \|$", text, flags=re.M)
+    assert [(title, name) for title, name, _ in listed] == [(row.title, row.name) for row in rows_of(text).values()]
     assert all(name == anchor for _, name, anchor in listed)
+
+
+def test_the_chinese_page_has_the_same_rows_errors_and_code():
+    chinese = rows_of(CHINESE)
+    assert list(chinese) == list(ROWS)
+    for name, row in ROWS.items():
+        assert chinese[name].code == row.code
+        assert chinese[name].said("报错") == row.said("Says")
+        assert re.findall("`[^`]+`", chinese[name].said("查看")) == re.findall("`[^`]+`", row.said("See"))
+        assert chinese[name].said("原因").endswith("。")
 
 
 @pytest.mark.parametrize("name", ROWS)
