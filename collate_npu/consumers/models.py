@@ -105,11 +105,14 @@ _RECURRENT_FIELD = re.compile(
 
 
 def needs_mask_2d(model: Any) -> bool:
-    """Must this model be told which tokens are padding, beside its attention mask? A module, a config or a model type.
+    """Does this model need the 2D mask beside its attention mask (recurrent layers)? A module, a config or a model type.
 
     Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
     fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
     Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
+
+    >>> needs_mask_2d("qwen3_next"), needs_mask_2d("llama")
+    (True, False)
     """
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))
