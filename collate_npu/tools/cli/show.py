@@ -145,7 +145,8 @@ def _asked(
 
 def _print(sheet: Sheet, words: str, out: Path | None) -> None:
     """The words, then the picture, which is what stays on the screen; signs of ASCII where there are no others."""
-    from collate_npu.tools.show.text import ASCII, encodable, lines, printable
+    from collate_npu.tools.show.signs import ASCII, printable
+    from collate_npu.tools.show.text import encodable, lines
 
     console = Console()
     height = console.height if console.is_terminal else 40

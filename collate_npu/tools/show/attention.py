@@ -101,9 +101,7 @@ class Attention:
         return cells_C, int(count_C.sum()), int(much_C.sum() + little_C.sum())
 
 
-def attention_of(
-    segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None
-) -> Attention:
+def attention_of(segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None) -> Attention:
     """As the truth has it: `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time."""
     S = segments.shape[1]
     regions, held = regions_of(segments)[b], None if queries is None else queries.numpy()

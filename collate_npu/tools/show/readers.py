@@ -5,7 +5,7 @@ No dense mask is built: what a consumer gets is its route, drawn from the Segmen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +17,18 @@ from collate_npu.errors import CollateError
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Bools
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_rows
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_rows, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
 from collate_npu.tools.show.sheet import Panel, Rows
 
 READS = {
-    "none": "attention_mask None",
-    "keep_2d": "attention_mask 2D, True is real; the model makes the square",
-    "masked": "attention_mask 4D, True is blocked",
-    "keep": "attention_mask 4D, True attends",
-    "bias": "attention_mask 4D, added to scores",
-    "mapping": "one attention_mask for each kind of layer",
+    "none": "None",
+    "keep_2d": "2D, True is real; the model makes the square",
+    "masked": "4D, True is blocked",
+    "keep": "4D, True attends",
+    "bias": "4D, added to scores",
+    "mapping": "a mapping by kind of layer",
     "block_mask": "a BlockMask",
 }
 
@@ -56,17 +56,13 @@ def consumer_panels(
         return
     kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
     for kind, attentions in _by_kind(adapter, segments, route):
-        facts = f"{READS[route.form]}; {kept}. {route.why}."
+        facts = f"{adapter.consumer.key} {READS[route.form]}; {kept} ({route.why})"
         yield Panel(title=f"{consumer} {kind}".strip(), facts=facts, squares=attentions, derived=True)
 
 
-def _by_kind(
-    adapter: BatchAdapter, segments: Segments, route: Route
-) -> Iterator[tuple[str, tuple[Attention, ...]]]:
+def _by_kind(adapter: BatchAdapter, segments: Segments, route: Route) -> Iterator[tuple[str, tuple[Attention, ...]]]:
     """What attends whom in each kind of attention layer; layers that read the 2D mask alone have no square."""
-    case = Case(
-        segments=segments, model=adapter.model, pattern=adapter.pattern, padding_free=adapter.padding_free
-    )
+    case = Case(segments=segments, model=adapter.model, pattern=adapter.pattern, padding_free=adapter.padding_free)
     if route.form == "none":
         seen = segments if adapter.padding_free else Segments(np.ones(segments.shape, np.int32))
         yield "", _squares(seen, adapter.pattern, False)
@@ -104,15 +100,12 @@ def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel
         tokens, queries = token_rows(S, place, offsets), query_rows(S, place, offsets)
         held_S = np.zeros(S, bool)
         held_S[tokens.numpy()] = True
-        facts = f"{cp.layout}, holds {_runs(tokens.tolist())}"
+        facts = f"{cp.layout}, holds places {_told(token_runs(S, place, offsets))}"
         squares = tuple(attention_of(segments, b, queries=queries) for b in range(B))
         rows = Rows(ids=segments.array, held=held_S)
         yield Panel(title=f"rank {rank} of {cp.size}", facts=facts, rows=rows, squares=squares, derived=True)
 
 
-def _runs(places: list[int]) -> str:
-    """`0-1, 6-7`, of the first runs."""
-    cuts = [i for i, (one, next_one) in enumerate(zip(places, places[1:]), 1) if next_one != one + 1]
-    bounds = list(zip([0, *cuts], [*cuts, len(places)]))
-    text = ", ".join(f"{places[low]}-{places[high - 1]}" for low, high in bounds[:6])
-    return f"places {text}" + (", ..." if len(bounds) > 6 else "")
+def _told(runs: Sequence[tuple[int, int]]) -> str:
+    """`0-1, 6-7`, the first runs."""
+    return ", ".join(f"{start}-{stop - 1}" for start, stop in runs[:6]) + (", ..." if len(runs) > 6 else "")

@@ -21,8 +21,8 @@ from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.polarity import Bools
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
-from collate_npu.tools.show.masks import MEANS, attentions_of_mask, faults_of_mask, keys_of_mask
-from collate_npu.tools.show.tokens import Token, token_reader
+from collate_npu.tools.show.faults import MEANS, attentions_of_mask, faults_of_mask, keys_of_mask
+from collate_npu.tools.show.tokens import Tokens
 
 COUNTED, IGNORED, ON_PADDING = 1, 2, 3
 """What a label is: it counts, it is ignored at a real token, it counts at padding (which is wrong)."""
@@ -58,8 +58,8 @@ class Sheet:
     """The panels, in order."""
 
     panels: tuple[Panel, ...]
-    token: Token | None = None
-    """The text of the token at (row, place), where there is a tokenizer."""
+    tokens: Tokens | None = None
+    """Where there is a tokenizer."""
 
     @property
     def packed(self) -> bool:
@@ -70,13 +70,22 @@ class Sheet:
 def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Sheet:
     """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
-        return Sheet(panels=_rows_asked([Panel(facts=repr(shown), rows=Rows(ids=shown.array)), _attends(shown)], row))
+        return Sheet(panels=_rows_asked([Panel(facts=counts(shown), rows=Rows(ids=shown.array)), _attends(shown)], row))
     if isinstance(shown, Tensor):
         return Sheet(panels=_rows_asked(_alone(shown), row))
-    tokens = next(iter(with_role(shown, "tokens")), None)
-    readable = tokenizer is not None and tokens is not None and shown[tokens].ndim == 2
-    token = token_reader(tokenizer, shown[tokens]) if readable and tokens else None
-    return Sheet(panels=_rows_asked(_batch(shown), row), token=token)
+    return Sheet(panels=_rows_asked(_batch(shown), row), tokens=_tokens(shown, tokenizer))
+
+
+def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
+    ids = next((batch[key] for key in with_role(batch, "tokens") if key != "inputs_embeds"), None)
+    readable = tokenizer is not None and isinstance(ids, Tensor) and ids.ndim == 2
+    return Tokens(lambda numbers: str(tokenizer.decode(numbers)), ids) if readable and ids is not None else None
+
+
+def counts(segments: Segments) -> str:
+    """How many rows, places, sequences, and how much of it is padding."""
+    B, S = segments.shape
+    return f"{B} x {S}, {segments.num_sequences} sequences, {100 * segments.padding_share:.1f}% padding"
 
 
 def labels_of(batch: Mapping[str, Any], segments: Segments) -> Array | None:
@@ -99,7 +108,7 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
         yield from _refused(batch, masks)
         return
     rows = Rows(ids=segments.array, labels=labels_of(batch, segments))
-    yield Panel(title=KEEP_KEY if KEEP_KEY in batch else "segments", facts=repr(segments), rows=rows)
+    yield Panel(title=KEEP_KEY if KEEP_KEY in batch else "segments", facts=counts(segments), rows=rows)
     squares = {key: x for key, x in masks.items() if isinstance(x, Tensor) and x.ndim in (3, 4)}
     for key, x in squares.items():
         attentions, polarity = attentions_of_mask(x, segments.shape[0], segments)
@@ -149,7 +158,7 @@ def _alone(x: Tensor) -> Iterator[Panel]:
             yield Panel(facts=f"{shape_of(x)}, as {polarity}: {MEANS[polarity]}", squares=tuple(attentions))
         yield Panel(refused=str(error))
         return
-    rows = Panel(facts=f"found: {segments!r}", rows=Rows(ids=segments.array), derived=x.ndim > 2)
+    rows = Panel(facts=f"found: {counts(segments)}", rows=Rows(ids=segments.array), derived=x.ndim > 2)
     if x.ndim > 2:
         attentions, polarity = attentions_of_mask(x, segments.shape[0], segments)
         yield Panel(facts=f"{shape_of(x)}, {MEANS[polarity]}", squares=tuple(attentions))

@@ -5,7 +5,8 @@ Widths are columns of a terminal, as rich counts them: a Chinese character and m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -13,20 +14,26 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
 
-Token = Callable[[int, int], str]
-"""The text of the token at (row, place)."""
 LOST = "\ufffd"
 
 
-def token_reader(tokenizer: Any, input_ids: Tensor) -> Token:
-    """Decodes one token at a time, only those that are drawn; one that is no text by itself is its id, `#228`."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a batch as text. Only those that are drawn are decoded."""
 
-    def token(b: int, s: int) -> str:
-        number = int(input_ids[b, s])
-        text = str(tokenizer.decode([number])) if number >= 0 else LOST
+    decode: Callable[[list[int]], str]
+    input_ids: Tensor
+    """`[B, S]`."""
+
+    def one(self, b: int, s: int) -> str:
+        """The token at one place; where it is no text by itself, as a part of a letter is not, its id: `#228`."""
+        number = int(self.input_ids[b, s])
+        text = self.decode([number]) if number >= 0 else LOST
         return f"#{number}" if LOST in text or not text else escaped(text)
 
-    return token
+    def text(self, b: int, places: Sequence[int]) -> str:
+        """Several tokens as one text."""
+        return escaped(self.decode([int(self.input_ids[b, s]) for s in places]))
 
 
 def escaped(text: str) -> str:

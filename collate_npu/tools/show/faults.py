@@ -1,4 +1,4 @@
-"""Masks: a mask as it came, read as the truth reads it; where it is refused, with the places that speak against it.
+"""Faults: a mask as it came, read as the truth reads it; where it is refused, with the places that speak against it.
 
 A square of queries and keys costs two or three passes over its bytes. Legend: B batch, S width, Q/K query and key rows.
 """
@@ -58,9 +58,7 @@ def faults_of_mask(full: Tensor, B: int, others: Segments | None) -> tuple[list[
     return judged, polarity
 
 
-def _judged(
-    full: Tensor, square: Square, polarity: Polarity, others: Segments | None
-) -> tuple[list[Attention], int]:
+def _judged(full: Tensor, square: Square, polarity: Polarity, others: Segments | None) -> tuple[list[Attention], int]:
     """Each row beside what it ought to be, and how many places are otherwise; padding counts for the choice alone."""
     reading = _alone(full, polarity, square.shape[0])
     if reading is not None and others is None:
