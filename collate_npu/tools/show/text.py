@@ -32,7 +32,6 @@ from collate_npu.tools.show.signs import (
 )
 from collate_npu.tools.show.tokens import fitted
 
-
 NAMED = "italic dim"
 """The style of tokens and their places."""
 MOST_SQUARES = 16

@@ -12,7 +12,7 @@ from strategies import free, sided
 
 from collate_npu import PaddingCollator, Segments, dense
 from collate_npu.tools.show.sheet import Sheet, sheet_of
-from collate_npu.tools.show.signs import ASCII, block_for, columns, percent, printable, string_of
+from collate_npu.tools.show.signs import ASCII, columns, string_of
 from collate_npu.tools.show.text import encodable, lines, plain
 from collate_npu.tools.show.tokens import Tokens
 
@@ -71,27 +71,12 @@ def test_a_square_has_as_many_signs_as_places_in_plain_text():
     assert (text.count("■"), text.count("⬚")) == (full.sum(), (~full).sum())
 
 
-@pytest.mark.parametrize(("width", "cells", "block"), [(8, 64, 1), (65, 64, 2), (4096, 64, 64), (4096, 11, 384), (0, 4, 1)])
-def test_blocks_are_round_numbers(width, cells, block):
-    assert block_for(width, cells) == block
-
-
-@given(st.integers(1, 10000), st.integers(1, 200))
-def test_blocks_fit(width, cells):
-    assert -(-width // block_for(width, cells)) <= cells
-
-
 def test_a_cell_says_how_many_places_it_stands_for():
     text = drawn(sheet_of(Segments.from_lengths([4096])))
     assert "(192 places a cell)" in text
     assert "x 384 a cell)" in text or "x 320 a cell)" in text or "x 256 a cell)" in text
     assert "◧ a part of the block" in text
     assert "a cell" not in drawn(sheet_of(Segments.from_lengths([8])))
-
-
-@pytest.mark.parametrize(("share", "told"), [(0, "0%"), (1e-9, "1%"), (0.5, "50%"), (0.999, "99%"), (1, "100%")])
-def test_none_and_all_are_told_from_almost(share, told):
-    assert percent(share) == told
 
 
 def test_labels_that_are_ignored_and_labels_on_padding():
@@ -123,9 +108,6 @@ def test_packed_rows_are_numbered_and_coloured():
 
 
 def test_a_terminal_without_the_signs_gets_others():
-    assert printable("utf-8")
-    assert not printable("ascii")
-    assert not printable("gbk")  # it has one of them, and not the other
     batch = batch_of([2, 3])
     sheet = sheet_of({**batch, "attention_mask_2d": batch["input_ids"] > 0})
     sheet = Sheet(panels=sheet.panels, tokens=Tokens(lambda numbers: "中" * len(numbers), batch["input_ids"]))
