@@ -303,22 +303,6 @@ def test_one_command_line_covers_padding_flat_rows_and_ranks():
     assert not report["cannot_tell"]
 
 
-def test_show_draws_a_batch_and_explains():
-    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3,5", "--side", "left", "--consumer", "megatron"])
-    assert result.exit_code == 0, result.output
-    assert "⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■" in result.output
-    assert "attention_mask: bool [2, 1, 5, 5]" in result.output
-
-
-@pytest.mark.parametrize(
-    "args", [["--lengths", "3,x"], ["--lengths", "3,5", "--consumer", "nobody"], ["--lengths", "3,5", "--side", "up"]]
-)
-def test_show_refuses_in_words(args):
-    result = CliRunner().invoke(cli.app, ["show", *args])
-    assert result.exit_code == 2
-    assert result.output.strip()
-
-
 def test_env_lists_packages():
     result = CliRunner().invoke(cli.app, ["env"])
     assert result.exit_code == 0
