@@ -78,7 +78,7 @@ def _scrolled(content: str) -> str:
 def _table(table: ModelTable) -> str:
     head = "".join(f"<th>{MEASURES[c.measure][0]}<br>{escape(c.attn)}<br>{escape(c.side)}</th>" for c in table.cases)
     rows = "".join(
-        f'<tr class="{whose}"><td>{WHOSE[whose][0]}</td><td>{escape(title)}</td>{"".join(map(_cell, cells))}</tr>\n'
+        f'<tr class="{whose}"><td>{WHOSE[whose][0]}</td><td>{escape(title)}</td>{"".join(map(_cell, cells.values()))}</tr>\n'
         for whose, title, cells in table.rows
     )
     head = f"<thead><tr><th></th><th>handed over by</th>{head}</tr></thead>"
