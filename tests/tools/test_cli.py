@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -311,98 +307,6 @@ def test_one_command_line_covers_padding_flat_rows_and_ranks():
     assert {("right", "collator"), ("packed", "collator"), ("cp 2", "accelerate"), ("cp 2", "Trainer")} <= right
     assert set(report["yardsticks"]) == {"llama (sdpa)", "llama (sdpa) packed", "llama (sdpa) cp 2"}
     assert not report["cannot_tell"]
-
-
-def started(*args, **env):
-    """A process of its own, as a user runs it; in a group of its own, as a terminal starts it."""
-    command = [sys.executable, "-m", "collate_npu", "audit", *args]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env = {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80", **env}
-    streams["encoding"] = env["PYTHONIOENCODING"]
-    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
-
-
-def until_a_model_is_done(process):
-    line = process.stderr.readline()
-    assert line.startswith("[1/"), line + process.stderr.read()
-
-
-QUICK_THEN_LONG = ["--model", "llama", "--attn", "sdpa", "--attn", "eager", "--batches", "12", "--batch-size", "3"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_audit_says_what_it_found(number):
-    with started(*QUICK_THEN_LONG) as process:
-        until_a_model_is_done(process)
-        os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert re.match(r"\? INTERRUPTED: (\d+) of \1 cases measured until then are right\.\n", out)
-    assert re.search(r"✔ +llama +sdpa", out)
-    assert max(map(len, out.splitlines())) <= 80
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("wait", [0.5, 2.0, None])
-def test_an_interrupted_audit_is_valid_json(wait):
-    """While torch loads, before anything is measured, and after a model."""
-    with started(*QUICK_THEN_LONG, "--json") as process:
-        if wait is None:
-            until_a_model_is_done(process)
-        time.sleep(wait or 0)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    if out or wait is None:  # nothing is, where the signal came before the command itself had loaded
-        found = json.loads(out)
-        assert (found["passed"], found["verdict"], found["interrupted"]) == (False, "INTERRUPTED", True)
-        assert wait is not None or found["findings"]
-
-
-def test_interrupted_ranks_are_ended():
-    pytest.importorskip("accelerate")
-    args = ["--model", "llama", "--cp", "2", "--batches", "40", "--batch-size", "3", "--side", "right"]
-    with started(*args, "--attn", "sdpa") as process:
-        deadline = time.monotonic() + 120
-        while len(members(process.pid)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(members(process.pid)) >= 3
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    deadline = time.monotonic() + 20
-    while members(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not members(process.pid)
-
-
-def members(group):
-    """Processes of a group that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(pgrp) == group and state != "Z":
-            found.append(stat)
-    return found
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
-def test_a_terminal_of_another_encoding_ends_no_report(tmp_path, encoding):
-    with started("--model", "llama", "--data", str(tmp_path / "没有.txt"), PYTHONIOENCODING=encoding) as process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "Traceback" not in err
-    args = ["--model", "qwen3_next", "--side", "left", "--verbose", *QUICK]
-    with started(*args, PYTHONIOENCODING=encoding) as process:
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.startswith("+ PASS: all 4 cases of ours")
-    assert re.search(r"no mask *\W +\d\.\d\d !", out)
 
 
 def test_a_page_is_written_beside_the_report(tmp_path):
