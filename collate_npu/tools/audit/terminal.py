@@ -55,7 +55,7 @@ def _print_told(console: Console, told: Iterable[tuple[str, str]]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in told:
-        grid.add_row(Text(f"  {label}", style="dim" if label.islower() else "bold yellow"), Text(text))
+        grid.add_row(Text(f"  {label}", style="bold yellow" if label[:4].isupper() else "dim"), Text(text))
     console.print(grid)
 
 

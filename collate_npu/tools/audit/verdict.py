@@ -78,13 +78,13 @@ def facts(report: Report) -> Iterator[Told]:
             yield "wrong", f"{name} ({ways}) on {models}: {how}"
     others, astray = report.measured("elsewhere"), report.astray("elsewhere")
     if others:
-        by = f"; a logit is off by up to {_size(astray)}" if astray else ""
-        yield "elsewhere", f"{len(astray)} of {len(others)} cases are wrong and raise no error{by}"
+        by = f", by up to {_size(astray)} in a logit" if astray else ""
+        yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
     settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
     limit = f"{TIMES} times the rounding noise measured on each model"
-    yield "passes", f"what differs by at most {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
+    yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
     yield "next", "; ".join(_next(report))
 
 
