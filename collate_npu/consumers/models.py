@@ -245,11 +245,12 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """
     said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
     if not said and is_transformers(unwrap(model)):
-        return "bidirectional" if _is_encoder(config_of(model)) else None
+        return "bidirectional" if is_encoder(config_of(model)) else None
     return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]
 
 
-def _is_encoder(config: Any) -> bool:
+def is_encoder(config: Any) -> bool:
+    """Is this config one of a masked language model that is not told to decode?"""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
-from collate_npu.consumers.models import family_needs_mask_2d, text_config
+from collate_npu.consumers.models import family_needs_mask_2d, is_encoder, text_config
+from collate_npu.testing.invariance import assert_padding_invariant as assert_padding_invariant
 from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
 if TYPE_CHECKING:
@@ -210,9 +211,11 @@ def tiny_model(
 
 
 def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    if is_encoder(config):
+        auto = AutoModelForMaskedLM
     if not hasattr(text_config(config), "num_attention_heads"):  # no attention at all: there is nothing to implement
         return auto.from_config(config)
     return auto.from_config(config, attn_implementation=attn_implementation)

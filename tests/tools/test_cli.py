@@ -127,7 +127,7 @@ def files(tmp_path):
         (["--data", "{}/folder"], "Is a directory"),
         (["--data", "{}/bad.jsonl"], "line 2: got no JSON"),
         (["--data", "{}/latin.txt"], "not UTF-8"),
-        (["--data", "{}/data.parquet"], "convert parquet"),
+        (["--data", "{}/data.parquet"], "convert it to .jsonl"),
         (["--tokenizer", "{}/absent"], "It does not load"),
         (["--tokenizer", "{}/folder"], "It does not load"),
         (["--device", "nonsense"], "Name a device of this machine"),

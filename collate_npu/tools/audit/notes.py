@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import Report
 from collate_npu.tools.audit.verdict import Told
 from collate_npu.tools.audit.ways import KINDS, kind_of, listed, shortened, way_of
-from collate_npu.tools.audit.yardstick import Yardstick
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -48,7 +48,9 @@ def _said(report: Report, verbose: bool) -> Iterator[Told]:
 def _label(finding: Finding) -> str:
     if finding.no_kernel:
         return "refused" if finding.whose == "elsewhere" else "NOT RUN"
-    return "refused" if finding.refused else "raises" if finding.logits is None else "not finite"
+    if finding.logits is not None:
+        return "not finite" if finding.logits != finding.logits else "YOURS is wrong"
+    return "refused" if finding.refused else "raises"
 
 
 def _why(finding: Finding, verbose: bool) -> str:

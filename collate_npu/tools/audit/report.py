@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from collate_npu.segments import Segments
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding, Whose
-from collate_npu.tools.audit.yardstick import Yardstick
 
 State = Literal["right", "wrong", "unproved"]
 
@@ -82,9 +82,9 @@ class Report:
 
     def rows(self) -> list[Row]:
         """The summary: a row for each model, those too that did not run at all."""
-        unproved = {place.rpartition(" (")[0] for place in [*self.not_run, *self.blind]} | {f.model for f in self.lacking}
-        wrong = {f.model for f in self.astray("ours", "yours")}
         found: dict[str, list[Finding]] = {f.model: [] for f in self.findings}
+        unproved = {_model_of(place, found) for place in [*self.not_run, *self.blind]} | {f.model for f in self.lacking}
+        wrong = {f.model for f in self.astray("ours", "yours")}
         for f in self.findings:
             found[f.model].append(f)
         return [
@@ -121,6 +121,13 @@ def largest(values: Iterable[float | None]) -> float:
     """NaN if one is: Python's max drops one that is not first."""
     found = [value for value in values if value is not None]
     return next((value for value in found if value != value), max(found, default=0.0))
+
+
+def _model_of(place: str, known: Iterable[str]) -> str:
+    """Of `m (sdpa)`, `m (sdpa) packed` and `mine on m (sdpa)`: m."""
+    head = place.rpartition(" (")[0]
+    last = head.rpartition(" on ")[2]
+    return last if head not in known and last in known else head
 
 
 def _without_positions(finding: Finding) -> dict[str, Any]:

@@ -21,7 +21,7 @@ MEASURES: dict[Literal["logits", "gradient"], tuple[str, str]] = {
 }
 WHOSE: dict[Whose, tuple[str, str]] = {
     "ours": ("ours", "batches made by collate_npu"),
-    "yours": ("YOURS", "batches of the collator you gave"),
+    "yours": ("YOURS", "batches of your own collator, or your own batch"),
     "elsewhere": ("elsewhere", "batches as other code makes them; wrong there is why this package exists"),
 }
 

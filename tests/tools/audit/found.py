@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collate_npu import Segments
+from collate_npu.testing.measure import Errors
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.measure import Errors
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.audit.yardstick import Yardstick
 
 NAN = float("nan")
 SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 from found import NOISE, UNSEEN, finding, lacking, raised, refused, report
 
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.notes import notes
-from collate_npu.tools.audit.yardstick import Yardstick
 
 
 def said(made, verbose=False):
@@ -51,6 +51,13 @@ def test_what_lacks_a_kernel_names_every_model_and_the_remedy():
         "NOT RUN: m0, m1, m2, m3, m4, m5, m6, flat rows (collator, collator + adapter): no kernel here (try"
     )
     assert "f is plain torch" in said(report(*found), verbose=True)[0]
+
+
+def test_what_to_change_of_yours_is_said():
+    (line,) = said(report(finding(False, logits=4.0, column="my:collate", whose="yours", note="No mask: wrap it.")))
+    assert line == "YOURS is wrong: m, padded batches (my:collate): No mask: wrap it."
+    (line,) = said(report(finding(False, logits=float("nan"), note="a number is not finite")))
+    assert line.startswith("not finite: m, padded batches (collator): ")
 
 
 def test_where_kernels_come_from_is_said():

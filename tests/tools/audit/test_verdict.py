@@ -39,12 +39,14 @@ def test_the_first_line(made, sentence):
 
 def test_what_to_do_depends_on_whose_it_is():
     said = dict(facts(report(finding(), finding(False, **MINE))))
-    assert "wrap_collator(yours" in said["next"]
+    assert "each line YOURS says what to change" in said["next"]
     assert "report it" not in said["next"]
     assert said["wrong"].startswith("YOUR collator (mine) on m: ")
     said = dict(facts(report(finding(False), finding(**MINE))))
     assert "report it to collate_npu" in said["next"]
-    assert "wrap_collator" not in said["next"]
+    assert "YOURS" not in said["next"]
+    said = dict(facts(report(finding(), finding(False, column="your batch", whose="yours"))))
+    assert said["wrong"].startswith("YOUR batch (your batch) on m: ")
 
 
 def test_the_worst_number_is_not_dropped_when_it_is_none():
