@@ -108,6 +108,11 @@ class Audit:
         """Of the model."""
         return str(self._about["name"])
 
+    @property
+    def causal(self) -> bool:
+        """Does the model look back alone?"""
+        return not self._looks_both_ways
+
     def columns(self, side: Layout) -> list[str]:
         """The ways of handing over that can be tried on this side and attention."""
         if side == "packed":

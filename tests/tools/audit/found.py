@@ -6,7 +6,7 @@ from collate_npu import Segments
 from collate_npu.testing.measure import Errors
 from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.report import Report
+from collate_npu.tools.audit.report import FirstBatch, Report
 
 NAN = float("nan")
 SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
@@ -59,6 +59,7 @@ def wide_report():
         finding(False, logits=4.0, column="my_package.data:make_collator", whose="yours", by_position=((0.0, 4.0),))
     )
     left_out = {"rwkv (sdpa)": "never reads it", f"{CHECKPOINT}-old (sdpa)": "never reads it"}
-    batches = {"left": ("m", Segments.from_lengths([3, 5], side="left")), "packed": ("m", Segments.from_lengths([[2, 3]]))}
+    batches = {"left": FirstBatch("m", Segments.from_lengths([3, 5], side="left"))}
+    batches["packed"] = FirstBatch("m", Segments.from_lengths([[2, 3]]), causal=False)
     not_run = {f"{CHECKPOINT}-new (sdpa)": "OSError: no weights"}
     return report(*found, refused(model="n"), left_out=left_out, not_run=not_run, batches=batches)

@@ -68,6 +68,19 @@ def test_it_is_well_formed_and_says_what_the_terminal_says(written):
     assert parsed.tags.count("svg") == 1 + 2 + 2 + 1  # the plot, a batch on each of two sides, its masks
 
 
+def test_each_mask_shows_who_attends_to_whom(written):
+    paths = re.findall(r'<svg class="mask"[^>]*viewBox="0 0 5 5"><path d="([^"]*)"/>', written)
+    assert paths == ["M2 2L5 5L2 5Z", "M0 0L5 5L0 5Z", "M0 0L2 0L2 2L0 2ZM2 2L5 2L5 5L2 5Z"]
+    bars = re.findall(r'<rect x="(\d)" y="(\d)" width="(\d)" height="3" class="(s\d)"/>', written)
+    assert bars == [
+        ("0", "0", "2", "s0"),
+        ("2", "0", "3", "s1"),
+        ("0", "4", "5", "s1"),
+        ("0", "0", "2", "s1"),
+        ("2", "0", "3", "s2"),
+    ]
+
+
 def test_nothing_of_it_comes_from_elsewhere(written):
     assert not re.search(r"(?i)https?:|url\(\s*['\"]?(?!#)|@import|<script|<link|<img", written)
     targets = [value for name, value in Parsed(written).attributes if name in ("src", "href", "xlink:href")]
