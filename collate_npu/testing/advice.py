@@ -42,6 +42,8 @@ def _faults_of_masks(model: Any, batch: Mapping[str, Any], segments: Segments) -
     unmasked = keep_of(batch) is None and segments.num_padding > 0
     if unmasked and batch.get("attention_mask") is None:
         yield "The batch has padding and no attention_mask"
+    elif _blocks(batch.get("attention_mask"), segments):
+        yield "The 4D mask says True = blocked, and transformers reads True as attended"
     elif unmasked and needs_mask_2d(model):
         yield "The batch has no 2D mask, and the recurrent layers of this model read that alone"
     elif segments.packed and needs_mask_2d(model):
@@ -52,6 +54,14 @@ def _faults_of_masks(model: Any, batch: Mapping[str, Any], segments: Segments) -
         yield "Rows are padded left without position_ids, and this model counts places from the left edge"
 
 
+def _blocks(value: Any, segments: Segments) -> bool:
+    """Is it a bool mask `[B, 1, S, S]` in which a real token is kept from itself?"""
+    if not isinstance(value, Tensor) or value.ndim != 4 or value.dtype != torch.bool:
+        return False
+    itself_BS = torch.diagonal(value[:, 0], dim1=-2, dim2=-1).cpu()
+    return not bool(itself_BS.expand(segments.shape)[segments.keep].any())
+
+
 def _faults_of_labels(model: Any, batch: Mapping[str, Any], segments: Segments) -> Iterator[str]:
     if batch.get("labels") is None or not predicts_next(model):
         return
@@ -60,6 +70,6 @@ def _faults_of_labels(model: Any, batch: Mapping[str, Any], segments: Segments) 
     read_BS[:, 0] = False  # the shift drops it
     first_BS = (segments.position_ids == 0) & segments.keep
     if padded := int((read_BS & ~segments.keep).sum()):
-        yield f"{padded} labels stand at padding: set them to {IGNORED}"
+        yield f"Labels stand at padding ({padded}): set them to {IGNORED}, or the mask drops real tokens"
     if first := int((read_BS & first_BS).sum()):
-        yield f"{first} first labels are predicted from padding or from another sample: set them to {IGNORED}"
+        yield f"First labels are predicted from padding or from another sample ({first}): set them to {IGNORED}"

@@ -27,8 +27,8 @@ from collate_npu.testing.measure import IGNORED, Batch
 REMEDY_SAME_TOKENS = (
     "Switch off what changes tokens (bos, eos, cutting, masking at random), or give samples as the collator makes them."
 )
-_TRIES = 20_000
-"""Places tried at most: only samples that repeat one token need more."""
+_TRIES, _MOST = 20_000, 64
+"""Places tried and arrangements looked at, at most: only samples that repeat one token have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,24 @@ def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
     if lost:
         rule = "Each sample is compared with its own tokens in the batch."
         raise CollateError(explain_rows("samples", lost, rule, REMEDY_SAME_TOKENS))
-    found = list(islice(_arrangements(ids_BS, samples, starts), 64))
+    keep_BS = keep_of(batch)
+    if keep_BS is not None and (told := _by_mask(ids_BS, samples, keep_BS)) is not None:
+        return told
+    found = list(islice(_arrangements(ids_BS, samples, starts), _MOST + 1))
     if not found:
         rule = "Beside the samples a batch holds padding of one value; anything else would change what they give."
         raise CollateError(explain("batch", "tokens that no sample has", rule, REMEDY_SAME_TOKENS))
-    chosen = _chosen([_located(ids_BS.shape, samples, each) for each in found], keep_of(batch))
-    _check_nothing_added(chosen.segments, keep_of(batch))
+    chosen = _chosen([_located(ids_BS.shape, samples, each) for each in found], keep_BS)
+    _check_nothing_added(chosen.segments, keep_BS)
     return chosen
+
+
+def _by_mask(ids_BS: Array, samples: Sequence[Array], keep_BS: Array) -> Located | None:
+    """As the mask says, where it keeps in each row the tokens of its sample and nothing else."""
+    rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
+    if not rows or not all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples)):
+        return None
+    return Located(Segments.from_keep(keep_BS), tuple(range(len(samples))))
 
 
 def _tokens(batch: Mapping[str, Any]) -> Array:
@@ -154,12 +165,14 @@ def _located(shape: tuple[int, ...], samples: Sequence[Array], starts: Sequence[
 
 
 def _chosen(found: list[Located], keep_BS: Array | None) -> Located:
-    """The one that fits the mask, else the one whose rows are padded on one side, in the order of the samples."""
+    """The one that fits the mask, else with a row for each sample, in their order, padded on one side."""
+    many = len(found) > _MOST
     if keep_BS is not None:
         found = [each for each in found if np.array_equal(each.segments.keep_array(), keep_BS)] or found
+    found = [each for each in found if not each.segments.packed] or found
     found = [each for each in found if each.order == tuple(sorted(each.order))] or found
     found = [each for each in found if each.segments.padding_side != "mixed"] or found
-    if len(found) > 1:
+    if len(found) > 1 or many:
         rule = "The same tokens stand in several places, and neither a mask nor the side of the others tells which is meant."
         remedy = "Give samples whose tokens differ from the padding."
         raise CollateError(explain("batch", f"{len(found)} ways to read it", rule, remedy))

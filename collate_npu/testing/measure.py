@@ -118,7 +118,7 @@ def errors(mine: Numbers, reference: Numbers) -> Errors:
 def by_position(mine: Numbers, reference: Numbers) -> list[tuple[float, ...]]:
     """The largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
     pairs = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
-    return [tuple((x - y).abs().amax(-1).tolist()) for x, y in pairs]
+    return [tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in ((x[None], y[None]) for x, y in pairs)]
 
 
 def worst(found: Iterable[Errors]) -> Errors:

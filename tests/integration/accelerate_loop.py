@@ -14,7 +14,8 @@ from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
 from collate_npu.integrations.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.samples import sample_ids, shipped_text
+from collate_npu.tools.audit.data import shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 
 class Stream(torch.utils.data.IterableDataset):

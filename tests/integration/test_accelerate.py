@@ -19,7 +19,8 @@ from accelerate.utils import concatenate, find_batch_size, slice_tensors
 from collate_npu import CollateError, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator, dispatch_problems
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
-from collate_npu.tools.audit.samples import sample_ids, shipped_text
+from collate_npu.tools.audit.data import shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 NO_QWEN3_5 = "qwen3_5_text" not in hybrid_model_types()
 LOOP = Path(__file__).with_name("accelerate_loop.py")

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import audit
+from collate_npu.tools.audit.data import shipped_text
 from collate_npu.tools.audit.handover import OTHERS, OURS
-from collate_npu.tools.audit.samples import sample_ids, shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 TOKENIZER = byte_tokenizer()
 PAD = TOKENIZER.pad_token_id

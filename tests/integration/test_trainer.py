@@ -22,7 +22,8 @@ from collate_npu import (  # noqa: E402
 from collate_npu.integrations.delivery import check_delivery, received_masks  # noqa: E402
 from collate_npu.integrations.transformers import declare_columns  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
-from collate_npu.tools.audit.samples import sample_ids, shipped_text  # noqa: E402
+from collate_npu.tools.audit.data import shipped_text  # noqa: E402
+from collate_npu.tools.audit.samples import sample_ids  # noqa: E402
 
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos
 IDS = sample_ids(shipped_text(), TOKENIZER, count=8, max_length=90, seed=3)

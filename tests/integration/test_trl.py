@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from collate_npu import PaddingCollator, wrap_collator
 from collate_npu.integrations.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.samples import shipped_text
+from collate_npu.tools.audit.data import shipped_text
 
 TEXT = [line for line in shipped_text() if 5 < len(line.encode()) < 80][:8]
 

@@ -115,8 +115,10 @@ def check_models(names: Sequence[str], *, trust: bool = False) -> None:
 
 
 def _check_tiny(name: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     try:
-        config = tiny_config(name, vocab_size=8)
+        config = CONFIG_MAPPING[name]()
     except Exception:  # told when it is built: other models may run
         return
     check_one_stack(config)

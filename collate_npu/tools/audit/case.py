@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from collate_npu.consumers.models import needs_mask_2d
+from collate_npu.consumers.models import needs_mask_2d, pattern_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.segments import Segments
 from collate_npu.testing.invariance import Collator, Given, Samples, check_one_stack, collated, features_of, layout_of
@@ -24,6 +24,7 @@ from collate_npu.tools.audit.flat import FLAT_OTHERS, FLAT_OURS, check_packed, f
 from collate_npu.tools.audit.handover import OTHERS, OURS, Handover, Subject, others_on
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -94,6 +95,7 @@ class Audit:
         self._handovers, self._dumped, self.sides = dict(handovers or {}), dumped, sides
         model.eval()
         self._model, self._gradients = model, gradients
+        self._looks_both_ways = pattern_of(model) == "bidirectional"
         attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
         self._about: dict[str, Any] = {"name": name, "attn_implementation": attention, "pad_token_id": pad_token_id}
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
@@ -105,6 +107,11 @@ class Audit:
     def name(self) -> str:
         """Of the model."""
         return str(self._about["name"])
+
+    @property
+    def causal(self) -> bool:
+        """Does the model look back alone?"""
+        return not self._looks_both_ways
 
     def columns(self, side: Layout) -> list[str]:
         """The ways of handing over that can be tried on this side and attention."""
@@ -120,7 +127,8 @@ class Audit:
     def yardstick(self, side: Layout = "left") -> Yardstick:
         """What passes here, and what of the wrong is smallest.
 
-        Padded: None on the left and, if layers need the 2D, a bare 4D. Packed: a row of which nothing is told, and every
+        Padded: None on the left (of an encoder on the right) and, if layers need the 2D, a bare 4D. Packed: a row of
+        which nothing is told, and every
         other way that is not right.
         """
         noise = self._measured_noise()
@@ -129,7 +137,7 @@ class Audit:
             columns, side = {"nothing", *astray}, "packed"
         else:
             bare = ["bare 4D"] if needs_mask_2d(self._model) else []
-            columns, side = {"None", *bare} & set(self.columns(side)), "left"
+            columns, side = {"None", *bare} & set(self.columns(side)), "right" if self._looks_both_ways else "left"
         wrong = [found for column in columns if isinstance(found := self.errors(side, column), Errors)]
         smallest = min(wrong, key=lambda found: found.logits if math.isfinite(found.logits) else math.inf, default=None)
         return Yardstick(noise, smallest)
@@ -159,11 +167,17 @@ class Audit:
         where: dict[str, Any] = {"model": self._about["name"], "attn_implementation": self._about["attn_implementation"]}
         where |= {"side": side, "column": column, "whose": "yours"}
         try:
-            pairs = zip(cases, self._alone)
-            found = [case.errors(self._model, reference, gradients=self._gradients) for case, reference in pairs]
+            found: list[Errors] = []
+            positions: list[tuple[float, ...]] = []
+            for case, known in zip(cases, self._alone):
+                reference = case.reference(self._model, known, self._gradients)
+                numbers = case.numbers(self._model, self._gradients)
+                found.append(errors(numbers, reference))
+                positions += by_position(numbers, reference)
         except Exception as error:  # as above
             return Finding(**where, **_said(error, self._model.device.type))
         yardstick = Yardstick(self._measured_noise())
+        where["by_position"] = tuple(positions)
         finding = judged(where, worst(found), yardstick, gradients=self._gradients)
         wrong = next((n for n, each in enumerate(found) if not yardstick.passes(each)), None)
         if wrong is None or finding.note:
@@ -208,7 +222,14 @@ class Audit:
 
     def _run(self, batch: Batch, truth: Segments) -> Numbers:
         located = Located(truth, tuple(range(truth.num_sequences)))
-        return run(self._model, batch, located.rows, self._gradients)
+
+        def rows(scores: Tensor) -> list[Tensor]:
+            if scores.ndim == 2 and truth.padding_side == "left" and self._looks_both_ways:
+                rule = "The head of an encoder reads the first place of a row, which is padding here."
+                raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
+            return located.rows(scores)
+
+        return run(self._model, batch, rows, self._gradients)
 
 
 def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[list[Batch]]:

@@ -48,9 +48,9 @@ def _said(report: Report, verbose: bool) -> Iterator[Told]:
 def _label(finding: Finding) -> str:
     if finding.no_kernel:
         return "refused" if finding.whose == "elsewhere" else "NOT RUN"
-    if finding.whose == "yours" and finding.logits is not None:
-        return "yours is wrong"
-    return "refused" if finding.refused else "raises" if finding.logits is None else "not finite"
+    if finding.logits is not None:
+        return "not finite" if finding.logits != finding.logits else "YOURS is wrong"
+    return "refused" if finding.refused else "raises"
 
 
 def _why(finding: Finding, verbose: bool) -> str:

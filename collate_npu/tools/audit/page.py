@@ -40,7 +40,7 @@ def page(report: Report) -> str:
         f'<header class="{state}"><h1>{_SIGNS[state]} {escape(headline(report))}</h1></header>',
         _terms(facts(report)),
         _summary(report),
-        _titled("What did not run, was refused or left out", _terms(notes(report, verbose=True))),
+        _titled("Notes", _terms(notes(report, verbose=True))),
         _titled("The error at each token", _positions(report)),
         _titled("The first batch", "".join(_batches(report))),
         _titled("Every case", "".join(map(_table, tables)) + _terms(legend(report, tables))),
@@ -78,7 +78,7 @@ def _scrolled(content: str) -> str:
 def _table(table: ModelTable) -> str:
     head = "".join(f"<th>{MEASURES[c.measure][0]}<br>{escape(c.attn)}<br>{escape(c.side)}</th>" for c in table.cases)
     rows = "".join(
-        f'<tr class="{whose}"><td>{WHOSE[whose][0]}</td><td>{escape(title)}</td>{"".join(map(_cell, cells))}</tr>\n'
+        f'<tr class="{whose}"><td>{WHOSE[whose][0]}</td><td>{escape(title)}</td>{"".join(map(_cell, cells.values()))}</tr>\n'
         for whose, title, cells in table.rows
     )
     head = f"<thead><tr><th></th><th>handed over by</th>{head}</tr></thead>"
@@ -103,15 +103,15 @@ _READ = (
 
 
 def _batches(report: Report) -> Iterator[str]:
-    for layout, (model, segments) in report.batches.items():
+    for layout, (model, segments, causal) in report.batches.items():
         B, S = segments.shape
         packed = "packed: one flat row" if layout == "packed" else f"padded on the {layout}"
         cut = f"; the first {_MOST} are drawn" if S > _MOST else ""
         told = "each colour is a sample" if segments.packed else "coloured is real, grey is padding"
         yield f"<h3>{packed}, of {escape(model)}</h3>\n<p>{B} x {S} tokens{cut}; {told}.</p>\n"
         yield _rows_svg(segments)
-        yield "<p>What attends: a row a query, a column a key.</p>\n"
-        yield f'<div class="masks">{"".join(_mask_svg(ids[:_MOST]) for ids in segments.ids.tolist()[:4])}</div>\n'
+        yield "<p>Who attends to whom: a row is a query, a column is a key.</p>\n"
+        yield f'<div class="masks">{"".join(_mask_svg(ids[:_MOST], causal) for ids in segments.ids.tolist()[:4])}</div>\n'
 
 
 def _rows_svg(segments: Segments) -> str:
@@ -126,9 +126,11 @@ def _rows_svg(segments: Segments) -> str:
     return f'<svg class="rows" role="img" aria-label="padding of {B} rows" {shape}>{bars}</svg>\n'
 
 
-def _mask_svg(ids: list[int]) -> str:
-    """A causal triangle a sample."""
-    path = "".join(f"M{start} {start}L{end} {end}L{start} {end}Z" for start, end, n in _runs(ids) if n)
+def _mask_svg(ids: list[int], causal: bool) -> str:
+    """A triangle a sample, or a square."""
+    corner = "" if causal else "L{1} {0}"
+    shape = f"M{{0}} {{0}}{corner}L{{1}} {{1}}L{{0}} {{1}}Z"
+    path = "".join(shape.format(start, end) for start, end, n in _runs(ids) if n)
     S = len(ids)
     return f'<svg class="mask" role="img" aria-label="attention mask" viewBox="0 0 {S} {S}"><path d="{path}"/></svg>'
 

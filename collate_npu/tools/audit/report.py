@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from collate_npu.segments import Segments
 from collate_npu.testing.yardstick import Yardstick
@@ -28,6 +28,14 @@ class Row:
     findings: tuple[Finding, ...]
 
 
+class FirstBatch(NamedTuple):
+    """What was real in the first batch of a model, and whether that model looks back alone."""
+
+    model: str
+    segments: Segments
+    causal: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """All an audit found. `left_out` was known not to be testable; `not_run` was meant to run, and did not."""
@@ -41,8 +49,8 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
-    batches: dict[str, tuple[str, Segments]] = field(default_factory=dict)
-    """By layout: the first model that read it, and what was real in its first batch."""
+    batches: dict[str, FirstBatch] = field(default_factory=dict)
+    """By layout: of the first model that read it."""
     interrupted: bool = False
 
     @property
@@ -82,9 +90,9 @@ class Report:
 
     def rows(self) -> list[Row]:
         """The summary: a row for each model, those too that did not run at all."""
-        unproved = {place.rpartition(" (")[0] for place in [*self.not_run, *self.blind]} | {f.model for f in self.lacking}
-        wrong = {f.model for f in self.astray("ours", "yours")}
         found: dict[str, list[Finding]] = {f.model: [] for f in self.findings}
+        unproved = {_model_of(place, found) for place in [*self.not_run, *self.blind]} | {f.model for f in self.lacking}
+        wrong = {f.model for f in self.astray("ours", "yours")}
         for f in self.findings:
             found[f.model].append(f)
         return [
@@ -121,6 +129,13 @@ def largest(values: Iterable[float | None]) -> float:
     """NaN if one is: Python's max drops one that is not first."""
     found = [value for value in values if value is not None]
     return next((value for value in found if value != value), max(found, default=0.0))
+
+
+def _model_of(place: str, known: Iterable[str]) -> str:
+    """Of `m (sdpa)`, `m (sdpa) packed` and `mine on m (sdpa)`: m."""
+    head = place.rpartition(" (")[0]
+    last = head.rpartition(" on ")[2]
+    return last if head not in known and last in known else head
 
 
 def _without_positions(finding: Finding) -> dict[str, Any]:

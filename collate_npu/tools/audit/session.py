@@ -25,7 +25,7 @@ from collate_npu.tools.audit.dumped import of_batch, read_batch
 from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
 from collate_npu.tools.audit.progress import Steps
 from collate_npu.tools.audit.ranks import RanksError
-from collate_npu.tools.audit.report import Report
+from collate_npu.tools.audit.report import FirstBatch, Report
 from collate_npu.tools.audit.samples import Drawing
 from collate_npu.tools.audit.sharded import audit_sharded, check_ranks
 from collate_npu.tools.audit.verdict import told
@@ -135,7 +135,7 @@ class _Session:
 
     def _side(self, case: Audit, side: Layout, place: str) -> None:
         found: list[Finding] = []
-        self.report.batches.setdefault(side, (case.name, case.truth(side)))
+        self.report.batches.setdefault(side, FirstBatch(case.name, case.truth(side), case.causal))
         try:
             for column in case.columns(side):
                 found.append(case.finding(side, column))

@@ -21,7 +21,7 @@ MEASURES: dict[Literal["logits", "gradient"], tuple[str, str]] = {
 }
 WHOSE: dict[Whose, tuple[str, str]] = {
     "ours": ("ours", "batches made by collate_npu"),
-    "yours": ("YOURS", "batches of the collator you gave"),
+    "yours": ("YOURS", "batches of your own collator, or your own batch"),
     "elsewhere": ("elsewhere", "batches as other code makes them; wrong there is why this package exists"),
 }
 
@@ -48,7 +48,7 @@ class ModelTable:
     model: str
     kind: str
     cases: list[Case]
-    rows: list[tuple[Whose, str, list[Cell]]]
+    rows: list[tuple[Whose, str, dict[Case, Cell]]]
     """Whose, the title of the way, a cell a case."""
 
 
@@ -72,7 +72,7 @@ def _model_table(model: str, kind: str, found: Sequence[Finding], tolerance: flo
     cases = [Case(m, *place) for m in measures for place in where]
     ways = {f.column: f for whose in WHOSE for f in found if f.whose == whose}
     rows = [
-        (f.whose, way_of(f).title, [_cell(at.get((column, c.attn, c.side)), c.measure, tolerance) for c in cases])
+        (f.whose, way_of(f).title, {c: _cell(at.get((column, c.attn, c.side)), c.measure, tolerance) for c in cases})
         for column, f in ways.items()
     ]
     return ModelTable(model=model, kind=kind, cases=cases, rows=rows)

@@ -6,7 +6,7 @@ such sign, ASCII takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from collate_npu.tools.audit.notes import notes
 from collate_npu.tools.audit.report import Report, State
-from collate_npu.tools.audit.tables import MEASURES, WHOSE, Cell, ModelTable, legend, model_tables, summary, titles
+from collate_npu.tools.audit.tables import MEASURES, WHOSE, Case, Cell, ModelTable, legend, model_tables, summary, titles
 from collate_npu.tools.audit.verdict import facts, headline
 from collate_npu.tools.audit.ways import KINDS, shortened
 
@@ -55,22 +55,33 @@ def _print_told(console: Console, told: Iterable[tuple[str, str]]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in told:
-        grid.add_row(Text(f"  {label}", style="dim" if label.islower() else "bold yellow"), Text(text))
+        grid.add_row(Text(f"  {label}", style="bold yellow" if label[:4].isupper() else "dim"), Text(text))
     console.print(grid)
 
 
 def _summary(console: Console, report: Report) -> Table:
-    table = _table()
-    first, *others = titles(report)
-    table.add_column(first, overflow="fold", vertical="bottom")
-    for title in others:
-        words = title in ("attention", "padding")
-        table.add_column(title, justify="left" if words else "right", no_wrap=not words)
+    """A line a model; where that is too wide, its attentions and sides stand under its name."""
+    wide = _table()
+    narrow = _table()
+    first, attention, padding, *numbers = titles(report)
+    for title in (first, attention, padding):
+        wide.add_column(title, no_wrap=True)
+    narrow.add_column(first, overflow="fold")
+    for table in (wide, narrow):
+        for title in numbers:
+            table.add_column(title, justify="right", no_wrap=True)
     for row in report.rows():
-        model, *cells = summary(report, row)
-        name = shortened(model, max(16, console.width - 62))
-        table.add_row(Text(sign(console, row.state), style=_COLOURS[row.state]), Text(name), *map(Text, cells))
-    return table
+        state = Text(sign(console, row.state), style=_COLOURS[row.state])
+        model, attns, sides, *cells = summary(report, row)
+        name = shortened(model, 38)
+        wide.add_row(state, Text(name), attns, sides, *cells)
+        under = Text(f"{attns}; {sides}" if attns else "", style="dim")
+        narrow.add_row(state, Text("\n" if attns else "").join([Text(name), under]), *cells)
+    return wide if _fits(console, wide) else narrow
+
+
+def _fits(console: Console, table: Table) -> bool:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width
 
 
 def _table() -> Table:
@@ -80,32 +91,40 @@ def _table() -> Table:
 
 
 def _print_table(console: Console, table: ModelTable) -> None:
-    """In pieces of equal width where the terminal is too narrow for all cases."""
     console.print(Text(f"\n{shortened(table.model, console.width - 40)}: {KINDS[table.kind]}", style="bold"))
-    unbounded = console.options.update(width=10_000)
-    for size in range(len(table.cases), 0, -1):
-        pieces = [_piece(console, table, slice(start, start + size)) for start in range(0, len(table.cases), size)]
-        if all(console.measure(piece, options=unbounded).maximum <= console.width for piece in pieces):
-            break
-    for n, piece in enumerate(pieces):
+    for n, piece in enumerate(_pieces(console, table)):
         console.print(*([""] if n else []), piece)
 
 
-def _piece(console: Console, table: ModelTable, cases: slice) -> Table:
+def _pieces(console: Console, table: ModelTable) -> Iterator[Table]:
+    """One, where the terminal is wide enough; else those of each measure, as many cases as there is room for in each."""
+    whole = _piece(console, table, table.cases)
+    if _fits(console, whole):
+        yield whole
+        return
+    for measure in MEASURES:
+        rest = [case for case in table.cases if case.measure == measure]
+        while rest:
+            room = next((n for n in range(len(rest), 1, -1) if _fits(console, _piece(console, table, rest[:n]))), 1)
+            yield _piece(console, table, rest[:room])
+            rest = rest[room:]
+
+
+def _piece(console: Console, table: ModelTable, cases: Sequence[Case]) -> Table:
     drawn = _table()
     drawn.add_column("handed over by", no_wrap=True)
-    for c in table.cases[cases]:
+    for c in cases:
         drawn.add_column(f"{MEASURES[c.measure][0]}\n{shortened(c.attn, 20)}\n{c.side}", justify="right", no_wrap=True)
     last = ""
     for whose, title, cells in table.rows:
         first = WHOSE[whose][0] if whose != last else ""
-        drawn.add_row(first, Text(shortened(title, 32)), *(_written(console, cell) for cell in cells[cases]))
+        drawn.add_row(first, Text(shortened(title, 32)), *(_written(console, cells[case]) for case in cases))
         last = whose
     return drawn
 
 
 def _written(console: Console, cell: Cell) -> Text:
     if cell.state is None:
-        return Text(f"{cell.text}  ", style="dim")
-    mark = sign(console, "wrong") if cell.state == "wrong" else " "
-    return Text(f"{cell.text} {mark}", style=_COLOURS[cell.state])
+        return Text(cell.text, style="dim")
+    mark = f" {sign(console, 'wrong')}" if cell.state == "wrong" else ""
+    return Text(cell.text + mark, style=_COLOURS[cell.state])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from collate_npu.integrations.delivery.alone import TIMES
-from collate_npu.tools.audit.case import Finding, Whose
+from collate_npu.tools.audit.case import DUMPED, Finding, Whose
 from collate_npu.tools.audit.report import INTERRUPTED, WORDS, Report, largest
 from collate_npu.tools.audit.ways import listed, shortened, way_of
 
@@ -18,7 +18,7 @@ _NEXT = {
     INTERRUPTED: "run it again for the rest; --model NAME, --batches 1 or --no-gradients take less time",
 }
 _NEXT_OURS = "do not train with this yet; report it to collate_npu, with this text and what `collate-npu env` prints"
-_NEXT_YOURS = 'wrap your collator: wrap_collator(yours, consumer="transformers", model=model); audit that again'
+_NEXT_YOURS = "each line YOURS says what to change; then run it again"
 
 
 def headline(report: Report) -> str:
@@ -28,14 +28,14 @@ def headline(report: Report) -> str:
 
 def _passed(report: Report) -> str:
     yours = len(report.measured("yours"))
-    also = f" and all {yours} of YOUR collator" if yours else ""
+    also = f" and all {yours} of {_yours(report)}" if yours else ""
     return f"all {len(report.measured('ours'))} cases of ours{also} give the numbers of each sample alone."
 
 
 def _failed(report: Report) -> str:
-    wrong = [f"{_wrong(report, whose)} of {name}" for whose, name in _JUDGED if report.astray(whose)]
+    wrong = [f"{_wrong(report, whose)} of {name}" for whose, name in _judged(report) if report.astray(whose)]
     one = len(report.astray("ours", "yours")) == 1
-    right = [f" All {len(report.measured(w))} of {name} are right." for w, name in _JUDGED if _all_right(report, w)]
+    right = [f" All {len(report.measured(w))} of {name} are right." for w, name in _judged(report) if _all_right(report, w)]
     return f"{' and '.join(wrong)} {'is' if one else 'are'} wrong.{''.join(right)}"
 
 
@@ -56,7 +56,16 @@ def _stopped(report: Report) -> str:
 
 
 _SENTENCES = {0: _passed, 1: _failed, 2: _unproved, INTERRUPTED: _stopped}
-_JUDGED: tuple[tuple[Whose, str], ...] = (("ours", "ours"), ("yours", "YOUR collator"))
+
+
+def _judged(report: Report) -> tuple[tuple[Whose, str], ...]:
+    return ("ours", "ours"), ("yours", _yours(report))
+
+
+def _yours(report: Report) -> str:
+    """A collator, or a batch that was dumped."""
+    dumped = all(f.column == DUMPED for f in report.findings if f.whose == "yours")
+    return "YOUR batch" if dumped else "YOUR collator"
 
 
 def _wrong(report: Report, whose: Whose) -> str:
@@ -70,7 +79,7 @@ def _all_right(report: Report, whose: Whose) -> bool:
 
 def facts(report: Report) -> Iterator[Told]:
     """What the verdict rests on, and what to do next."""
-    for whose, name in _JUDGED:
+    for whose, name in _judged(report):
         if wrong := report.astray(whose):
             ways, models = listed(way_of(f).title for f in wrong), listed((shortened(f.model, 48) for f in wrong), 4)
             ran = any(f.logits is not None for f in wrong)
@@ -78,13 +87,13 @@ def facts(report: Report) -> Iterator[Told]:
             yield "wrong", f"{name} ({ways}) on {models}: {how}"
     others, astray = report.measured("elsewhere"), report.astray("elsewhere")
     if others:
-        by = f"; a logit is off by up to {_size(astray)}" if astray else ""
-        yield "elsewhere", f"{len(astray)} of {len(others)} cases are wrong and raise no error{by}"
+        by = f", by up to {_size(astray)} in a logit" if astray else ""
+        yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
     settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
     limit = f"{TIMES} times the rounding noise measured on each model"
-    yield "passes", f"what differs by at most {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
+    yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
     yield "next", "; ".join(_next(report))
 
 
@@ -105,7 +114,7 @@ def told(report: Report, place: str, before: int) -> str:
     counted = {id(f) for f in report.measured("ours", "yours")}
     new = [f for f in report.findings[before:] if id(f) in counted]
     wrong = [f for f in new if not f.within(report.tolerance)]
-    missed = [why for name, why in report.not_run.items() if name.startswith(place)]
+    missed = [why for name, why in report.not_run.items() if name.startswith(place) or f" on {place}" in name]
     parts = [f"{len(wrong)} of {len(new)} WRONG" if wrong else f"{len(new)} of {len(new)} right"] if new else []
     parts += [f"worst {number(largest(f.logits for f in new))}"] if any(f.logits is not None for f in new) else []
     parts += [f"NOT RUN, {missed[0]}"] if missed else []

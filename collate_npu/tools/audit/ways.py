@@ -58,8 +58,8 @@ def kind_of(finding: Finding) -> str:
 
 
 def way_of(finding: Finding) -> Way:
-    """Its title and meaning; a collator of yours goes by the name it was given by."""
-    return WAYS[kind_of(finding)].get(finding.column) or Way(finding.column, "YOUR collator, as you gave it to the audit")
+    """Its title and meaning; what is yours goes by the name it was given by."""
+    return WAYS[kind_of(finding)].get(finding.column) or Way(finding.column, "as you gave it to the audit")
 
 
 def shortened(text: str, most: int) -> str:

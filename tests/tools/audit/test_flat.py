@@ -13,9 +13,10 @@ from collate_npu import CollateError, Segments
 from collate_npu.consumers.models import transformers_version
 from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_model
 from collate_npu.tools.audit.case import Audit, audit
+from collate_npu.tools.audit.data import shipped_text
 from collate_npu.tools.audit.flat import FLAT_OTHERS, FLAT_OURS, flat_truth, no_kernel, resolved_kernels
 from collate_npu.tools.audit.handover import Subject
-from collate_npu.tools.audit.samples import sample_ids, shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(transformers_version() < (5, 20), reason="5.20 is the first release that asks for boundaries")

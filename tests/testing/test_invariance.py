@@ -1,0 +1,180 @@
+"""`assert_padding_invariant` passes right collators, says what to change of wrong ones, and refuses to compare in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+
+from collate_npu import CollateError, PaddingCollator, wrap_collator
+from collate_npu.testing import assert_padding_invariant, byte_tokenizer, tiny_model
+
+pytestmark = pytest.mark.models
+
+EOS = 256
+SAMPLES = [[1, 2, 3, 4, 5, EOS], [6, 7, EOS], [8, 9, 10, EOS]]
+FAMILIES = ["llama", "gpt2", "qwen3_next", "bert"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return tiny_model(request.param, vocab_size=258)
+
+
+def padded(features, *, side="left", mask=True, labels=True):
+    """By hand, and right on the right: an int 2D mask by the lengths, no label at padding or first."""
+    width = max(len(feature["input_ids"]) for feature in features)
+    ids, keep, given = (torch.full((len(features), width), fill) for fill in (EOS, 0, -100))
+    for row, feature in enumerate(features):
+        n = len(feature["input_ids"])
+        at = width - n if side == "left" else 0
+        ids[row, at : at + n], keep[row, at : at + n] = torch.tensor(feature["input_ids"]), 1
+        given[row, at + 1 : at + n] = torch.tensor(feature["labels"][1:])
+    masks = {"attention_mask": keep} if mask else {}
+    return {"input_ids": ids, **masks, **({"labels": given} if labels else {})}
+
+
+def by_pad_token(features):
+    batch = padded(features, side="right")
+    return {**batch, "attention_mask": (batch["input_ids"] != EOS).long()}
+
+
+def blind(features):
+    return padded(features, mask=False)
+
+
+def first_labels(features):
+    batch = padded(features)
+    return {**batch, "labels": torch.where(batch["attention_mask"] > 0, batch["input_ids"], -100)}
+
+
+def all_labels(features):
+    batch = padded(features, side="right")
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def test_right_ones_pass(model):
+    encoder = model.config.model_type == "bert"
+    for side in ("left", "right"):
+        ours = PaddingCollator(
+            pad_token_id=EOS, padding_side=side, model=model, pattern="bidirectional" if encoder else None
+        )
+        assert_padding_invariant(model, ours, SAMPLES)
+    assert_padding_invariant(model, lambda features: padded(features, side="right"), SAMPLES)
+    assert_padding_invariant(model, lambda features: padded(features[::-1], side="right", labels=False), SAMPLES)
+    tokenizer = byte_tokenizer()
+    assert_padding_invariant(model, transformers.DataCollatorForSeq2Seq(tokenizer), SAMPLES)
+    assert_padding_invariant(model, transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), SAMPLES)
+
+
+def test_a_mask_by_the_pad_token_is_wrong_in_words(model):
+    with pytest.raises(AssertionError, match=r"sample \d \(row \d, from place 0\), token \d of \d") as error:
+        assert_padding_invariant(model, by_pad_token, SAMPLES)
+    assert "drops 1 of 6 real tokens of row 0" in str(error.value)
+    assert "make it from the lengths" in str(error.value)
+
+
+def test_no_mask_is_wrong_and_the_remedy_works(model):
+    with pytest.raises(AssertionError, match="padding and no attention_mask") as error:
+        assert_padding_invariant(model, blind, SAMPLES, gradients=False)
+    assert "wrap_collator(your collator, consumer='transformers', model=model)" in str(error.value)
+    encoder = model.config.model_type == "bert"
+    wrapped = wrap_collator(blind, consumer="transformers", model=model, pattern="bidirectional" if encoder else None)
+    assert_padding_invariant(model, wrapped, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("collator", "said"), [(first_labels, r"First labels .* \(2\)"), (all_labels, r"Labels stand at padding \(5\)")]
+)
+def test_labels_that_train_on_padding_are_told(collator, said):
+    with pytest.raises(AssertionError, match=said):
+        assert_padding_invariant(tiny_model("llama", vocab_size=258), collator, SAMPLES)
+
+
+def test_learned_positions_and_flat_rows_are_told():
+    with pytest.raises(AssertionError, match="without position_ids"):
+        assert_padding_invariant(tiny_model("gpt2", vocab_size=258), padded, SAMPLES)
+    flat = transformers.DataCollatorWithFlattening()
+    assert_padding_invariant(tiny_model("llama", vocab_size=258), flat, SAMPLES)
+    with pytest.raises(AssertionError, match="read cu_seq_lens_q and seq_idx"):
+        assert_padding_invariant(tiny_model("qwen3_next", vocab_size=258), flat, SAMPLES)
+
+
+def test_a_4d_mask_the_other_way_round_or_alone_is_told():
+    model = tiny_model("llama", vocab_size=258)
+    neutral = PaddingCollator(pad_token_id=EOS, padding_side="left")
+    with pytest.raises(AssertionError, match="True = blocked"):
+        assert_padding_invariant(model, neutral, SAMPLES)
+    hybrid = tiny_model("qwen3_next", vocab_size=258)
+
+    def alone(features):
+        batch = neutral(features)
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "attention_mask": ~batch["attention_mask"]}
+
+    with pytest.raises(AssertionError, match="no 2D mask, and the recurrent layers"):
+        assert_padding_invariant(hybrid, alone, SAMPLES)
+
+
+def test_a_tolerance_takes_the_place_of_the_noise():
+    model = tiny_model("llama", vocab_size=258)
+    with pytest.raises(AssertionError, match="the tolerance is 0"):
+        assert_padding_invariant(model, lambda features: padded(features, side="right"), SAMPLES, tolerance=0)
+    assert_padding_invariant(model, by_pad_token, SAMPLES, tolerance=1e3)
+
+
+def test_a_number_that_is_not_finite_fails():
+    model = tiny_model("llama", vocab_size=258)
+
+    def spoil(module, inputs, output):
+        output.logits.data[-1, -1, -1] = float("nan")
+
+    model.register_forward_hook(spoil)
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_padding_invariant(model, lambda features: padded(features, side="right"), SAMPLES, tolerance=1e30)
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [([[1, 2], [3, 4]], "prove nothing"), ([[1, 2], []], "row 1: got no input_ids"), ([[1, 2], ["a"]], "row 1")],
+)
+def test_samples_that_prove_nothing_are_refused(samples, said):
+    with pytest.raises(CollateError, match=said):
+        assert_padding_invariant(tiny_model("llama", vocab_size=258), padded, samples)
+
+
+def test_other_tokens_and_encoder_decoders_are_refused():
+    model = tiny_model("llama", vocab_size=258)
+    with pytest.raises(CollateError, match="Switch off what changes tokens"):
+        assert_padding_invariant(
+            model, lambda features: padded([{k: v[:3] for k, v in f.items()} for f in features]), SAMPLES
+        )
+    config = transformers.T5Config(vocab_size=258, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    t5 = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(CollateError, match="reads two sequences"):
+        assert_padding_invariant(t5, padded, SAMPLES)
+
+
+def test_the_model_and_the_features_stay_as_they_were():
+    model = tiny_model("llama", vocab_size=258).train()
+    seen = []
+
+    def spoils(features):
+        batch = padded(features, side="right")
+        seen.append([sorted(feature) for feature in features])
+        features[0]["input_ids"].clear()
+        return batch
+
+    samples = [list(ids) for ids in SAMPLES]
+    assert_padding_invariant(model, spoils, samples)
+    assert samples == SAMPLES
+    assert model.training
+    assert seen == [[["attention_mask", "input_ids", "labels"]] * 3]
+
+
+def test_a_head_is_not_needed():
+    model = tiny_model("llama", vocab_size=258).model
+    assert_padding_invariant(model, lambda features: padded(features, side="right"), SAMPLES)
+    with pytest.raises(AssertionError):
+        assert_padding_invariant(model, by_pad_token, SAMPLES)

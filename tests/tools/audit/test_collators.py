@@ -1,0 +1,98 @@
+"""Collators by name: functions, classes and files; what makes one is told by its arguments, what is not there in words."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+from collate_npu import CollateError
+from collate_npu.testing import byte_tokenizer
+from collate_npu.tools.audit.collators import column_of, named_collator, ready_collator
+
+pytestmark = pytest.mark.models
+
+SOURCE = """
+from types import SimpleNamespace
+def collate(features): return {"seen": features}
+def make(tokenizer, model): return SimpleNamespace(tokenizer=tokenizer, model=model).__init__ or None
+def made(model, tokenizer): return lambda features: (tokenizer, model)
+def bare(): return collate
+def fails(tokenizer): raise ValueError("no such thing")
+def nothing(tokenizer): return 3
+class Padder:
+    def __init__(self, pad_token_id, side="left"): self.pad = pad_token_id
+    def __call__(self, features): return self.pad
+class Strange:
+    def __init__(self, foo): pass
+held = SimpleNamespace(inner=SimpleNamespace(collate=collate))
+number = 3
+"""
+GIVEN = {"tokenizer": "T", "model": "M", "pad_token_id": 7}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    (tmp_path / "my_module_here.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "bad_module_here.py").write_text("raise RuntimeError('broken')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+
+
+@pytest.mark.parametrize("place", ["my_module_here", "my_module_here.py", "./my_module_here.py"])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("collate", {"seen": []}),
+        ("made", ("T", "M")),
+        ("bare", {"seen": []}),
+        ("Padder", 7),
+        ("held.inner.collate", {"seen": []}),
+    ],
+)
+def test_each_kind_of_collator_is_made_ready(place, name, answer):
+    assert ready_collator(f"{place}:{name}", **GIVEN)([]) == answer
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("collate", "module:function"),
+        ("my_module_here:", "module:function"),
+        ("my_module_here:colate", "Did you mean collate?"),
+        ("my_module_here:number", "a int"),
+        ("no_module_here:collate", "No module named"),
+        ("no_file_here.py:collate", "No such file"),
+        ("bad_module_here:collate", "RuntimeError: broken"),
+        ("my_module_here:fails", "ValueError: no such thing"),
+        ("my_module_here:nothing", "a int"),
+        ("my_module_here:Strange", "called with nothing"),
+    ],
+)
+def test_what_is_no_collator_is_refused_in_a_line(spec, said):
+    with pytest.raises(CollateError, match=said) as error:
+        ready_collator(spec, **GIVEN)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("--collator: got ")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "transformers:DataCollatorForSeq2Seq",
+        "transformers:DataCollatorForLanguageModeling",
+        "transformers:DataCollatorWithFlattening",
+        "trl.trainer.sft_trainer:DataCollatorForLanguageModeling",
+        "collate_npu:PaddingCollator",
+    ],
+)
+def test_the_classes_people_use(spec):
+    pytest.importorskip(spec.partition(".")[0].partition(":")[0])
+    collator = ready_collator(spec, tokenizer=byte_tokenizer(), model=None, pad_token_id=256)
+    batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    assert batch["input_ids"].numel() in (5, 6)
+
+
+def test_a_name_of_ours_is_told_apart():
+    assert named_collator("my_module_here:collate") is not None
+    assert column_of("mine:DataCollator") == "DataCollator"
+    assert column_of("mine:collator") == "your collator"
