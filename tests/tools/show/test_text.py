@@ -40,7 +40,7 @@ def test_no_line_is_wider_than_the_terminal(truth, width, height):
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([(80, 24), (120, 40)]))
 def test_long_and_many_rows_fit_the_screen(lengths, screen):
-    sheet = sheet_of(Segments.from_lengths(lengths, side="left"))
+    sheet = sheet_of(Segments.from_lengths([41, *lengths], side="left"))
     out = lines(sheet, *screen)
     assert len(out) <= screen[1]
     assert max(map(columns, out)) <= screen[0]
