@@ -56,6 +56,15 @@ def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type
         assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if consumers()[name].opens_empty_rows])
+def test_queries_that_a_consumer_lets_see_themselves(name):
+    truth = Segments.from_lengths([2, 4], side="left")
+    (panel,) = consumer_panels(batch_of(truth), name, model_type="qwen3")
+    mask = BatchAdapter(model_type="qwen3", consumer=name)(batch_of(truth))["attention_mask"]
+    assert panel.squares[0].grid(1).cells.tolist() == (~mask[0, 0]).long().tolist()
+    assert panel.squares[0].grid(1).cells[0, 0] == 1
+
+
 def test_a_name_that_is_no_consumer_raises():
     with pytest.raises(CollateError, match="Known are"):
         list(consumer_panels(batch_of(Segments.from_lengths([1])), "nobody", model_type="qwen3"))

@@ -146,3 +146,11 @@ def test_heads_that_differ_are_drawn_as_one_and_named():
     assert "not the same for every head" in refused.refused
     assert came.facts.endswith("any of its 2 heads")
     assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
+
+
+def test_a_mask_that_is_right_by_itself_is_held_against_the_rest_of_its_batch():
+    truth = Segments.from_lengths([3, 4], side="left")
+    other = dense(Segments.from_lengths([4, 4]))
+    came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": other}).panels[-1]
+    assert came.squares[0].grid(1).cells[1:, 0].tolist() == [Cell.TOO_MUCH] * 3
+    assert [square.grid(1).wrong for square in came.squares] == [3, 0]
