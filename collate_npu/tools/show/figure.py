@@ -28,8 +28,8 @@ SEQUENCES = ("#2a9d6f", "#3b7dd8", "#c98a12", "#8e5bc0", "#1f9aa8", "#8a6d3b")
 """Of the sequences of a row, in turn; red is for what is wrong."""
 PADDING, WRONG, ELSEWHERE = "#e4e4e4", "#d62728", "#ffffff"
 MOST_ROWS, MOST_SQUARES, MOST_CELLS, MOST_SIDE, NAMED_CELLS = 16, 4, 128, 64, 24
-MOST_SIGNS = 40
-"""What a figure holds at most, of a square that is wrong throughout too; up to `NAMED_CELLS` cells tokens stand beside them."""
+MOST_RINGS = 8
+"""What a figure holds at most; up to `NAMED_CELLS` cells tokens stand beside them."""
 FONTS = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC", "SimHei",
          "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
 """Asked for letters that matplotlib's own font has not, in this order."""
@@ -152,8 +152,7 @@ class _Drawing:
         grid = square.grid(block_for(max(square.shape), MOST_SIDE))
         axes.imshow(_colours(grid.cells, grid.owner), aspect="auto", interpolation="nearest")
         for sign, cell in (("+", Cell.TOO_MUCH), ("-", Cell.TOO_LITTLE)):
-            for r, c in np.argwhere(grid.cells == cell)[:MOST_SIGNS]:
-                _wrong(axes, int(r), int(c), sign, small=len(grid.cells) > NAMED_CELLS)
+            _wrong(axes, np.argwhere(grid.cells == cell).tolist(), sign, small=len(grid.cells) > NAMED_CELLS)
         _ticks(axes, grid.cells.shape, grid.block, 4)
         self._captions(axes, square, grid)
         wrong = f", {grid.wrong} wrong" if grid.wrong else ""
@@ -219,15 +218,17 @@ def _lighter(colour: str) -> Any:
     return tuple((part + 1) / 2 for part in import_module("matplotlib.colors").to_rgb(colour))
 
 
-def _wrong(axes: Any, r: int, c: int, sign: str, *, small: bool) -> None:
-    """The sign in its cell; beside a ring where the cell is too small for it."""
-    if not small:
-        axes.text(c, r, sign, ha="center", va="center", color="white", weight="bold", fontsize=8)
+def _wrong(axes: Any, cells: list[list[int]], sign: str, *, small: bool) -> None:
+    """The sign in each cell; where cells are too small for it a ring around the few, one sign amid the many."""
+    if small and 0 < len(cells) <= MOST_RINGS:
+        for r, c in cells:
+            axes.plot(c, r, marker="o", ms=9, mfc="none", mec="white", mew=4, clip_on=False)
+            axes.plot(c, r, marker="o", ms=9, mfc="none", mec=WRONG, mew=2, clip_on=False)
+            halo = {"facecolor": "white", "lw": 0, "pad": 0.5}
+            axes.annotate(sign, (c, r), (9, 5), textcoords="offset points", color=WRONG, weight="bold", bbox=halo)
         return
-    for colour, wide in (("white", 4), (WRONG, 2)):
-        axes.plot(c, r, marker="o", ms=9, mfc="none", mec=colour, mew=wide, clip_on=False)
-    halo = {"facecolor": "white", "lw": 0, "pad": 0.5}
-    axes.annotate(sign, (c, r), (9, 5), textcoords="offset points", color=WRONG, weight="bold", bbox=halo)
+    for r, c in cells[len(cells) // 2 :][:1] if small else cells:
+        axes.text(c, r, sign, ha="center", va="center", color="white", weight="bold", fontsize=12 if small else 8)
 
 
 def _wide(across: int) -> float:
