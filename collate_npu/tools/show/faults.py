@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +23,8 @@ from collate_npu.masks.square import Square
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, compared
 
+_BLOCK = 256
+"""Query rows that are compared at once."""
 MEANS: dict[Polarity, str] = {"keep": "True attends", "masked": "True is blocked", "bias": "added to scores"}
 
 
@@ -46,6 +49,8 @@ def attentions_of_mask(full: Tensor, B: int, known: Segments | None) -> tuple[li
 def faults_of_mask(full: Tensor, B: int, others: Segments | None) -> tuple[list[Attention], Polarity]:
     """Of a mask that is refused, beside what it ought to be by the `others`, the sources of the batch that agree.
 
+    Rows with places that are wrong come first.
+
     Without them: a mask that says one thing by itself is not at fault; any other is held against causal attention on
     the tokens that attend themselves, and the polarity under which less is wrong is taken.
     """
@@ -55,7 +60,11 @@ def faults_of_mask(full: Tensor, B: int, others: Segments | None) -> tuple[list[
     polarities: tuple[Polarity, ...] = ("bias",) if values.declared == "bias" else ("keep", "masked")
     tried = [(polarity, *_judged(full, Square(values, polarity, B), polarity, others)) for polarity in polarities]
     polarity, judged, _ = min(tried, key=lambda trial: trial[2])
-    return judged, polarity
+    return sorted(judged, key=_faultless), polarity
+
+
+def _faultless(attention: Attention) -> bool:
+    return attention.grid(_BLOCK).wrong == 0
 
 
 def _judged(full: Tensor, square: Square, polarity: Polarity, others: Segments | None) -> tuple[list[Attention], int]:
@@ -66,7 +75,7 @@ def _judged(full: Tensor, square: Square, polarity: Polarity, others: Segments |
     truth = others if others is not None else sequences(square, square.diagonal())[0]
     pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern
     found = [compared(attention, truth, pattern) for attention in _attentions(square, full, truth)]
-    everywhere = [replace(attention, counts=None).grid(max(square.shape[1], 1)).wrong for attention in found]
+    everywhere = [replace(attention, counts=None).grid(_BLOCK).wrong for attention in found]
     return found, sum(everywhere)
 
 
@@ -100,8 +109,4 @@ def _attentions(square: Square, full: Tensor, known: Segments | None) -> Iterato
     fits = known is not None and known.shape == (B, K)
     for b in range(B):
         owner = known.array[b] if known is not None and fits else np.ones(K, np.int32)
-        yield Attention(b=b, shape=(int(full.shape[-2]), K), rows=_reader(square, b), owner=owner)
-
-
-def _reader(square: Square, b: int):  # type: ignore[no-untyped-def]
-    return lambda low, high: square.rows(b, low, high)
+        yield Attention(b=b, shape=(int(full.shape[-2]), K), rows=partial(square.rows, b), owner=owner)

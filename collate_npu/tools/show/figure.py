@@ -27,7 +27,8 @@ WIDTH = 12.0
 SEQUENCES = ("#2a9d6f", "#3b7dd8", "#c98a12", "#8e5bc0", "#1f9aa8", "#8a6d3b")
 """Of the sequences of a row, in turn; red is for what is wrong."""
 PADDING, WRONG, ELSEWHERE = "#e4e4e4", "#d62728", "#ffffff"
-MOST_ROWS, MOST_SQUARES, MOST_CELLS, NAMED_CELLS = 16, 4, 128, 24
+MOST_ROWS, MOST_SQUARES, MOST_CELLS, MOST_SIDE, NAMED_CELLS = 16, 4, 128, 64, 24
+MOST_RINGS = 8
 """What a figure holds at most; up to `NAMED_CELLS` cells tokens stand beside them."""
 FONTS = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC", "SimHei",
          "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
@@ -73,9 +74,10 @@ class _Drawing:
 
     def _parts(self, panel: Panel) -> Iterator[tuple[float, Any]]:
         """`(height, what draws it at (figure, top, height))`."""
-        title = f"{panel.title}: {panel.facts}" if panel.title and panel.facts else panel.title or panel.facts
+        title = ": ".join(filter(None, (panel.title, panel.facts)))
+        block = block_for(max(panel.squares[0].shape), MOST_SIDE) if panel.squares else 1
         if title:
-            yield self._words(title, "black", "bold")
+            yield self._words(title + (f" ({block} x {block} a cell)" if block > 1 else ""), "black", "bold")
         if panel.refused:
             yield self._words(f"refused: {panel.refused}", WRONG, "normal")
         if panel.rows is not None:
@@ -147,16 +149,14 @@ class _Drawing:
             self._square(figure.add_axes(place), square)
 
     def _square(self, axes: Any, square: Attention) -> None:
-        grid = square.grid(block_for(max(square.shape), 64))
+        grid = square.grid(block_for(max(square.shape), MOST_SIDE))
         axes.imshow(_colours(grid.cells, grid.owner), aspect="auto", interpolation="nearest")
         for sign, cell in (("+", Cell.TOO_MUCH), ("-", Cell.TOO_LITTLE)):
-            for r, c in zip(*np.nonzero(grid.cells == cell)):
-                axes.text(c, r, sign, ha="center", va="center", color="white", weight="bold", fontsize=8)
+            _wrong(axes, np.argwhere(grid.cells == cell).tolist(), sign, small=len(grid.cells) > NAMED_CELLS)
         _ticks(axes, grid.cells.shape, grid.block, 4)
         self._captions(axes, square, grid)
         wrong = f", {grid.wrong} wrong" if grid.wrong else ""
-        folded = f" ({grid.block} x {grid.block} a cell)" if grid.block > 1 else ""
-        axes.set_title(f"row {square.b}: {percent(grid.share)} blocked{wrong}{folded}", fontsize=9, pad=8, loc="left",
+        axes.set_title(f"row {square.b}: {percent(grid.share)} blocked{wrong}", fontsize=9, pad=8, loc="left",
                        color=WRONG if grid.wrong else "black")  # fmt: skip
         bar = {"transform": axes.transAxes, "clip_on": False, "lw": 0}
         patches = import_module("matplotlib.patches")
@@ -216,6 +216,19 @@ def _colours(cells: Array, owner: Array) -> Array:
 
 def _lighter(colour: str) -> Any:
     return tuple((part + 1) / 2 for part in import_module("matplotlib.colors").to_rgb(colour))
+
+
+def _wrong(axes: Any, cells: list[list[int]], sign: str, *, small: bool) -> None:
+    """The sign in each cell; where cells are too small for it a ring around the few, one sign amid the many."""
+    if small and 0 < len(cells) <= MOST_RINGS:
+        for r, c in cells:
+            axes.plot(c, r, marker="o", ms=9, mfc="none", mec="white", mew=4, clip_on=False)
+            axes.plot(c, r, marker="o", ms=9, mfc="none", mec=WRONG, mew=2, clip_on=False)
+            halo = {"facecolor": "white", "lw": 0, "pad": 0.5}
+            axes.annotate(sign, (c, r), (9, 5), textcoords="offset points", color=WRONG, weight="bold", bbox=halo)
+        return
+    for r, c in cells[len(cells) // 2 :][:1] if small else cells:
+        axes.text(c, r, sign, ha="center", va="center", color="white", weight="bold", fontsize=12 if small else 8)
 
 
 def _wide(across: int) -> float:

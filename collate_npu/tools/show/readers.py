@@ -91,8 +91,14 @@ def _opened(attention: Attention) -> Attention:
 
 
 def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel]:
-    """For each rank the places of each row it holds, and its queries against all keys."""
-    segments = segments_from_batch(batch)
+    """For each rank the places of each row it holds, and its queries against all keys; or why they cannot share it."""
+    try:
+        yield from _ranks(batch, segments_from_batch(batch), cp)
+    except CollateError as error:
+        yield Panel(title=f"{cp.size} ranks", refused=str(error), derived=True)
+
+
+def _ranks(batch: Mapping[str, Any], segments: Segments, cp: ContextParallel) -> Iterator[Panel]:
     B, S = segments.shape
     offsets = cu_seqlens_of(batch, segments) if cp.documents else None
     for rank in range(cp.size):

@@ -6,6 +6,7 @@ Every drawing (text, a figure, a page) is made of this one, so that they say the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.host import Array
+from collate_npu.host import Array, host_tensor
 from collate_npu.keys import KEEP_KEY, with_role
 from collate_npu.masks.derive import derive_segments
 from collate_npu.masks.find import MASK_KEY, segments_from_batch, token_shape
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.polarity import Bools
+from collate_npu.masks.polarity import Bools, Polarity
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
 from collate_npu.tools.show.faults import MEANS, attentions_of_mask, faults_of_mask, keys_of_mask
@@ -71,8 +72,8 @@ def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = 
     """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
         return Sheet(panels=_rows_asked([Panel(facts=counts(shown), rows=Rows(ids=shown.array)), _attends(shown)], row))
-    if isinstance(shown, Tensor):
-        return Sheet(panels=_rows_asked(_alone(shown), row))
+    if not isinstance(shown, Mapping):
+        return Sheet(panels=_rows_asked(_alone(host_tensor("mask", shown)), row))
     return Sheet(panels=_rows_asked(_batch(shown), row), tokens=_tokens(shown, tokenizer))
 
 
@@ -100,7 +101,7 @@ def labels_of(batch: Mapping[str, Any], segments: Segments) -> Array | None:
 
 def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
     carried = batch.get(MASK_KEY)
-    masks = {**carried} if isinstance(carried, Mapping) else {MASK_KEY: carried}
+    masks = _tensors(carried if isinstance(carried, Mapping) else {MASK_KEY: carried})
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
@@ -109,31 +110,46 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
         return
     rows = Rows(ids=segments.array, labels=labels_of(batch, segments))
     yield Panel(title=KEEP_KEY if KEEP_KEY in batch else "segments", facts=counts(segments), rows=rows)
-    squares = {key: x for key, x in masks.items() if isinstance(x, Tensor) and x.ndim in (3, 4)}
+    squares = {key: x for key, x in masks.items() if not _is_keys(x, segments.shape)}
     for key, x in squares.items():
-        attentions, polarity = attentions_of_mask(x, segments.shape[0], segments)
-        yield Panel(title=key, facts=f"{shape_of(x)}, {MEANS[polarity]}", squares=tuple(attentions))
+        yield _square_panel(key, x, *attentions_of_mask(x, segments.shape[0], segments))
     if not squares:
         yield _attends(segments)
 
 
-def _refused(batch: Mapping[str, Any], masks: Mapping[str, Any]) -> Iterator[Panel]:
+def _refused(batch: Mapping[str, Any], masks: Mapping[str, Tensor]) -> Iterator[Panel]:
     """Every mask as it stands, and where it differs from what the rest of the batch says."""
     others = _others(batch)
-    held = {KEEP_KEY: batch.get(KEEP_KEY), **masks}
-    for key, x in held.items():
-        if isinstance(x, Tensor) and x.ndim == 2:
-            yield Panel(title=key, facts=shape_of(x), rows=Rows(ids=keys_of_mask(x).astype(np.int32)))
-        elif isinstance(x, Tensor) and x.ndim in (3, 4):
-            attentions, polarity = faults_of_mask(x, _height(batch, x), others)
-            yield Panel(title=key, facts=f"{shape_of(x)}, {MEANS[polarity]}", squares=tuple(attentions))
-
-
-def _height(batch: Mapping[str, Any], x: Tensor) -> int:
     try:
-        return max(token_shape(batch)[0], 1) if x.shape[0] == 1 else x.shape[0]
+        shape = token_shape(batch)
     except CollateError:
-        return x.shape[0]
+        shape = (0, 0)
+    for key, x in {**_tensors({KEEP_KEY: batch.get(KEEP_KEY)}), **masks}.items():
+        if _is_keys(x, shape):
+            yield Panel(title=key, facts=shape_of(x), rows=Rows(ids=keys_of_mask(x).astype(np.int32)))
+        else:
+            rows = shape[0] if x.shape[0] == 1 or x.ndim == 2 else x.shape[0]
+            yield _square_panel(key, x, *faults_of_mask(x, max(rows, 1), others))
+
+
+def _tensors(masks: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those that can be drawn."""
+    out = {}
+    for key, value in masks.items():
+        with suppress(CollateError):
+            if value is not None and 2 <= (x := host_tensor(key, value)).ndim <= 4:
+                out[key] = x
+    return out
+
+
+def _is_keys(x: Tensor, shape: tuple[int, int]) -> bool:
+    """One value a token, and no square that all rows share."""
+    return x.ndim == 2 and (x.shape[0] != x.shape[1] or tuple(x.shape) == shape)
+
+
+def _square_panel(title: str, x: Tensor, attentions: list[Attention], polarity: Polarity) -> Panel:
+    heads = f", any of its {x.shape[1]} heads" if x.ndim == 4 and x.shape[1] > 1 else ""
+    return Panel(title=title, facts=f"{shape_of(x)}, {MEANS[polarity]}{heads}", squares=tuple(attentions))
 
 
 def _others(batch: Mapping[str, Any]) -> Segments | None:
@@ -154,15 +170,12 @@ def _alone(x: Tensor) -> Iterator[Panel]:
         if x.ndim == 2:
             yield Panel(facts=shape_of(x), rows=Rows(ids=keys_of_mask(x).astype(np.int32)))
         else:
-            attentions, polarity = faults_of_mask(x, x.shape[0], None)
-            yield Panel(facts=f"{shape_of(x)}, as {polarity}: {MEANS[polarity]}", squares=tuple(attentions))
+            yield _square_panel("", x, *faults_of_mask(x, x.shape[0], None))
         yield Panel(refused=str(error))
         return
-    rows = Panel(facts=f"found: {counts(segments)}", rows=Rows(ids=segments.array), derived=x.ndim > 2)
     if x.ndim > 2:
-        attentions, polarity = attentions_of_mask(x, segments.shape[0], segments)
-        yield Panel(facts=f"{shape_of(x)}, {MEANS[polarity]}", squares=tuple(attentions))
-    yield rows
+        yield _square_panel("", x, *attentions_of_mask(x, segments.shape[0], segments))
+    yield Panel(facts=f"found: {counts(segments)}", rows=Rows(ids=segments.array), derived=x.ndim > 2)
 
 
 def _attends(segments: Segments) -> Panel:
@@ -177,4 +190,4 @@ def _rows_asked(panels: Iterator[Panel] | list[Panel], row: int | None) -> tuple
     """With the squares of one row of the batch alone, where one is asked for."""
     if row is None:
         return tuple(panels)
-    return tuple(replace(panel, squares=panel.squares[row : row + 1]) for panel in panels)
+    return tuple(replace(panel, squares=tuple(x for x in panel.squares if x.b == row)) for panel in panels)

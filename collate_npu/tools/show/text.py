@@ -34,6 +34,8 @@ from collate_npu.tools.show.tokens import fitted
 
 NAMED = "italic dim"
 """The style of tokens and their places."""
+LEAST_CELLS = 10
+"""Of the side of a square that is folded, on however low a screen."""
 MOST_SQUARES = 16
 """Of one view, on the largest screen."""
 
@@ -114,7 +116,7 @@ def _block(widest: int, squares: int, width: int, height: int, caption: int) -> 
     cells = (width - caption) // 2
     if widest > min(cells, 40):
         two = width if squares == 1 else (width - 3) // 2
-        cells = max(min((two - caption) // 2, height), 4)
+        cells = max(min((two - caption) // 2, max(height, LEAST_CELLS)), 4)
     return block_for(widest, cells)
 
 

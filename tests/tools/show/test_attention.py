@@ -41,6 +41,7 @@ def test_some_queries_alone(truth, data):
     queries = torch.tensor(data.draw(st.lists(st.integers(0, truth.shape[1] - 1), min_size=1, max_size=6)))
     for b in range(truth.shape[0]):
         drawn = attention_of(truth, b, queries=queries)
+        assert torch.equal(torch.from_numpy(drawn.rows(0, len(queries))), dense(truth, rows=queries)[b, 0])
         assert drawn.grid(1).cells.tolist() == dense(truth, rows=queries)[b, 0].long().tolist()
         assert [drawn.place(q) for q in range(len(queries))] == queries.tolist()
 

@@ -57,6 +57,7 @@ class Anything:
         ("x.pt", lambda path: torch.save({"a": Anything()}, path), "without running anything"),
         ("x.pt", lambda path: torch.save([1], path), "a dict of tensors"),
         ("x.npz", lambda path: path.write_bytes(b"no"), "Save it with torch.save"),
+        ("x.npz", lambda path: np.savez(path, a=np.array([{}], dtype=object)), "allow_pickle=False"),
         ("x.pt", lambda path: None, "No such file"),
     ],
 )

@@ -56,6 +56,15 @@ def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type
         assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if consumers()[name].opens_empty_rows])
+def test_queries_that_a_consumer_lets_see_themselves(name):
+    truth = Segments.from_lengths([2, 4], side="left")
+    (panel,) = consumer_panels(batch_of(truth), name, model_type="qwen3")
+    mask = BatchAdapter(model_type="qwen3", consumer=name)(batch_of(truth))["attention_mask"]
+    assert panel.squares[0].grid(1).cells.tolist() == (~mask[0, 0]).long().tolist()
+    assert panel.squares[0].grid(1).cells[0, 0] == 1
+
+
 def test_a_name_that_is_no_consumer_raises():
     with pytest.raises(CollateError, match="Known are"):
         list(consumer_panels(batch_of(Segments.from_lengths([1])), "nobody", model_type="qwen3"))
@@ -91,8 +100,9 @@ def test_documents_are_shared_out_one_by_one():
 
 
 def test_what_ranks_cannot_share_is_refused_in_the_words_of_the_layout():
-    with pytest.raises(CollateError, match="Pad to 8"):
-        list(rank_panels(batch_of(Segments.from_lengths([5])), ContextParallel(2, 0)))
+    (panel,) = rank_panels(batch_of(Segments.from_lengths([5])), ContextParallel(2, 0))
+    assert panel.title == "2 ranks"
+    assert "Pad to 8" in panel.refused
 
 
 def test_what_a_consumer_cannot_share_is_drawn_as_its_refusal():

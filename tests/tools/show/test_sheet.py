@@ -92,8 +92,9 @@ def test_a_mutated_batch_shows_its_place_and_its_refusal():
     refused, rows, came = sheet_of(batch).panels
     assert refused.refused == str(error.value)
     assert rows.rows.ids.tolist() == batch["attention_mask_2d"].long().tolist()
-    assert np.argwhere(cells_of(came) >= Cell.TOO_MUCH).tolist() == [[1, 6, 2]]
-    assert came.squares[1].grid(4).cells.tolist() == [[Cell.PART, Cell.BLOCKED], [Cell.TOO_LITTLE, Cell.PART]]
+    assert [square.b for square in came.squares] == [1, 0]
+    assert np.argwhere(cells_of(came) >= Cell.TOO_MUCH).tolist() == [[0, 6, 2]]
+    assert came.squares[0].grid(4).cells.tolist() == [[Cell.PART, Cell.BLOCKED], [Cell.TOO_LITTLE, Cell.PART]]
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -124,3 +125,32 @@ def test_a_mask_for_another_width_is_refused_and_drawn():
     assert refused.refused
     assert came.squares[0].shape == (4, 4)
     assert rows.rows.ids.shape == (2, 3)
+
+
+def test_a_square_that_all_rows_share_and_masks_that_are_no_tensors():
+    truth = Segments.from_lengths([4, 4])
+    shared = {"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": dense(truth)[0, 0]}
+    _, came = sheet_of(shared).panels
+    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
+    (rows,) = sheet_of(truth.keep.tolist()).panels
+    assert rows.rows.ids.tolist() == truth.ids.tolist()
+    (came, _) = sheet_of(dense(truth).numpy()).panels
+    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
+
+
+def test_heads_that_differ_are_drawn_as_one_and_named():
+    truth = Segments.from_lengths([4])
+    heads = dense(truth).repeat(1, 2, 1, 1)
+    heads[0, 1] = False
+    refused, _, came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": heads}).panels
+    assert "not the same for every head" in refused.refused
+    assert came.facts.endswith("any of its 2 heads")
+    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
+
+
+def test_a_mask_that_is_right_by_itself_is_held_against_the_rest_of_its_batch():
+    truth = Segments.from_lengths([3, 4], side="left")
+    other = dense(Segments.from_lengths([4, 4]))
+    came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": other}).panels[-1]
+    assert came.squares[0].grid(1).cells[1:, 0].tolist() == [Cell.TOO_MUCH] * 3
+    assert [square.grid(1).wrong for square in came.squares] == [3, 0]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import free, sided
 
-from collate_npu import PaddingCollator, Segments, dense
+from collate_npu import ContextParallel, PaddingCollator, Segments, dense
+from collate_npu.tools.show.readers import consumer_panels, rank_panels
 from collate_npu.tools.show.sheet import Sheet, sheet_of
 from collate_npu.tools.show.signs import ASCII, columns, string_of
 from collate_npu.tools.show.text import encodable, lines, plain
@@ -38,9 +39,19 @@ def test_no_line_is_wider_than_the_terminal(truth, width, height):
     assert max(map(columns, lines(sheet_of(truth), width, height)), default=0) <= width
 
 
+@given(sided(rows=3, longest=30), st.integers(40, 200))
+def test_views_side_by_side_are_no_wider(truth, width):
+    batch = {"input_ids": truth.ids, "attention_mask_2d": truth.keep}
+    panels = [panel for name in ("megatron", "transformers") for panel in consumer_panels(batch, name, model_type="qwen3")]
+    panels += rank_panels(batch, ContextParallel(2, 0, layout="contiguous"))
+    sheet = sheet_of(batch)
+    out = lines(Sheet(panels=(*sheet.panels, *panels)), width, 40)
+    assert max(map(columns, out)) <= width
+
+
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([(80, 24), (120, 40)]))
 def test_long_and_many_rows_fit_the_screen(lengths, screen):
-    sheet = sheet_of(Segments.from_lengths(lengths, side="left"))
+    sheet = sheet_of(Segments.from_lengths([41, *lengths], side="left"))
     out = lines(sheet, *screen)
     assert len(out) <= screen[1]
     assert max(map(columns, out)) <= screen[0]
