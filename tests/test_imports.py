@@ -17,7 +17,7 @@ import collate_npu
 PACKAGE = Path(collate_npu.__file__).parent
 
 ORDER = (
-    ("errors",),
+    ("errors", "debug"),
     ("keys",),
     ("host",),
     ("rows",),
