@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer
+from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -40,7 +40,7 @@ class Emitter(Protocol):
     @property
     def padding_free(self) -> bool: ...
     @property
-    def consumer(self) -> str | Consumer | None: ...
+    def consumer(self) -> ConsumerName | Consumer | None: ...
     @property
     def pattern(self) -> str | Pattern | None: ...
     @property

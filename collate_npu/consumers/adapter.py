@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.consumer import Case, Consumer, Model, consumer_named
+from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
@@ -56,7 +56,7 @@ class BatchAdapter:
         *,
         model_type: str | None = None,
         needs_mask_2d: bool | None = None,
-        consumer: str | Consumer | None = None,
+        consumer: ConsumerName | Consumer | None = None,
         padding_free: bool = False,
         pattern: str | Pattern | None = None,
         polarity: Polarity | None = None,

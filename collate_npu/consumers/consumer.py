@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -30,6 +30,11 @@ from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 Answer = TypeVar("Answer")
+ConsumerName = Literal[
+    "megatron", "transformer_engine", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "torchtitan",
+    "transformers", "verl", "verl_npu",
+]  # fmt: skip
+"""The names of `consumers()`, for type checkers: a misspelt one is an error before anything runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

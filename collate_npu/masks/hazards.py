@@ -73,8 +73,8 @@ def _of_masks(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[t
         yield (
             "integer polarity",
             f"attention_mask is {str(full.dtype)[6:]} and 4D{f', {means}' if means else ''}. Megatron and "
-            "npu_fusion_attention read 1 as blocked, transformers takes 1 for attended, and sdpa takes no integers. Name the "
-            "consumer.",
+            "npu_fusion_attention read 1 as blocked, transformers takes 1 for attended, and sdpa takes no integers. Name "
+            "the consumer.",
         )
     if full.is_floating_point():
         yield from _of_bias(full, batch)

@@ -25,6 +25,7 @@ def show_command(
 ) -> None:
     """Draw the masks of a batch, and say why they are what they are."""
     from collate_npu import BatchAdapter, PaddingCollator
+    from collate_npu.consumers.consumer import consumer_named
     from collate_npu.tools.describe import describe
     from collate_npu.tools.show.pictures import picture
 
@@ -35,5 +36,5 @@ def show_command(
     features = [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
     batch = PaddingCollator(pad_token_id=0, padding_side=side.value)(features)
     if consumer:
-        batch = BatchAdapter(model_type=model_type, consumer=consumer)(batch)
+        batch = BatchAdapter(model_type=model_type, consumer=consumer_named(consumer))(batch)
     Console().print(f"{picture(batch)}\n\n{describe(batch)}", highlight=False, markup=False)
