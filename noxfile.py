@@ -12,8 +12,7 @@ alone is the CPU build only where the package index serves one. Elsewhere two va
 
 In an environment that has its torch already: `pip install .` there, then `collate-npu audit --device cuda`.
 
-Triton and flash-linear-attention
-stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
+Triton and flash-linear-attention stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
 """
 
 from __future__ import annotations
@@ -110,8 +109,10 @@ def tests(session: nox.Session, transformers: str) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """The wheel and the source archive: what is in them, and what a user gets who installs the wheel alone."""
-    session.install("build==1.6.1", "twine==7.0.0", "pytest==9.2.0")
+    session.install("build==1.6.1", "twine==7.0.0", *TEST)
     out = Path(session.create_tmp()).resolve()
+    for old in out.glob("collate_npu-*"):
+        old.unlink()
     session.run("python", "-m", "build", "--outdir", str(out), ".", silent=True)
     built = sorted(path for path in out.iterdir() if path.name.startswith("collate_npu-"))
     session.run("twine", "check", "--strict", *map(str, built))
