@@ -4,8 +4,15 @@
 `oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
 
 torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. The pin
-alone is the CPU build only where the index serves one; README says how to ask for it. Triton and flash-linear-attention
-stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
+alone is the CPU build only where the package index serves one. Elsewhere two variables say which torch:
+
+    COLLATE_NPU_TORCH_INDEX=ADDRESS    one more index to install from: that of PyTorch's CPU builds, from its installation
+                                       page; then also COLLATE_NPU_TORCH=torch==2.13.0+cpu
+    COLLATE_NPU_TORCH=torch==2.13.0    the default; on a machine with a GPU and the default index that is the CUDA build
+
+In an environment that has its torch already: `pip install .` there, then `collate-npu audit --device cuda`.
+
+Triton and flash-linear-attention stay out of every environment that runs transformers' Gated DeltaNet on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +26,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = os.environ.get("COLLATE_NPU_TORCH", "torch==2.13.0")
+if index := os.environ.get("COLLATE_NPU_TORCH_INDEX"):
+    os.environ["PIP_EXTRA_INDEX_URL"] = " ".join([index, *os.environ.get("PIP_EXTRA_INDEX_URL", "").split()])
 TRANSFORMERS = "transformers==5.23.0"
 OLDEST_TORCH = os.environ.get("COLLATE_NPU_OLDEST_TORCH", "torch==2.6.0")
 """torch_npu 2.6 is the oldest beside CANN 8.2 and later (COMPATIBILITY.md of Ascend/pytorch)."""
@@ -27,6 +36,8 @@ OLDEST_TRANSFORMERS = "transformers==4.57.1"
 """The first release with Qwen3-Next that is not withdrawn."""
 TEST = ("pytest==9.2.0", "hypothesis==6.170.15")
 AUDIT = ("typer==0.29.1", "rich==15.0.0")
+DATA = "datasets==5.2.0"
+PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
@@ -50,8 +61,8 @@ AXOLOTL_NEEDS = (
     "addict", "colorama", "python-dotenv", "posthog", "art", "fire", "fastcore", "einops", "scipy", "numba", "requests",
     "typer==0.29.1", "rich==15.0.0", "pillow", "evaluate", "wandb", "pyyaml",
 )  # fmt: skip
-CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers"))
-TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "datasets==5.2.0")
+CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers", "package"))
+TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -78,7 +89,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def audit(session: nox.Session) -> None:
     """The main job: every hybrid family of transformers, tiny, on real text; arguments go to `collate-npu audit`."""
-    install(session, TRANSFORMERS, "accelerate==1.15.0", *AUDIT)
+    install(session, TRANSFORMERS, "accelerate==1.15.0", DATA, PLOTS, *AUDIT)
     # tiny models run faster on one thread
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     session.run("collate-npu", "audit", *session.posargs, env={"OMP_NUM_THREADS": threads})
@@ -89,10 +100,27 @@ def audit(session: nox.Session) -> None:
 def tests(session: nox.Session, transformers: str) -> None:
     """The test suite, on the newest and on the oldest supported transformers."""
     if transformers == "newest":
-        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS)
+        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS)
     else:
         install(session, *TEST, *AUDIT, OLDEST_TRANSFORMERS, "accelerate==1.10.1")
     session.run("pytest", *session.posargs, env=ENV)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the source archive: what is in them, and what a user gets who installs the wheel alone."""
+    session.install("build==1.6.1", "twine==7.0.0", *TEST)
+    out = Path(session.create_tmp()).resolve()
+    for old in out.glob("collate_npu-*"):
+        old.unlink()
+    session.run("python", "-m", "build", "--outdir", str(out), ".", silent=True)
+    built = sorted(path for path in out.iterdir() if path.name.startswith("collate_npu-"))
+    session.run("twine", "check", "--strict", *map(str, built))
+    wheel = next(str(path) for path in built if path.suffix == ".whl")
+    session.install(TORCH, "numpy")
+    session.install("--force-reinstall", "--no-deps", wheel)
+    session.install("mypy==2.4.1", *AUDIT)
+    session.run("pytest", "-s", "-p", "no:cacheprovider", "tests/package", *session.posargs, env={**ENV, "WHEELS": str(out)})
 
 
 @nox.session
@@ -200,7 +228,7 @@ def bench(session: nox.Session) -> None:
     One environment for all of them, so pins of ms-swift and verl on transformers and TRL are passed over.
     """
     newest = (TRANSFORMERS, *TRAINERS)
-    install(session, *newest, "megatron-core==0.16.1", "rich==15.0.0", "matplotlib==3.11.2")
+    install(session, *newest, "megatron-core==0.16.1", "rich==15.0.0", PLOTS)
     session.install("--no-deps", "ms-swift==4.6.0", "twinkle-kit==0.5.1", "verl==0.9.1", "peft<0.21")
     needs = [name for name in SWIFT_NEEDS if not name.startswith("trl")]
     session.install(TORCH, *newest, *needs, *BENCH_NEEDS)

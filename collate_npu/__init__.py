@@ -4,10 +4,14 @@ Names are imported when they are asked for: `import collate_npu` loads nothing, 
 `import torch` fails.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # typing itself would be most of what this import costs
 if TYPE_CHECKING:
+    from typing import Any
+
     from collate_npu.collate.collators import PaddingCollator as PaddingCollator
     from collate_npu.collate.wrapping import wrap_collator as wrap_collator
     from collate_npu.consumers.adapter import BatchAdapter as BatchAdapter

@@ -32,7 +32,7 @@ from collate_npu.collate.wire import (
     with_offsets,
 )
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer
+from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.host import whole_number
 from collate_npu.keys import KEYS, Key, of_kind
@@ -96,7 +96,7 @@ class PaddingCollator:
     padding_free: bool = False
     separator_id: int = -100
     attention_mask: MaskMode = "auto"
-    consumer: str | Consumer | None = None
+    consumer: ConsumerName | Consumer | None = None
     return_tensors: str = "pt"
     padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
     pattern: str | Pattern | None = None

@@ -15,12 +15,15 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
+from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer
+from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.consumers.models import consumer_of
+from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import dense, none_is_exact, offsets_of
+from collate_npu.masks.hazards import say_hazards_of_tokens
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.places import own_places, places_of
 from collate_npu.outputs import ignore_first_labels
@@ -37,7 +40,7 @@ class Emitter(Protocol):
     @property
     def padding_free(self) -> bool: ...
     @property
-    def consumer(self) -> str | Consumer | None: ...
+    def consumer(self) -> ConsumerName | Consumer | None: ...
     @property
     def pattern(self) -> str | Pattern | None: ...
     @property
@@ -67,6 +70,12 @@ def finish_batch(collator: Emitter, batch: dict[str, Any], segments: Segments, *
     if collator.attention_mask == "omit":
         _check_omitted(collator, out, segments)
         out.pop("attention_mask", None)
+    if debug.ON:
+        say_hazards_of_tokens(batch, segments)
+        if adapter is None:
+            asked = f"attention_mask={collator.attention_mask!r}"
+            why = "offsets say it" if padding_free else f"{asked}; {none_is_exact(segments, pattern_of(collator)).why}"
+            say_batch("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
     return out
 
 

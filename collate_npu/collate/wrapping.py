@@ -19,7 +19,7 @@ from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, finish_batch, ignore_labels, with_offsets
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer
+from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.host import Array, host_array, host_tensor
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
@@ -39,7 +39,7 @@ def wrap_collator(
     *,
     polarity: Polarity | None = None,
     attention_mask: MaskMode = "auto",
-    consumer: str | Consumer | None = None,
+    consumer: ConsumerName | Consumer | None = None,
     pattern: str | Pattern | None = None,
     model: Any = None,
     model_type: str | None = None,
@@ -85,7 +85,7 @@ class WrappedCollator:
     _: KW_ONLY
     polarity: Polarity | None
     attention_mask: MaskMode
-    consumer: str | Consumer | None
+    consumer: ConsumerName | Consumer | None
     pattern: str | Pattern | None
     label_pad_token_id: int
     labels_shifted: bool

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.consumer import Case, Consumer, Model, Route, consumer_named
+from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
+from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
 from collate_npu.masks.find import find_segments
@@ -63,7 +64,7 @@ class BatchAdapter:
         *,
         model_type: str | None = None,
         needs_mask_2d: bool | None = None,
-        consumer: str | Consumer | None = None,
+        consumer: ConsumerName | Consumer | None = None,
         padding_free: bool = False,
         pattern: str | Pattern | None = None,
         polarity: Polarity | None = None,
@@ -184,7 +185,8 @@ class BatchAdapter:
 
     def _case(self, segments: Segments, padding_free: bool | None) -> Case:
         flat = self.padding_free if padding_free is None else padding_free
-        return Case(segments=segments, model=self.model, pattern=self.pattern, padding_free=flat)
+        cp = self.context_parallel
+        return Case(segments=segments, model=self.model, pattern=self.pattern, padding_free=flat, context_parallel=cp)
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:

@@ -16,19 +16,25 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from collate_npu import debug
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
 from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
+from collate_npu.consumers.routes import WHY_2D, Keeps, MaskForm, Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
+from collate_npu.parallel import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 Answer = TypeVar("Answer")
-MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
-Keeps = Literal["recurrent", "always", "never"]
+ConsumerName = Literal[
+    "megatron", "transformer_engine", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "torchtitan",
+    "transformers", "verl", "verl_npu",
+]  # fmt: skip
+"""The names of `consumers()`, for type checkers: a misspelt one is an error before anything runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,12 @@ class Model:
         return answer
 
     @property
+    def said(self) -> str:
+        """In words: `model qwen3_next on sdpa`."""
+        own = self.config is not None and hasattr(text_config(self.config), "_attn_implementation")
+        return f"model {self.model_type or 'not named'}{f' on {self.attn_implementation}' if own else ''}"
+
+    @property
     def aux_loss(self) -> bool:
         """Does a router's loss read the mask (`output_router_logits`)?"""
         return self.config is not None and bool(getattr(text_config(self.config), "output_router_logits", False))
@@ -116,6 +128,7 @@ class Case:
     model: Model = Model()
     pattern: Pattern = CAUSAL
     padding_free: bool = False
+    context_parallel: ContextParallel | None = None
 
     @cached_property
     def exact(self) -> Verdict:
@@ -172,16 +185,6 @@ class Refusal:
     when: Test
     rule: str
     remedy: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """What becomes of the masks of one batch."""
-
-    form: MaskForm
-    keeps_mask_2d: bool
-    """Does `attention_mask_2d` stay in the batch?"""
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,10 +246,15 @@ class Consumer:
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy))
         if case.padding_free and not self.masks_flat_row(case):
             why = "padding free: offsets carry the boundaries, and there is no padding"
-            return Route(form="none", keeps_mask_2d=False, why=why)
-        chosen, why = next((form, why) for form in self.forms if (why := form.when(case)))
-        kept = {"recurrent": case.recurrent, "always": True, "never": False}[self.keeps_mask_2d]
-        return Route(form=chosen.form, keeps_mask_2d=kept, why=why if isinstance(why, str) else chosen.reads)
+            chosen = Route(form="none", keeps_mask_2d=False, why=why, why_2d="a flat row has no padding")
+        else:
+            form, why = next((form, why) for form in self.forms if (why := form.when(case)))
+            kept = {"recurrent": case.recurrent, "always": True, "never": False}[self.keeps_mask_2d]
+            why_2d, why = WHY_2D[self.keeps_mask_2d, kept], why if isinstance(why, str) else form.reads
+            chosen = Route(form=form.form, keeps_mask_2d=kept, why=why, why_2d=why_2d)
+        if debug.ON:
+            chosen.say(f"consumer {self.name}, {case.model.said}", self.key, case.segments, case.context_parallel)
+        return chosen
 
 
 @cache

@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from collate_npu import debug
 from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.find import segments_from_batch, token_shape
@@ -93,6 +95,8 @@ def ready_batch(
         out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
+    if debug.ON:
+        say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = batch["input_ids"].device if isinstance(batch.get("input_ids"), Tensor) else None
     return {key: _owned(value, device) for key, value in out.items()}
 

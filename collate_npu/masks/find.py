@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from collate_npu import debug
 from collate_npu.errors import (
     REMEDY_CARRY_2D,
     AmbiguousMaskError,
@@ -30,6 +31,7 @@ from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Role, of_kind, with_role
 from collate_npu.masks.derive import check_same_padding, read_bare_mask, read_mask, segments_from_2d, spelled
 from collate_npu.masks.evidence import Known, Reading
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
+from collate_npu.masks.hazards import say_hazards
 from collate_npu.masks.offsets import check_offsets, segments_from_offsets
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
@@ -92,6 +94,8 @@ def find_segments(
     _check_positions(positions_BS, truth.segments)
     check_offsets(batch, truth.segments)
     _refuse_inverted(batch, truth.segments)
+    if debug.ON:
+        say_hazards(batch, truth.segments)
     return truth.segments
 
 

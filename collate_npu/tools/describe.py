@@ -1,44 +1,89 @@
-"""Describe: a batch in words."""
+"""Describe: a batch in words: its keys, what is real and how that is known, what its mask must be, and what can go wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, shape_of
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.keys import of_kind, with_role
+from collate_npu.masks.find import segments_from_batch, token_shape
 from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.hazards import hazards, reads
+from collate_npu.segments import Segments
 
 
 def describe(batch: Mapping[str, Any]) -> str:
-    """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact.
+    """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact, and
+    hazards: what is legal and goes wrong in silence somewhere.
 
-    >>> from collate_npu import PaddingCollator
-    >>> print(describe(PaddingCollator(pad_token_id=0, padding_side="left")([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])))
-    input_ids: int64 [2, 3]
-    position_ids: int64 [2, 3]
-    attention_mask: bool [2, 1, 3, 3]
-    attention_mask_2d: bool [2, 3]
-    <BLANKLINE>
-    Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
-    no mask is not exact: padding stands on the left, so real tokens would attend it
+        >>> from collate_npu import PaddingCollator
+        >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+        >>> print(describe(PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")(rows)))
+        input_ids: int64 [2, 3]
+        position_ids: int64 [2, 3]
+        attention_mask: bool [2, 3]
+        attention_mask_2d: bool [2, 3]
+        <BLANKLINE>
+        Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
+        in words: 2 rows of 3, one sequence each; padding on the left, 2 of 6 places (33%)
+        known by attention_mask: says all of it, alone
+        known by attention_mask_2d: says all of it, alone
+        known by position_ids: agrees; alone it does not say all
+        no mask is not exact: padding stands on the left, so real tokens would attend it
     """
-    lines = [f"{key}: {_value(value)}" for key, value in batch.items()]
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
-        return "\n".join([*lines, "", f"padding: not known. {error}"])
+        told = [f"padding: not known. {error}"]
+        return "\n".join([*_keys(batch, None), "", *told, *_hazards(batch, None)])
+    return "\n".join([*_keys(batch, segments), "", *_facts(batch, segments), *_hazards(batch, segments)])
+
+
+def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
+    for key, value in batch.items():
+        dense = isinstance(value, Tensor) and value.ndim > 2 and key == "attention_mask"
+        means = reads(value, segments) if dense else ""
+        yield f"{key}: {_value(value)}{f', {means}' if means else ''}"
+
+
+def _facts(batch: Mapping[str, Any], segments: Segments) -> Iterator[str]:
     B, S = segments.shape
-    real, places = segments.num_tokens, max(B * S, 1)
+    real = segments.num_tokens
+    share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
+    yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
+    yield f"in words: {shape_said(segments)}"
+    yield from (f"known by {key}: {said}" for key, said in _sources(batch, segments))
     verdict = none_is_exact(segments)
-    lines += [
-        "",
-        f"{segments!r}: {segments.num_sequences} sequences, {real} real tokens of {B * S} ({100 * real / places:.0f}%)",
-        f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}",
-    ]
-    return "\n".join(lines)
+    yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
+
+
+def _sources(batch: Mapping[str, Any], segments: Segments) -> Iterator[tuple[str, str]]:
+    """What each key that tells something says by itself, through the same door; together they agree, or were refused."""
+    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
+    keys = [key for key in keys if key not in with_role(batch, "longest")]
+    yield from ((key, _alone(batch, key, segments)) for key in keys if batch[key] is not None)
+
+
+def _alone(batch: Mapping[str, Any], key: str, segments: Segments) -> str:
+    stand_in = {"input_ids": torch.zeros(token_shape(batch), dtype=torch.int64)}
+    try:
+        found = segments_from_batch({**stand_in, key: batch[key]}, padding_free=segments.shape[0] == 1)
+    except CollateError:
+        return "agrees; alone it does not say all"
+    if found == segments:
+        return "says all of it, alone"
+    same = bool((found.keep == segments.keep).all())
+    return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
+
+
+def _hazards(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
+    found = hazards(batch, segments)
+    yield from (f"hazard: {text}" for text in found.values())
 
 
 def _value(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
 from collate_npu.consumers import consumer as room
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.consumer import Model, consumers
+from collate_npu.consumers.consumer import ConsumerName, Model, consumers
 from collate_npu.consumers.models import config_of, family_needs_mask_2d, layer_masks, text_config
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -307,3 +308,7 @@ def test_a_config_is_asked_once_for_each_side():
         assert room.route("transformers", Segments.from_lengths([2, 3]), model=model).form == "keep_2d"
         with pytest.raises(UnsupportedFormError, match="use_bias"):
             room.route("transformers", Segments.from_lengths([2, 3], side="left"), model=model)
+
+
+def test_the_names_for_type_checkers_are_those_of_the_files():
+    assert set(get_args(ConsumerName)) == set(consumers())

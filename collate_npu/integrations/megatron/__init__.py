@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collate_npu import debug
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
+from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
@@ -25,7 +27,7 @@ from collate_npu.integrations.megatron.multi_token import refuse_crossing, refus
 from collate_npu.integrations.megatron.packed import flat_row_offsets, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
 from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
@@ -111,6 +113,9 @@ def gpt_batch(
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
         inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
+    if debug.ON:
+        why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
+        say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
     extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
     return mcore_bridge.pass_through_forward(type(unwrap(model)), inputs, extras), segments
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from collate_npu import debug
+from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.torchtitan.masks import positions, torn_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
@@ -78,6 +80,9 @@ def trainer_batch(
     input_dict = {"input": tokens, "positions": positions(segments)}
     if segment_ids:
         input_dict[SEGMENT_KEY] = segments.ids
+    if debug.ON:
+        told = "segment_ids" if segment_ids else "positions"
+        say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
     return input_dict, _labels(batch, segments, labels_shifted)
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu import debug
+from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.host import Array
 from collate_npu.keys import KEEP_KEY
@@ -47,8 +49,12 @@ def get_attention_masks(
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
     """
     if isinstance(layers, Mapping):
-        return {key: _one(segments, kind, device, block_size, compiled) for key, kind in layers.items()}
-    return _one(segments, layers, device, block_size, compiled)
+        out: Any = {key: _one(segments, kind, device, block_size, compiled) for key, kind in layers.items()}
+    else:
+        out = _one(segments, layers, device, block_size, compiled)
+    if debug.ON:
+        say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
+    return out
 
 
 def layers_of(model: Any) -> Layers:

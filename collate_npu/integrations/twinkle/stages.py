@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.consumer import consumer_named
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -64,7 +65,7 @@ class Stages:
         return BatchAdapter(
             next(iter(self.chunks), None),
             needs_mask_2d=self.needs_mask_2d,
-            consumer=consumer,
+            consumer=consumer_named(consumer),
             pattern=self.pattern,
             context_parallel=cp,
         )

@@ -5,6 +5,8 @@ Nothing here imports torch before a command needs it: `env` explains why it does
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES
@@ -16,8 +18,20 @@ from collate_npu.tools.cli.show import show_command
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from collate_npu import __version__
+
+        typer.echo(f"collate-npu {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Batches whose padding means the same to every layer, kernel and trainer."""
 
 

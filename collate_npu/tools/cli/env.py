@@ -16,4 +16,4 @@ def env_command(
     """
     from collate_npu.tools.env.markdown import written
 
-    print(written(as_json=as_json))
+    typer.echo(written(as_json=as_json))

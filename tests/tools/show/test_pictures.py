@@ -1,4 +1,4 @@
-"""Pictures and words of a batch say what its masks say."""
+"""Pictures of a batch say what its masks say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from collate_npu import CollateError, PaddingCollator, Pattern, Segments, dense
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.tools.describe import describe
 from collate_npu.tools.show.pictures import picture
 
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
@@ -70,7 +69,6 @@ def test_what_is_refused_is_drawn_all_the_same_with_the_reason(why):
     text = picture(batch)
     assert text.startswith(f"refused: {error.value}\n\n")
     assert all(f"\n\n{key}\n" in text for key in masks)
-    assert f"padding: not known. {error.value}" in describe(batch)
 
 
 def test_a_refused_mask_is_drawn_as_it_stands():
@@ -89,17 +87,6 @@ def test_a_mask_alone_that_has_two_readings():
 def test_megatrons_fill_is_blocked():
     bias = dense(Segments.from_lengths([2])).logical_not() * -10000.0
     assert picture(bias) == "■ ⬚\n■ ■"
-
-
-def test_words():
-    text = describe(PaddingCollator(pad_token_id=0, padding_side="left")(FEATURES))
-    assert "attention_mask: bool [2, 1, 3, 3]" in text
-    assert "2 sequences, 4 real tokens of 6 (67%)" in text
-    assert "no mask is not exact: padding stands on the left" in text
-    assert "no mask is exact" in describe(PaddingCollator(pad_token_id=0)(FEATURES))
-    assert "params: object" in describe({"input_ids": torch.ones(2, 3), "params": object()})
-    assert "padding: not known" in describe({"input_ids": torch.ones(2, 3)})
-    assert "2 sequences, 4 real tokens of 4" in describe(PaddingCollator(padding_free=True)(FEATURES))
 
 
 def test_what_is_no_mask_is_refused():
