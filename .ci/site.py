@@ -70,7 +70,5 @@ def room(name: str) -> str:
 def integrations() -> list[str]:
     """Every trainer's module: the files and packages of `integrations`, less what they share."""
     shared = {"context_parallel", "patching", "delivery"}
-    found = sorted(
-        path.stem for path in (ROOT / "collate_npu" / "integrations").iterdir() if not path.name.startswith("__py")
-    )
-    return [f"integrations.{name}" for name in found if name not in shared]
+    found = sorted(path.stem for path in (ROOT / "collate_npu" / "integrations").iterdir())
+    return [f"integrations.{name}" for name in found if name not in shared and not name.startswith("__")]

@@ -51,7 +51,7 @@ def page(name: str) -> str:
     names = {path.relative_to(GUIDE).with_suffix("").as_posix(): path for path in sorted(GUIDE.rglob("*.md"))}
     wanted = name.removesuffix(".md").lower()
     if wanted not in names:
-        near = get_close_matches(wanted, names, n=1)
-        remedy = f"Did you mean {near[0]}? " * bool(near) + "`collate-npu guide` lists them."
-        raise CollateError(explain("guide", name, "Pages are named as in the list.", remedy))
+        near = "".join(f"Did you mean {one}? " for one in get_close_matches(wanted, names, n=1))
+        rule = "Pages are named as in the list."
+        raise CollateError(explain("guide", name, rule, f"{near}`collate-npu guide` lists them."))
     return names[wanted].read_text(encoding="utf-8")
