@@ -210,5 +210,5 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site in build/site: the guide, and the API read from the source; a broken link or anchor is an error."""
-    session.install("mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11")
+    session.install("mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11", "ruff==0.17.5")
     session.run("mkdocs", "build", "--strict", "--config-file", ".ci/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})

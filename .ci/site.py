@@ -30,15 +30,18 @@ MODULES = (
 """Rendered whole, beside the names of `collate_npu` itself and every trainer's integration."""
 
 
+WHOLE = "::: collate_npu.{name}\n    options: {{heading_level: 1, show_root_heading: false}}"
+
+
 def on_config(config: Any) -> Any:
     """The menu: the sections and links of index.md, in their order, then the API."""
-    menu: list[dict[str, Any]] = [{"Start": ["index.md"]}]
+    menu: list[dict[str, Any]] = [{"Home": "index.md"}]
     for line in Path(config.docs_dir, "index.md").read_text(encoding="utf-8").splitlines():
         if title := re.match(r"## (.+)", line):
             menu.append({title[1]: []})
         elif link := re.match(r"\* \[([^\]]+)\]\((\S+\.md)\)", line):
             next(iter(menu[-1].values())).append({link[1]: link[2]})
-    config.nav = [part for part in menu if next(iter(part.values()))] + [{"API": [*api_pages()]}]
+    config.nav = [*menu, {"API": [{path[16:-3]: path} for path in api_pages()]}]  # api/collate_npu.NAME.md
     return config
 
 
@@ -56,15 +59,20 @@ def on_page_content(html: str, **_: Any) -> str:
 def api_pages() -> dict[str, str]:
     """Path to text: a page for each room of `collate_npu.__all__`, and one for each module."""
     names = sorted(collate_npu.__all__, key=lambda name: (room(name), name))
-    pages = {
-        f"api/{where}.md": f"# {where}\n\n" + "\n\n".join(f"::: collate_npu.{name}" for name in group)
-        for where, group in groupby(names, key=room)
-    }
-    return pages | {f"api/{name}.md": f"# {name}\n\n::: collate_npu.{name}" for name in (*MODULES, *integrations())}
+    rooms = {where: [f"::: collate_npu.{name}" for name in group] for where, group in groupby(names, key=room)}
+    rooms |= {f"collate_npu.{name}": [WHOLE.format(name=name), *handed_on(name)] for name in (*MODULES, *integrations())}
+    return {f"api/{where}.md": "\n\n".join([f"# {where}", *parts]) for where, parts in rooms.items()}
 
 
 def room(name: str) -> str:
     return "collate_npu." + collate_npu._HOME[name].partition(".")[0]
+
+
+def handed_on(module: str) -> list[str]:
+    """What a module hands on by `import name as name`, which mkdocstrings shows of a package with `__all__` alone."""
+    path = ROOT / "collate_npu" / module.replace(".", "/")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    return [f"::: collate_npu.{module}.{name}" for name in re.findall(r"^from \S+ import (\w+) as \1$", text, flags=re.M)]
 
 
 def integrations() -> list[str]:
