@@ -10,19 +10,57 @@ RULE_SAME_TOKENS = "All masks of a batch describe the same tokens."
 
 
 class CollateError(ValueError):
-    """A batch, a mask or a setting that cannot be read one way only; nothing was guessed."""
+    """A batch, a mask or a setting that cannot be read one way only; nothing was guessed.
+
+    >>> from collate_npu import PaddingCollator
+    >>> PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2], "labels": [1]}])
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.CollateError: labels: 1 bad row.
+      row 0: got 1 values beside 2 input_ids
+    labels has one value for each token of its row.
+    Cut or build both together, before collation.
+    """
 
 
 class PolarityError(CollateError):
-    """True could mean "attend" or "blocked" and the tensor itself does not tell."""
+    """True could mean "attend" or "blocked" and the tensor itself does not tell.
+
+    >>> from collate_npu import derive_segments
+    >>> derive_segments([[[[True, True, False]]]])
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.PolarityError: attention_mask: got bool [1, 1, 1, 3]. True is 'attends' (SDPA) or 'blocked'
+        (TransformerEngine's padding mask); a key mask proves neither. Pass polarity='keep' (True attends), 'masked'
+        (True is blocked) or 'bias' (additive).
+    """
 
 
 class AmbiguousMaskError(CollateError):
-    """Two different paddings or packings give exactly this tensor."""
+    """Two different paddings or packings give exactly this tensor.
+
+    >>> from collate_npu import BatchAdapter
+    >>> BatchAdapter(needs_mask_2d=True, consumer="megatron")({"input_ids": [[1, 2, 0]]})
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
+        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
+        wrap_collator emit it).
+    """
 
 
 class UnsupportedFormError(CollateError):
-    """The consumer has no form in which this batch would be computed correctly."""
+    """The consumer has no form in which this batch would be computed correctly.
+
+    >>> from collate_npu import BatchAdapter, Segments
+    >>> BatchAdapter(needs_mask_2d=True, consumer="verl_npu").route(Segments.from_lengths([3, 5], side="left"))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: attention_mask: got Segments(B=2, S=5, lengths=[3, 5], padding='left').
+        MindSpeed's flash kernel runs a compressed causal triangle, and here padding stands on the left, so real tokens
+        would attend it. Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one
+        rank a row reads a dense mask under attention_mask_type=general (consumer='mindspeed_dense').
+    """
 
 
 def explain(where: str, got: str, rule: str, remedy: str) -> str:

@@ -22,7 +22,17 @@ Role = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key: the collator, the door, the split and every integration go by this row."""
+    """One key: the collator, the door, the split and every integration go by this row.
+
+    >>> KEYS["labels"].fill, KEYS["labels"].share, KEYS["pixel_values"].kind
+    ('ignored', 'split', 'vision')
+    >>> keys = {**KEYS, "reward": TOKENS, "seed": SAMPLE, "weights": Key(kind="tokens", fill=1.0)}
+    >>> from collate_npu import PaddingCollator
+    >>> collator = PaddingCollator(pad_token_id=0, padding_side="left", keys=keys)
+    >>> batch = collator([{"input_ids": [1, 2], "weights": [0.5, 2]}, {"input_ids": [3], "weights": [3]}])
+    >>> batch["weights"].tolist()
+    [[0.5, 2.0], [1.0, 3.0]]
+    """
 
     kind: Kind
     """`tokens`: one value a token. `positions`: one a token, or several axes of them. `vision`: patches, grids, audio.
@@ -100,12 +110,20 @@ SEGMENT_KEY = "segment_ids"
 
 
 def with_role(names: Iterable[str], *roles: Role, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
-    """Those of `names` that have one of these roles, in the order of the table."""
+    """Those of `names` that have one of these roles, in the order of the table.
+
+    >>> with_role(["labels", "cu_seqlens", "attention_mask_2d"], "keep", "offsets")
+    ('attention_mask_2d', 'cu_seqlens')
+    """
     return _held(_of_role(roles) if keys is KEYS else {name: None for name, key in keys.items() if key.role in roles}, names)
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
-    """Those of `names` that are of one of these kinds, in the order of the table."""
+    """Those of `names` that are of one of these kinds, in the order of the table.
+
+    >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")
+    ('labels', 'seq_lengths')
+    """
     return _held(_of_kind(kinds) if keys is KEYS else {name: None for name, key in keys.items() if key.kind in kinds}, names)
 
 

@@ -17,13 +17,22 @@ from collate_npu.segments import Segments
 
 
 def unpad(x: Tensor, segments: Segments) -> Tensor:
-    """`[B, S, ...]` to `[T, ...]`: real tokens only, row after row. Inverse of `repad`."""
+    """`[B, S, ...]` to `[T, ...]`: real tokens only, row after row. Inverse of `repad`.
+
+    >>> segments = Segments.from_lengths([1, 3], side="left")
+    >>> unpad(torch.tensor([[0, 0, 7], [4, 5, 6]]), segments).tolist()
+    [7, 4, 5, 6]
+    """
     _check_shape(x, segments)
     return x.flatten(0, 1).index_select(0, segments.indices.to(x.device))
 
 
 def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
-    """`[T, ...]` to `[B, S, ...]`, `fill` at padding. Inverse of `unpad`; values at padding do not come back."""
+    """`[T, ...]` to `[B, S, ...]`, `fill` at padding. Inverse of `unpad`; values at padding do not come back.
+
+    >>> repad(torch.tensor([7, 4, 5, 6]), Segments.from_lengths([1, 3], side="left"), fill=-1).tolist()
+    [[-1, -1, 7], [4, 5, 6]]
+    """
     if y.shape[:1] != (segments.num_tokens,):
         rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
@@ -36,6 +45,12 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` to `[N, ...]`: the last real token of each sequence, whichever side is padded.
 
     Never looks at token ids, so pad == eos inside a row is no trap. Raises for rows with no token: there is no last one.
+
+    >>> left, right = Segments.from_lengths([1, 3], side="left"), Segments.from_lengths([1, 3])
+    >>> last_token(torch.tensor([[0, 0, 7], [4, 5, 6]]), left).tolist()
+    [7, 6]
+    >>> last_token(torch.tensor([[7, 0, 0], [4, 5, 6]]), right).tolist()
+    [7, 6]
     """
     _check_shape(x, segments)
     if segments.empty_rows:
@@ -45,7 +60,12 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
 
 
 def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
-    """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in."""
+    """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in.
+
+    >>> packed = Segments.from_lengths([[2, 1], [1]], width=4)
+    >>> [x.tolist() for x in per_sequence(torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]]), packed)]
+    [[1, 2], [3], [4]]
+    """
     return list(torch.split(unpad(x, segments), list(segments.sequence_lengths)))
 
 
@@ -53,6 +73,10 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows).
 
     One entry a sequence: a row without tokens has none.
+
+    >>> nested = to_nested(torch.tensor([[0, 0, 7], [4, 5, 6]]), Segments.from_lengths([1, 3], side="left"))
+    >>> [row.tolist() for row in nested.unbind()]
+    [[7], [4, 5, 6]]
     """
     nested: Tensor = torch.nested.nested_tensor_from_jagged(
         unpad(x, segments), segments.cu_seqlens.to(x.device, torch.int64)
@@ -63,9 +87,13 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
 def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
     """Labels moved to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
 
-    With `segments` a sequence's last token predicts nothing, rather than its packed neighbour's first token. What
-    transformers' losses take as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the targets of
-    multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
+    With `segments` a sequence's last token predicts nothing; without, it predicts the first token of its packed neighbour.
+    transformers' losses take the result as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the
+    targets of multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
+
+    >>> packed = Segments.from_lengths([[2, 3]])
+    >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()
+    [[2, -100, 4, 5, -100]]
     """
     if segments is not None:
         _check_labels(labels, segments)
@@ -87,6 +115,10 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
 
     A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet: the shift drops column 0, whose
     labels stay.
+
+    >>> left = Segments.from_lengths([3, 4], side="left")
+    >>> ignore_first_labels(torch.tensor([[9, 1, 2, 3], [4, 5, 6, 7]]), left).tolist()
+    [[-100, -100, 2, 3], [4, 5, 6, 7]]
     """
     _check_labels(labels, segments)
     ids_BS = segments.ids.to(labels.device)

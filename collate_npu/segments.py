@@ -54,6 +54,23 @@ class Segments:
 
     A sequence may have holes (`1 1 0 1`), and padding may stand between sequences (`1 1 0 2 2`). Raises `CollateError`
     where ids are not whole numbers from 1 upwards in the order of the sequences; `from_ids` renumbers any labels.
+
+    >>> segments = Segments([[0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]])
+    >>> segments
+    Segments(B=2, S=6, lengths=[3+2, 4], padding='left')
+    >>> segments.position_ids.tolist()
+    [[0, 0, 1, 2, 0, 1], [0, 0, 0, 1, 2, 3]]
+    >>> segments.keep[1].tolist(), segments.shape, segments.packed, segments.padding_side
+    ([False, False, True, True, True, True], (2, 6), True, 'left')
+    >>> segments.lengths, segments.row_lengths, segments.sequence_lengths, segments.ids.dtype
+    (((3, 2), (4,)), (5, 4), (3, 2, 4), torch.int32)
+    >>> segments.num_sequences, segments.num_tokens, segments.num_padding, segments.padding_share, segments.max_length
+    (3, 9, 3, 0.25, 4)
+    >>> segments.cu_seqlens_host, segments.cu_seqlens.dtype, segments.indices.tolist(), segments.last_indices.tolist()
+    ((0, 3, 5, 9), torch.int32, [1, 2, 3, 4, 5, 8, 9, 10, 11], [3, 5, 11])
+    >>> hole = Segments([[1, 1, 0, 1], [0, 0, 0, 0]])
+    >>> hole.hole_rows, hole.empty_rows, hole.spans, hole.longest_span
+    ((0,), (1,), ((0, 0, 4),), 4)
     """
 
     _shape: tuple[int, int]
@@ -73,7 +90,7 @@ class Segments:
         return self
 
     def ready(self) -> Segments:
-        """Compute now what compiled code reads: torch cannot trace the search for it. Every public way to build one does."""
+        """Compute now what compiled code reads, for torch cannot trace the search: for the library's own use."""
         self._compiled = torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
         return self
 
@@ -83,7 +100,13 @@ class Segments:
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
-        """From token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest."""
+        """From token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest.
+
+        >>> Segments.from_lengths([3, 5]).ids.tolist()
+        [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+        >>> Segments.from_lengths([[3, 2], [4]], width=6, side="left")
+        Segments(B=2, S=6, lengths=[3+2, 4], padding='left')
+        """
         rows = length_rows(lengths)
         totals = [sum(row) for row in rows]
         width = max(totals, default=0) if width is None else whole_number("width", width)
@@ -108,7 +131,11 @@ class Segments:
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
-        """From `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`."""
+        """From `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`.
+
+        >>> Segments.from_keep([[False, True, True], [True, True, True]])
+        Segments(B=2, S=3, lengths=[2, 3], padding='left')
+        """
         keep_BS = host_array("keep", keep)
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
@@ -131,6 +158,9 @@ class Segments:
 
         Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
         back after another sequence began is an error, not a new sequence.
+
+        >>> Segments.from_ids([[7, 7, 4, 0]]).ids.tolist()
+        [[1, 1, 2, 0]]
         """
         return cls.numbered(as_ids(ids)).ready()
 
@@ -142,7 +172,11 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
-        """One flat row `[1, width]` from cumulative offsets `0, 3, 8, ...` (leading 0 present); the tail is padding."""
+        """One flat row `[1, width]` from cumulative offsets `0, 3, 8, ...` (leading 0 present); the tail is padding.
+
+        >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
+        [[1, 1, 1, 2, 2, 0]]
+        """
         offsets = host_array("cu_seqlens", cu_seqlens)
         whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()
         if offsets.ndim != 1 or not len(offsets) or not whole or offsets[0] != 0 or (np.diff(offsets) < 0).any():
@@ -157,6 +191,9 @@ class Segments:
 
         That is how padding-free batches carry their boundaries (TRL, transformers' DataCollatorWithFlattening). Raises
         where positions do not count 0, 1, 2, ... in every sequence: custom positions say nothing of boundaries.
+
+        >>> Segments.from_position_ids([[0, 1, 2, 0, 1]]).lengths
+        ((3, 2),)
         """
         positions_BS = host_array("position_ids", position_ids)
         if positions_BS.ndim != 2:

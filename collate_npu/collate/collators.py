@@ -51,9 +51,9 @@ class PaddingCollator:
 
     Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids`,
     `loss_scale`, `routed_experts` and others; `keys={**KEYS, "my_weights": TOKENS}` adds your own. Vision keys are joined,
-    numbers become `[B]`, anything else a list of B. What is real is told by the lengths and by a row's own
-    `attention_mask` (holes stay holes; `1 1 2 2 0`, or `seq_lengths`, mark several sequences), never by `pad_token_id`,
-    which is often a real eos.
+    numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say which tokens are real;
+    `pad_token_id` never does, for it is often a real eos. Holes in a row's mask stay holes. `1 1 2 2 0`, or
+    `seq_lengths`, mark several sequences in a row.
 
     With a `model` (a module), or a `consumer` named, the batch is what that consumer reads, and nothing else is needed.
     Without, it is for an adapter at the trainer: `attention_mask` is None exactly where that is exact, else bool
@@ -69,10 +69,21 @@ class PaddingCollator:
     Two settings are for flat rows alone. `sequence_multiple=64` pads each sequence behind its tokens, which is exact for
     causal layers, and the row to a multiple of it too. `max_sequences=N` gives the offsets one length, N + 1, and
     `max_length_q/k` one value, the width: with fixed widths all batches have the same shapes, as graphs and compilers
-    want. What is left of the row is one tail; for N sequences it is cut (`masks.places.with_tail`), except for a model
-    known to have attention alone, whose last offset repeats. `sequence_multiple=4`, `padding=(8, 16)`, `max_sequences=4`::
+    want. The rest of the row is one tail, cut into the sequences that are missing (`masks.places.with_tail`). A model
+    known to have attention alone gets its last offset again instead. `sequence_multiple=4`, `padding=(8, 16)`,
+    `max_sequences=4`::
 
         1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
+
+    >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
+    >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    >>> {key: list(value.shape) for key, value in batch.items()}
+    {'input_ids': [2, 3], 'labels': [2, 3], 'position_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d':
+        [2, 3]}
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["attention_mask_2d"][1].tolist()
+    ([[1, 2, 3], [0, 0, 4]], [[1, 2, 3], [-100, -100, -100]], [False, False, True])
+    >>> PaddingCollator(padding_free=True)([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])["cu_seq_lens_q"].tolist()
+    [0, 3, 4]
     """
 
     tokenizer: Any = None

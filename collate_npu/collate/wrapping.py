@@ -52,9 +52,14 @@ def wrap_collator(
     """Middleware: the batch of any collator in, ours out; picklable if `inner` is.
 
     The inner batch may carry a 2D mask, a 4D mask (of the `polarity` and `pattern` declared, or proved), both, or none.
-    What the samples tell (lengths, own masks, packing ids, `seq_lengths`) counts wherever they stand whole in the batch,
-    and must agree with its masks. A flat, padding-free row stays one and gets all its offsets; `padding_free=True` makes
-    one of every batch, packed rows included. The other arguments are those of `PaddingCollator`.
+    Samples tell their lengths, own masks, packing ids and `seq_lengths`. Where the batch holds whole samples, this counts,
+    and the masks of the batch must agree with it. A flat, padding-free row stays one and gets all its offsets;
+    `padding_free=True` makes one of every batch, packed rows included. The other arguments are those of `PaddingCollator`.
+
+    >>> theirs = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
+    >>> batch = wrap_collator(lambda samples: theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
+    >>> {key: list(value.shape) for key, value in batch.items()}
+    {'input_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     """
     return WrappedCollator(
         inner,

@@ -47,6 +47,14 @@ class BatchAdapter:
     `pattern` declare `attention_mask` of the batches that arrive; undeclared, polarity is proved, the pattern is plain
     causal, and a mask with two readings is refused. With `context_parallel` the batch is split last, every key by its row
     of `keys`, and of a 4D mask only this rank's rows are ever built.
+
+    >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
+    >>> keep = torch.tensor([[False, False, True], [True, True, True]])
+    >>> batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask_2d": keep}
+    >>> {key: list(value.shape) for key, value in adapter(batch).items()}
+    {'input_ids': [2, 3], 'position_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
+    >>> adapter.with_segments(batch)[1]
+    Segments(B=2, S=3, lengths=[1, 3], padding='left')
     """
 
     def __init__(
@@ -100,6 +108,11 @@ class BatchAdapter:
         `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
         `context_parallel_algo`, and `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under
         context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
+
+        >>> from types import SimpleNamespace
+        >>> adapter = BatchAdapter.from_args(SimpleNamespace(padding_free=True), needs_mask_2d=True)
+        >>> adapter.consumer.name, adapter.padding_free
+        ('megatron', True)
         """
         named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
         named["consumer"] = "megatron" if getattr(args, "attention_backend", None) is None else kernel_of_args(args)
@@ -130,7 +143,12 @@ class BatchAdapter:
             return self.render(batch, segments), segments
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
-        """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked."""
+        """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
+
+        >>> adapter, ids = BatchAdapter(needs_mask_2d=True, consumer="verl"), torch.tensor([[0, 0, 7], [4, 5, 6]])
+        >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
+        [[False, False, True], [True, True, True]]
+        """
         case = self._case(segments, padding_free)
         device = _device(batch)
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
@@ -157,7 +175,11 @@ class BatchAdapter:
             check_recurrent_split(cp, scheme, case.segments, padding_free=case.padding_free, heads=heads)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
-        """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's."""
+        """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
+
+        >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
+        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
+        """
         return self._route(self._case(segments, padding_free))
 
     def _case(self, segments: Segments, padding_free: bool | None) -> Case:

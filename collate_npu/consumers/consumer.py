@@ -105,7 +105,12 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One batch on one model: what a description decides on."""
+    """One batch on one model: what a description decides on.
+
+    >>> left = Case(segments=Segments.from_lengths([3, 5], side="left"), model=Model(needs_mask_2d=True))
+    >>> left.plain, left.inside, left.recurrent, bool(left.exact)
+    (True, True, True, False)
+    """
 
     segments: Segments
     model: Model = Model()
@@ -139,7 +144,11 @@ Test = Callable[[Case], str | bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form the consumer reads, and when it gets it; the first that applies is taken."""
+    """A form the consumer reads, and when it gets it; the first that applies is taken.
+
+    >>> Form(form="keep", reads="bool [B, 1, S, S], True attends").when(Case(segments=Segments.from_lengths([3])))
+    True
+    """
 
     form: MaskForm
     reads: str
@@ -149,7 +158,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What has no right form here. `rule` may name the reason as `{why}`."""
+    """What has no right form here. `rule` may name the reason as `{why}`.
+
+    >>> PACKED_RECURRENT.of
+    'several sequences in a row, on recurrent layers'
+    >>> case = Case(segments=Segments.from_lengths([[3, 2]]), model=Model(needs_mask_2d=True))
+    >>> PACKED_RECURRENT.when(case)
+    'rows [0] hold several sequences'
+    """
 
     of: str
     """In words, for README."""
@@ -170,7 +186,25 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """One model stack. Refusals are asked first, in order, then forms; a flat row without refusal needs no mask."""
+    """One model stack. Refusals are asked first, in order, then forms; a flat row without refusal needs no mask.
+
+    >>> ours = Consumer(
+    ...     name="ours",
+    ...     forms=(Form(form="keep_2d", reads="bool [B, S]"),),
+    ...     refuses=(PACKED_RECURRENT,),
+    ...     source="our_model.py:12",
+    ... )
+    >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
+    >>> ours.route(Case(segments=left, model=recurrent))
+    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
+    >>> ours.route(Case(segments=Segments.from_lengths([[3, 2]]), model=recurrent))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: attention_mask: got Segments(B=1, S=5, lengths=[3+2], padding='none'). A
+        recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and rows [0] hold
+        several sequences. Give each sequence its own row, or use padding_free=True where its recurrent layers read
+        offsets.
+    """
 
     name: str
     forms: tuple[Form, ...]
@@ -245,6 +279,9 @@ def route(
     """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right.
 
     Device is never a reason; the consumer's kernel is.
+
+    >>> [route("megatron", Segments.from_lengths([3, 5], side=side)).form for side in ("right", "left")]
+    ['none', 'masked']
     """
     case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
     return consumer_named(consumer).route(case)

@@ -104,10 +104,16 @@ def transformer_engine() -> TransformerEngine:
 
 
 def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) -> str:
-    """The consumer that MindSpeed's attention is, by an argument namespace or a Megatron config.
+    """Which consumer MindSpeed's attention is, by its settings: an argument namespace or a Megatron config.
 
     Reads `attention_mask_type`, `use_flash_attn`, `transformer_impl`, `attention_backend` and `context_parallel_size`; `te`
     is the installed release's. Raises `UnsupportedFormError` where no mask is right under these settings.
+
+    >>> from types import SimpleNamespace
+    >>> kernel_of_settings(SimpleNamespace(attention_mask_type="general"), te="own")
+    'mindspeed_dense'
+    >>> kernel_of_settings(SimpleNamespace(attention_mask_type="causal"), te="own")
+    'mindspeed'
     """
     general = getattr(settings, "attention_mask_type", None) == "general"
     slow = getattr(settings, "use_flash_attn", None) is False

@@ -105,11 +105,14 @@ _RECURRENT_FIELD = re.compile(
 
 
 def needs_mask_2d(model: Any) -> bool:
-    """Must this model be told which tokens are padding, beside its attention mask? A module, a config or a model type.
+    """Does this model need the 2D mask beside its attention mask (recurrent layers)? A module, a config or a model type.
 
     Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
     fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
     Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
+
+    >>> needs_mask_2d("qwen3_next"), needs_mask_2d("llama")
+    (True, False)
     """
     if isinstance(model, str):
         return family_needs_mask_2d(_config_of_type(model))
@@ -245,11 +248,12 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """
     said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
     if not said and is_transformers(unwrap(model)):
-        return "bidirectional" if _is_encoder(config_of(model)) else None
+        return "bidirectional" if is_encoder(config_of(model)) else None
     return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]
 
 
-def _is_encoder(config: Any) -> bool:
+def is_encoder(config: Any) -> bool:
+    """Is this config one of a masked language model that is not told to decode?"""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers

@@ -30,6 +30,16 @@ class DispatchCollator:
 
     For `dispatch_batches=True` (the default of an IterableDataset) all processes' batches must have one width as well:
     give the inner collator `padding="max_length"`, or use `split_batches=True`. Picklable if `inner` is.
+
+    >>> from collate_npu import PaddingCollator
+    >>> collator = DispatchCollator(PaddingCollator(pad_token_id=0))
+    >>> list(collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]))
+    ['input_ids', 'position_ids', 'attention_mask_2d']
+    >>> collator([{"input_ids": [1, 2, 3], "name": "a"}, {"input_ids": [4], "name": "b"}])
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.CollateError: batch: got name is a list. Accelerate carries tensors whose first dimension is the
+        batch. Leave these keys out of the samples, or set dispatch_batches=False.
     """
 
     inner: Callable[..., Mapping[str, Any]]
@@ -47,7 +57,12 @@ class DispatchCollator:
 
 
 def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Key and reason for everything in a batch that Accelerate's dispatcher would break on, or break without a word."""
+    """Key and reason for everything in a batch that Accelerate's dispatcher would break on, or break without a word.
+
+    >>> import torch
+    >>> dispatch_problems({"input_ids": torch.zeros(2, 3), "cu_seqlens": torch.zeros(5), "attention_mask": None})
+    {'cu_seqlens': 'of shape [5] in a batch of 2', 'attention_mask': 'a NoneType'}
+    """
     size = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
     found = {key: _problem(value, size) for key, value in batch.items()}
     return {key: what for key, what in found.items() if what}

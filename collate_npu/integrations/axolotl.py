@@ -21,6 +21,8 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
     """Every batch of an axolotl run is proved, made right for its model, or refused.
 
     With `sample_packing`, recurrent models and flash attention get one flat row with its offsets; sdpa and eager keep rows.
+
+    >>> CollatePlugin().post_trainer_create(cfg, trainer)  # doctest: +SKIP
     """
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

@@ -39,6 +39,14 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
     Recurrent layers (Gated DeltaNet, Mamba, short convolutions) get a shard, out of order under torch's head-tail
     layout, and never exchange their state: accelerate refuses them for some layer names and versions only. Layers with
     a window would be run as full attention by the hooks that drop the mask.
+
+    >>> from collate_npu.testing import tiny_config
+    >>> refuse_model(tiny_config("qwen3_next", vocab_size=257))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: model: got Qwen3NextConfig. Its recurrent layers would run on one rank's
+        shard of the row, without the state of the tokens before it. Use Megatron (its GatedDeltaNet gathers the row
+        from megatron-core 0.18 on), or no sequence parallelism here.
     """
     name = type(config_of(model)).__name__
     if needs_mask_2d(model):

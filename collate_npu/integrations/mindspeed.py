@@ -40,6 +40,9 @@ def start_problem() -> str:
     """What is wrong with MindSpeed's start in this process, and what to do; "" where nothing is.
 
     Nothing is wrong where MindSpeed is not installed, or where Megatron is not imported yet.
+
+    >>> start_problem()  # Megatron is not imported here
+    ''
     """
     if "megatron.core" not in sys.modules or not mindspeed.installed():
         return ""

@@ -26,6 +26,13 @@ def declare_columns(trainer: Any, *names: str) -> None:
 
     It drops whatever the model's forward does not name, `seq_lengths` and `loss_scale` among it, before the collator sees
     a sample (transformers 5.23 trainer.py `_set_signature_columns_if_needed`). Call it before `train()`.
+
+    >>> from transformers import Trainer, TrainingArguments
+    >>> from collate_npu.testing import tiny_model
+    >>> trainer = Trainer(tiny_model("qwen3_next", vocab_size=257), TrainingArguments("out", use_cpu=True))
+    >>> declare_columns(trainer, "my_weights")
+    >>> {"seq_lengths", "loss_scale", "my_weights"} <= set(trainer._signature_columns)
+    True
     """
     trainer._set_signature_columns_if_needed()
     kept = trainer._signature_columns
@@ -37,6 +44,10 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
 
     With `collator`, training does not start where the dataloader has another one: some libraries replace it without a
     word (unsloth-zoo#1279). `alone=True` runs two sequences of that batch again by themselves.
+
+    >>> from collate_npu import PaddingCollator
+    >>> collator = PaddingCollator(pad_token_id=0, consumer="transformers")
+    >>> callback = DeliveryCallback(collator, alone=True)  # Trainer(..., data_collator=collator, callbacks=[callback])
     """
 
     def __init__(self, collator: Any = None, *, alone: bool = False) -> None:

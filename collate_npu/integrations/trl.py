@@ -26,6 +26,20 @@ def adapt_forward(model: nn.Module, **settings: Any) -> RemovableHandle:
     is read as a flat one. Steps of generation behind the prompt pass as they are. The trainer's own batch stays as it was,
     so its counts of tokens stay too. Give it `trainer.model`, and `trainer.ref_model` where there is one. Works with any
     trainer of transformers models. Costs a copy of the mask to the host each step: prefer a collator where one is taken.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model = tiny_model("qwen3_next", vocab_size=257)
+    >>> handle = adapt_forward(model)
+    >>> model(input_ids=torch.tensor([[256, 1], [2, 3]]), attention_mask=torch.tensor([[0, 1], [1, 1]])).logits.shape
+    torch.Size([2, 2, 257])
+    >>> model(input_ids=torch.tensor([[256, 1], [2, 3]]))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
+        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
+        wrap_collator emit it).
+    >>> handle.remove()
     """
     adapter = BatchAdapter(model, **settings)
     names = list(inspect.signature(type(model).forward).parameters)[1:]

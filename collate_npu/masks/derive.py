@@ -54,16 +54,24 @@ def derive_segments(
     an additive float (blocked at or below -9984, so ALiBi and position biases pass). A `[B, S]` mask is read as keep,
     1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
-    `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared. `keep`
-    settles what the mask cannot: its polarity, and whether self-attending tokens are padding; the mask must agree with it
-    at real tokens. `batch_size` is needed to tell `[S, S]` from `[B, S]` and to repeat a shared mask. `pattern` declares
-    the attention where two patterns would explain the mask; a declared `chunked` also says that rows are not packed.
-    `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask, for custom attention.
-    `unmasked_rows=True`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Default:
-    assumed only if some row of this batch shows it. All rows of a batch are assumed to be padded on one side.
+    * `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared.
+    * `keep`, `[B, S]`, decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
+      padding. The mask must agree with it at real tokens.
+    * `batch_size` tells `[S, S]` from `[B, S]`, and repeats a shared mask.
+    * `pattern` declares the attention where two patterns would explain the mask; `chunked` also says: rows are not packed.
+    * `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask: for custom attention.
+    * `unmasked_rows=True`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
+      Default: assumed only if some row of this batch shows it. All rows of a batch are padded on one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
+
+    >>> from collate_npu import Segments, dense
+    >>> masked = dense(Segments.from_lengths([3, 5], side="left"), polarity="masked")
+    >>> derive_segments(masked), derive_segments(~masked) == derive_segments(masked)
+    (Segments(B=2, S=5, lengths=[3, 5], padding='left'), True)
+    >>> derive_segments([[1, 1, 2, 2, 0]]).lengths
+    ((2, 2),)
     """
     full = host_tensor(KEY, attention_mask)
     how = None if pattern is None else Pattern.of(pattern)

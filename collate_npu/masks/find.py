@@ -49,12 +49,22 @@ def segments_from_batch(
     """The `Segments` of a batch, from whatever it carries; all sources are checked against each other.
 
     `polarity` declares `attention_mask`, of any rank; `attention_mask_2d` is always keep. A dense mask must be that of
-    `pattern` (plain causal where none is declared), and is refused with the pattern that would explain it: no consumer
-    would get what it says. Per-head and valued masks (ALiBi) are refused. With `padding_free` the batch is one flat row.
+    `pattern` (plain causal where none is declared). Any other is refused, and the error names the pattern that would
+    explain it. Per-head and valued masks (ALiBi) are refused. With `padding_free` the batch is one flat row.
 
     Raises `CollateError`: where nothing says which tokens are padding (no mask may mean no padding, or a mask that was
     lost), where two sources differ, where a row has no real token (`segment_ids` may say so), and where the labels are
     all on padding, as a mask turned around would have it.
+
+    >>> batch = {"input_ids": [[0, 0, 7], [4, 5, 6]], "attention_mask": [[0, 0, 1], [1, 1, 1]]}
+    >>> segments_from_batch(batch)
+    Segments(B=2, S=3, lengths=[1, 3], padding='left')
+    >>> segments_from_batch({"input_ids": [[0, 0, 7], [4, 5, 6]]})
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
+        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
+        wrap_collator emit it).
     """
     return find_segments(batch, polarity=polarity, pattern=pattern, padding_free=padding_free).ready()
 

@@ -39,7 +39,12 @@ EVALUATED_BYTES = 21
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Yes or no, with the reason; true in an `if` when `ok`."""
+    """Yes or no, with the reason; true in an `if` when `ok`.
+
+    >>> verdict = none_is_exact(Segments.from_lengths([3, 5], side="left"))
+    >>> bool(verdict), verdict.ok, verdict.why
+    (False, False, 'padding stands on the left, so real tokens would attend it')
+    """
 
     ok: bool
     why: str
@@ -57,6 +62,12 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     Yes only where no real token could see padding or another sequence: causal, padding on the right alone, one sequence
     a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed generate_mask/adaptor.py:26-31,
     transformers masking_utils.py:307 and ms-swift trainers/utils.py:396-407 each drop the mask on other conditions).
+
+    >>> if none_is_exact(Segments.from_lengths([3, 5])):
+    ...     print("right padding: leave the mask out")
+    right padding: leave the mask out
+    >>> none_is_exact(Segments.from_lengths([[3, 2]])).why
+    'a row holds several sequences, which would see each other'
     """
     pattern = Pattern.of(pattern)
     if pattern.reaches(segments.longest_span):
@@ -96,6 +107,12 @@ def dense(
     `polarity="keep"`: True = attends (torch SDPA; `dtype` bool or an int type for 1/0). `"masked"`: True = blocked
     (Megatron-core transformer/utils.py:54, torch_npu `atten_mask`). `"bias"`: 0 attends, `finfo(dtype).min` is blocked
     (transformers masking_utils.py:632), float32 by default. Raises `UnsupportedFormError` beyond `max_mask_bytes`.
+
+    >>> left = Segments.from_lengths([1, 2], side="left")
+    >>> dense(left, dtype=torch.int64).tolist()
+    [[[[0, 0], [0, 1]]], [[[1, 0], [1, 1]]]]
+    >>> dense(left, polarity="masked", rows=[1]).tolist()
+    [[[[True, False]]], [[[False, False]]]]
     """
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
@@ -184,6 +201,10 @@ def mask_mod(
     """The predicate `(b, h, q, k) -> bool` (True attends) that flex_attention and `block_mask` take.
 
     Same truth as `dense(polarity="keep")`, element by element.
+
+    >>> attends = mask_mod(Segments.from_lengths([3, 5], side="left"))
+    >>> attends(torch.tensor(0), None, torch.tensor(4), torch.arange(5)).tolist()
+    [False, False, True, True, True]
     """
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
@@ -218,6 +239,9 @@ def block_mask(
     torch evaluates the predicate on all B * S * S places while it builds the mask, which takes up to 21 bytes a place
     (measured on torch 2.13); `compiled=True` fuses that away, for some seconds of compilation at the first call. Raises
     `UnsupportedFormError` where that is beyond `max_mask_bytes`.
+
+    >>> block_mask(Segments.from_lengths([200, 256], side="left")).shape
+    (2, 1, 256, 256)
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -233,7 +257,14 @@ def block_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Varlen:
-    """Offsets for kernels that take one flat row of sequences: cu_seqlens `0, 3, 8` for lengths 3 and 5."""
+    """Offsets for kernels that take one flat row of sequences: cu_seqlens `0, 3, 8` for lengths 3 and 5.
+
+    >>> offsets = varlen(Segments.from_lengths([3, 5], side="left"))
+    >>> offsets.cu_seqlens.tolist(), offsets.cu_seqlens_host, offsets.max_length, offsets.num_sequences
+    ([0, 3, 8], (0, 3, 8), 5, 2)
+    >>> offsets.position_ids.tolist(), offsets.seq_idx.tolist()
+    ([[0, 1, 2, 0, 1, 2, 3, 4]], [[0, 0, 0, 1, 1, 1, 1, 1]])
+    """
 
     cu_seqlens: Tensor
     """int32 `[N + 1]`, leading 0 (flash-attn, fla; torch_npu's actual_seq_qlen is the same without the 0)."""
@@ -253,6 +284,9 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
 
     `keep_tail=True` is for one flat row with padding at its end, which stays in the tensor: the tail becomes one more
     sequence, so that neither kernels nor positions see it as part of the last. Raises where there is not one such row.
+
+    >>> varlen(Segments.from_lengths([[3, 2]], width=8), keep_tail=True).cu_seqlens.tolist()
+    [0, 3, 5, 8]
     """
     lengths = list(segments.sequence_lengths)
     num_sequences = len(lengths)

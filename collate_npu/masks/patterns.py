@@ -52,6 +52,19 @@ class Pattern:
         ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚     ■ ■ ■ ■
         ■ ■ ■ ⬚     ⬚ ■ ■ ⬚     ⬚ ⬚ ■ ⬚     ■ ■ ■ ⬚     ■ ■ ■ ■
         ■ ■ ■ ■     ⬚ ⬚ ■ ■     ⬚ ⬚ ■ ■     ■ ■ ■ ■     ■ ■ ■ ■
+
+    >>> window = Pattern.sliding(2)
+    >>> window.attends(q=np.array(3), k=np.arange(4), n=0).tolist()
+    [False, False, True, True]
+    >>> window.reaches(2), window.reaches(3)
+    (False, True)
+    >>> str(Pattern.of("causal")), str(Pattern.chunked(4)), str(Pattern.prefix([2, 3]))
+    ('causal', 'chunked(4)', 'prefix(2, 3)')
+    >>> Pattern.prefix([2, 3]).check(num_sequences=4)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.CollateError: prefix: got 2 lengths. The batch holds 4 sequences; a prefix is one length, or one
+        for each. Pass one length per sequence.
     """
 
     name: ClassVar[str]
@@ -177,6 +190,7 @@ class Chunked(Pattern):
         return (k <= q) & (q // self.size == k // self.size)
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
+        """Chunk by chunk, each a causal triangle."""
         Q, K = block_QK.shape
         block_QK[:] = forbidden
         for low in range(0, K, self.size):

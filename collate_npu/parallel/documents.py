@@ -28,6 +28,9 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
 
     Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
     else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
+
+    >>> cu_seqlens_of({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]}).tolist()
+    [0, 4, 8]
     """
     for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
         if (value := batch[key]) is not None:
@@ -58,6 +61,11 @@ def pad_documents(
 
     Padding stands behind its document, which is exact for causal layers. A multiple of the chunk (64) leaves recurrent
     kernels no shorter chunk at a document's end, where some are wrong (flash-linear-attention-npu issues 367, 544, 733).
+
+    >>> row = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "cu_seq_lens_q": torch.tensor([0, 3, 5])}
+    >>> batch, segments = pad_documents(row, multiple=4)
+    >>> batch["input_ids"].tolist(), batch["cu_seqlens_padded"].tolist(), segments.num_padding
+    ([[1, 2, 3, 0, 4, 5, 0, 0]], [0, 4, 8], 3)
     """
     offsets = cu_seqlens_of(batch, segments)
     if offsets is None:
@@ -156,6 +164,7 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
+        """From N documents: their real lengths, where they start now, and the places each is to take up."""
         first_N = np.cumsum(places_N) - places_N
         place_W, number_W = np.arange(places_N.sum()), np.repeat(np.arange(len(places_N)), places_N)
         at_W = place_W - first_N[number_W]
@@ -168,6 +177,7 @@ class _Plan:
         return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
+        """One key of the batch in the new row; keys without a token dimension come back as they are."""
         rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
         if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
             return value

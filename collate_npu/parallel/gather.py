@@ -48,6 +48,9 @@ def gather_sequence(
       its part of that one gradient, without communication; add parameter gradients up over the group.
     * `loss="local"`: each rank computes something of its own from it (its queries against gathered keys). Each shard
       gets the sum over ranks, by one reduce-scatter: the gradient of the sum of the ranks' losses.
+
+    >>> gather_sequence(torch.tensor([[4, 5, 6]]), ContextParallel(size=1, rank=0)).tolist()  # README runs it on two ranks
+    [[4, 5, 6]]
     """
     if loss not in ("same", "local"):
         rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
@@ -71,6 +74,9 @@ def join_shards(
     """The whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be any of their places.
 
     `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
+
+    >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     if len(shards) != cp.size or len({shard.shape for shard in shards}) != 1:
         got = f"{len(shards)} shards of shapes {sorted({str(list(shard.shape)) for shard in shards})}"
@@ -154,6 +160,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        """This rank's part of one gradient (`same`), or the sum over ranks (`local`)."""
         (grad,) = grads
         if ctx.loss == "same":
             return grad[ctx.rank], None, None, None, None

@@ -49,6 +49,14 @@ class ContextParallel:
 
     Without `group` it only splits (in a dataloader, say); gathering needs the process group or one-dimensional
     DeviceMesh of these ranks. `from_group`, `from_mesh` and `from_megatron` read size and rank off it.
+
+    >>> cp = ContextParallel(size=2, rank=0)
+    >>> token_rows(8, cp).tolist(), token_rows(8, cp.with_rank(1)).tolist()
+    ([0, 1, 6, 7], [2, 3, 4, 5])
+    >>> cp.multiple, cp.min_multiple, ContextParallel(2, 0, tensor_parallel=4, block=16).multiple
+    (4, 4, 128)
+    >>> cp.for_documents().layout, cp.for_documents().documents, cp.for_documents().document_multiple, cp.ulysses_size
+    ('document_zigzag', True, 4, 1)
     """
 
     size: int
@@ -73,7 +81,14 @@ class ContextParallel:
 
     @classmethod
     def from_group(cls, group: Any, **settings: Any) -> ContextParallel:
-        """Size and rank from a torch process group (Gloo, NCCL, HCCL); `torch.distributed.group.WORLD` is one."""
+        """Size and rank from a torch process group (Gloo, NCCL, HCCL); `torch.distributed.group.WORLD` is one.
+
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ContextParallel.from_group(dist.group.WORLD, layout="contiguous").size
+        1
+        >>> dist.destroy_process_group()
+        """
         import torch.distributed as dist
 
         check_group(group)
@@ -81,14 +96,20 @@ class ContextParallel:
 
     @classmethod
     def from_mesh(cls, mesh: Any, **settings: Any) -> ContextParallel:
-        """Size and rank from a DeviceMesh: one dimension, or `(ring, ulysses)`, whose layout is `ulysses_ring`."""
+        """Size and rank from a DeviceMesh: one dimension, or `(ring, ulysses)`, whose layout is `ulysses_ring`.
+
+        >>> ContextParallel.from_mesh(mesh["cp"])  # doctest: +SKIP
+        """
         if mesh.ndim == 2:
             settings = {"layout": "ulysses_ring", "ulysses": mesh.size(1), **settings}
         return cls.from_group(mesh_group(mesh), **settings)
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size."""
+        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+
+        >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
+        """
         group, tensor_parallel = megatron_group()
         return cls.from_group(group, **{"tensor_parallel": tensor_parallel, **settings})
 
@@ -147,6 +168,9 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
     `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*` and ignored by the others. Raises
     `CollateError` with the multiple to pad to where the width, or a document, does not divide.
+
+    >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
+    (((0, 2), (6, 8)), ((0, 4),))
     """
     if not cp.documents:
         return _plain_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
@@ -154,7 +178,16 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 
 def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """int64 `[S / size]`: where this rank's tokens stand in the whole row, in the order of its shard."""
+    """int64 `[S / size]`: where this rank's tokens stand in the whole row, in the order of its shard.
+
+    >>> [token_rows(8, ContextParallel(2, rank)).tolist() for rank in (0, 1)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    >>> token_rows(6, ContextParallel(2, 0))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.CollateError: width: got 6 tokens. zigzag takes a width that is a multiple of 4 (2 * 2 ranks).
+        Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
+    """
     return indices(token_runs(width, cp, cu_seqlens))
 
 
@@ -163,6 +196,9 @@ def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
     They are the rank's tokens, except under Ulysses, whose attention runs on the tokens of the whole ring rank (all
     of the row where there is no ring) for a share of the heads.
+
+    >>> query_rows(8, ContextParallel(2, 0)).tolist(), query_rows(8, ContextParallel(2, 0, layout="ulysses")).tolist()
+    ([0, 1, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
     """
     return indices(query_runs(width, cp, cu_seqlens))
 

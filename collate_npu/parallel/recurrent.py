@@ -59,7 +59,11 @@ _TAKES: Mapping[RecurrentScheme, _Takes] = MappingProxyType(
 
 
 def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
-    """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right."""
+    """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right.
+
+    >>> recurrent_parallel(ContextParallel(2, 0), "head_exchange").layout
+    'contiguous'
+    """
     if scheme not in get_args(RecurrentScheme):
         listed = ", ".join(map(repr, get_args(RecurrentScheme)))
         raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
@@ -87,10 +91,19 @@ def check_recurrent_split(
 ) -> None:
     """Raise unless recurrent layers that exchange by `scheme` compute this batch right, shared out as `cp` says.
 
-    `segments` are of the whole, unsplit batch. `offsets` of a flat row are those it is split by and the layer is given;
-    they default to where the sequences of `segments` begin, padding behind each. `heads` are the numbers of key and of
+    `segments` are of the whole, unsplit batch. `offsets` are those by which a flat row is split, and which the layer gets.
+    By default they are where the sequences of `segments` begin, padding behind each. `heads` are the numbers of key and of
     value heads, `conv_width` is W. Raises `UnsupportedFormError` for a layout whose tokens the layers would take in
     another order, `CollateError` for offsets, widths, sequences or heads that the ranks cannot share out.
+
+    >>> segments = Segments.from_lengths([6, 8], side="left")
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="zigzag"), "head_exchange_zigzag", segments)
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="contiguous"), "head_exchange_zigzag", segments)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers that share a row by
+        head_exchange_zigzag put tokens of layout 'zigzag' in order, no others. Use ContextParallel(layout='zigzag');
+        ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'.
     """
     if cp.size == 1:
         return

@@ -38,6 +38,13 @@ def split_batch(
     it. Offsets of documents come from `cu_seqlens`, or from the batch as `cu_seqlens_of` reads it. Raises one error
     that lists every key that does not fit. With `cp.group` every rank of it must call this: they compare what they hold
     first (`agreement`).
+
+    >>> import torch
+    >>> batch = {"input_ids": torch.arange(8)[None], "attention_mask_2d": torch.arange(8)[None] > 1}
+    >>> [split_batch(batch, ContextParallel(2, rank))["input_ids"].tolist() for rank in (0, 1)]
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    >>> split_batch(batch, ContextParallel(2, 0))["attention_mask_2d"].tolist()
+    [[False, False, True, True]]
     """
     with ranks_agree(cp) as facts:
         facts |= batch_facts(batch, segments)
@@ -74,6 +81,10 @@ def split_tensor(
     """This rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
 
     A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
+
+    >>> import torch
+    >>> split_tensor(torch.arange(8)[None], ContextParallel(2, 1)).tolist()
+    [[2, 3, 4, 5]]
     """
     if x.is_nested:
         offsets = jagged_cu_seqlens(x, cp)
@@ -123,6 +134,7 @@ class _Shard:
         return cls(cp, shape, token_runs(shape[1], cp, cu_seqlens), query_runs(shape[1], cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
+        """What this rank holds of one key, by its row of `KEYS`."""
         if rule is not None and rule.share == "rows":
             return self.of_mask(key, value)
         if not isinstance(value, Tensor) or (rule is not None and rule.share == "replicate"):
@@ -134,6 +146,7 @@ class _Shard:
         return value if whole else self.of_tokens(key, value, rule.dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
+        """This rank's tokens along `dim`; raises where that dimension is not S wide."""
         B, S = self.shape
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value

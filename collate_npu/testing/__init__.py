@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
-from collate_npu.consumers.models import family_needs_mask_2d, text_config
+from collate_npu.consumers.models import family_needs_mask_2d, is_encoder, text_config
+from collate_npu.testing.invariance import assert_padding_invariant as assert_padding_invariant
 from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 def hybrid_model_types() -> list[str]:
     """Model types of the installed transformers whose language model needs a 2D padding mask, sorted.
 
-    A family counts once, by its text config (`qwen3_5_text`, not `qwen3_5`); a composite stands for its text only
-    where transformers has no causal language model for the text alone. `left_out` says which cannot be tested.
+    A family is listed once, under the name of its text config (`qwen3_5_text`, not `qwen3_5`). A multimodal name is
+    listed only where transformers has no causal language model of the text alone. `left_out` says which cannot be tested.
+
+    >>> "qwen3_next" in hybrid_model_types(), "llama" in hybrid_model_types()
+    (True, False)
     """
     return list(_hybrid_model_types())
 
@@ -139,6 +143,10 @@ def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
 
     The last id of the vocabulary is bos, eos and pad, the hard case: padding cannot be told from text by its id.
     Raises what the config's own validation raises.
+
+    >>> config = tiny_config("qwen3_next", vocab_size=257)
+    >>> config.hidden_size, config.pad_token_id, sorted(set(config.layer_types))
+    (64, 256, ['full_attention', 'linear_attention'])
     """
     default = _default_config(model_type)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
@@ -199,6 +207,10 @@ def tiny_model(
     Linear, embedding and expert weights are `scale` times their initial size (logits of 2 to 5). The embedding has no
     `padding_idx`: a random model's pad row would be zero, which hides every leak, and frozen, which hides its gradient.
     The global random state is left as it was. Raises what transformers raises for this type.
+
+    >>> model = tiny_model("qwen3_next", vocab_size=257)
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 257])
     """
     config = tiny_config(model_type, vocab_size=vocab_size)
     with _quiet(), torch.random.fork_rng(devices=[]):
@@ -210,9 +222,11 @@ def tiny_model(
 
 
 def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    if is_encoder(config):
+        auto = AutoModelForMaskedLM
     if not hasattr(text_config(config), "num_attention_heads"):  # no attention at all: there is nothing to implement
         return auto.from_config(config)
     return auto.from_config(config, attn_implementation=attn_implementation)
@@ -237,6 +251,10 @@ def byte_tokenizer(*, pad_is_eos: bool = True, padding_side: str = "right") -> P
     """A byte-level tokenizer built in memory: one id for each byte, then eos (256), then pad (257, or eos itself).
 
     `len(tokenizer)` is the vocabulary size that fits `tiny_model`.
+
+    >>> tokenizer = byte_tokenizer(padding_side="left")
+    >>> tokenizer("hi")["input_ids"], tokenizer.pad_token_id == tokenizer.eos_token_id, len(tokenizer)
+    ([104, 105], True, 257)
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -265,6 +283,9 @@ def left_out(attn_implementation: str = "sdpa") -> Mapping[str, str]:
 
     Measured, not listed: either the tiny model does not build or run, and the reason is its error, or a left-padded
     batch with the plain 2D `attention_mask`, which is right by transformers' own contract, moves the logits.
+
+    >>> "qwen3_next" in left_out()
+    False
     """
     reasons = ((model_type, _why_not(model_type, attn_implementation)) for model_type in hybrid_model_types())
     return MappingProxyType({model_type: reason for model_type, reason in reasons if reason})

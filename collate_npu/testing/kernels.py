@@ -30,6 +30,14 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
     adapters inside: they ask the model for its kernels once. Slow, and meant for tests.
 
     Raises `UnsupportedFormError` for a model whose layers call no such function (before transformers 5.19 none does).
+
+    >>> from collate_npu import PaddingCollator
+    >>> from collate_npu.testing import tiny_model
+    >>> model = tiny_model("qwen3_next", vocab_size=257)
+    >>> with reference_kernels(model):
+    ...     flat = PaddingCollator(model=model, padding_free=True)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    ...     print(model(**flat).logits.shape)
+    torch.Size([1, 5, 257])
     """
     calls = {id(call.function): call for call in kernel_calls(unwrap(model))}.values()
     if not calls:

@@ -13,7 +13,18 @@ from collate_npu.masks.forms import none_is_exact
 
 
 def describe(batch: Mapping[str, Any]) -> str:
-    """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact."""
+    """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact.
+
+    >>> from collate_npu import PaddingCollator
+    >>> print(describe(PaddingCollator(pad_token_id=0, padding_side="left")([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])))
+    input_ids: int64 [2, 3]
+    position_ids: int64 [2, 3]
+    attention_mask: bool [2, 1, 3, 3]
+    attention_mask_2d: bool [2, 3]
+    <BLANKLINE>
+    Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
+    no mask is not exact: padding stands on the left, so real tokens would attend it
+    """
     lines = [f"{key}: {_value(value)}" for key, value in batch.items()]
     try:
         segments = segments_from_batch(batch)

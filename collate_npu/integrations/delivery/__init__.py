@@ -62,13 +62,20 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)` once and raise `CollateError` unless each layer attends, and carries on, what the batch says.
+    """Run `model(**batch)` once, and raise `CollateError` where a layer received something else than the batch says.
 
     `batch` is what the model is called with. `segments`, of the whole rows, default to what the batch itself says; give
     them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens are
     padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
     themselves and must give the same logits. `forward(**batch) -> logits [B, S, V]` stands for `model(**batch)` where
     that is not how the model is called; it must run the modules of `model`.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> found = check_delivery(model, {"input_ids": torch.tensor([[256, 256, 7], [4, 5, 6]]), "attention_mask": keep})
+    >>> found.layers["model.layers.0.linear_attn"]
+    'attention_mask int64 [2, 3]'
     """
     inner = _known(model)
     _check_start(inner)
@@ -91,9 +98,17 @@ def guard_first_batch(
     """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. `settings` are those of `check_delivery`; where they hold the Segments of one batch, `only` says of the
-    arguments of a forward whether they are that batch. What was proved goes to `report`. The guard is then gone; the
-    function that this returns takes it off earlier.
+    rank must guard. `settings` are those of `check_delivery`. If they hold the Segments of one batch, `only(arguments)`
+    says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
+    returned takes it off earlier.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> remove = guard_first_batch(model)
+    >>> logits = model(input_ids=torch.tensor([[256, 256, 7], [4, 5, 6]]), attention_mask=keep).logits
+    collate_npu: every layer got what the batch says: attention_mask int64 [2, 3] to 2 layers; attention_mask bool [2,
+        1, 3, 3] to 1 layers
     """
     inner = _known(model)
     names = list(inspect.signature(inner.forward).parameters)

@@ -51,7 +51,7 @@ class Alone:
 
 def run(model: nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any]) -> Tensor:
     """The logits of a batch, without labels, gradients and dropout."""
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         logits = forward(**{key: value for key, value in batch.items() if key not in _NOT_READ})
     if not isinstance(logits, Tensor) or logits.ndim < 3:
         rule = "The model, or forward=, gives logits [B, S, V] where no labels are given."
@@ -133,7 +133,7 @@ def _sequence(batch: Mapping[str, Any], places_L: Tensor, adapter: Adapter) -> d
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout; each module goes back to the mode it had."""
     training = [module for module in model.modules() if module.training]
     model.eval()

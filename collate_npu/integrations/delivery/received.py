@@ -48,6 +48,15 @@ def received_masks(model: nn.Module) -> Iterator[dict[str, list[Tensor | None]]]
     """Record what every layer receives as `attention_mask`: `{module name: [mask of each call]}`.
 
     Costs a copy of each mask. For tests and debugging.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model = tiny_model("qwen3_next", vocab_size=257)
+    >>> with received_masks(model) as masks:
+    ...     out = model(input_ids=torch.tensor([[256, 7], [4, 5]]), attention_mask=torch.tensor([[0, 1], [1, 1]]))
+    >>> masks["model.layers.0.linear_attn"]
+    [tensor([[0, 1],
+            [1, 1]])]
     """
     masks: dict[str, list[Tensor | None]] = {}
 

@@ -40,7 +40,10 @@ _SCHEME: RecurrentScheme = "head_exchange_zigzag"
 
 
 def install() -> None:
-    """Let routers with an expert bias take a padding mask: up to 0.19.2 they stop at its shape (Megatron-LM issue 6111)."""
+    """Let routers with an expert bias take a padding mask: up to 0.19.2 they stop at its shape (Megatron-LM issue 6111).
+
+    >>> install()  # doctest: +SKIP
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     patching.patch(PACKAGE, TopKRouter, "_apply_expert_bias", real_tokens_alone)
@@ -60,7 +63,7 @@ def gpt_batch(
     polarity: Polarity | None = None,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> tuple[dict[str, Any], Segments]:
-    """`model(**inputs)` computes every real token as when its sample is alone; beside it the Segments of the whole rows.
+    """The inputs, and the Segments of the whole rows: `model(**inputs)` computes every real token as its sample alone.
 
     `inputs` are `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where ignored) and
     `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
@@ -70,6 +73,9 @@ def gpt_batch(
     `padding_free=True` takes one flat row `[1, T]` and adds `packed_seq_params`. Under context or sequence parallelism each
     sequence is padded to what the ranks can share out, so that row and Segments are wider than the batch; gather by
     `cu_seqlens=inputs["packed_seq_params"].cu_seqlens_q_padded`.
+
+    >>> inputs, segments = gpt_batch(batch, model)  # doctest: +SKIP
+    >>> loss = model(**inputs)  # doctest: +SKIP
     """
     _check_keys(batch)
     segments = segments_from_batch(batch, polarity=polarity, padding_free=padding_free)

@@ -40,6 +40,8 @@ def install(*, holder: str = PACKAGE) -> None:
 
     It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. With it
     `USE_MCORE_GDN=0` also builds Qwen3-Next beside transformers 5.13 and later; what cannot run is refused when it is built.
+
+    >>> install()  # doctest: +SKIP
     """
     from mcore_bridge.model import MultimodalGPTModel
     from mcore_bridge.model.gpts import qwen3_next

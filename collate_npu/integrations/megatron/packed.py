@@ -37,17 +37,20 @@ def packed_seq_params(
 
     `max_seqlen_*` are physical and Python ints, because rotary positions are made for the physical lengths
     (core/models/common/embeddings/rotary_pos_embedding.py:238-241, core/transformer/attention.py:1082-1089).
-    `total_tokens` is S, where the physical offsets end: only then are the sequence numbers right that 0.17 and later make of
-    both for Mamba (`__post_init__`).
+    `total_tokens` is S, where the physical offsets end: from both, 0.17 and later make the sequence numbers for Mamba
+    (`__post_init__`), and they are right only then.
 
     `padding_counts=True` hands over the physical offsets as the real ones. Causal attention is exact all the same, because
-    padding stands behind its sequence; what counts tokens by them counts padding. It is for whatever takes `cu_seqlens_q`
-    for places in the row: Megatron's multi-token prediction, mcore-bridge, kernels without padding between sequences
-    (FlashAttention 2). It happens by itself beside MindSpeed, whose attention does so too (core_r0.16.0
-    core/transformer/dot_product_attention.py:282, 0.18 flash_attention/adaptor.py:50-55). And where padding stands behind
-    the last sequence alone, before `pad_between_seqs` (0.19): TransformerEngine up to 2.16 then compares the offsets
-    without the last one, and under context parallelism reads wrong rows in silence (dot_product_attention.py:1519-1529;
-    its issue 3331). Raises where padding stands before or inside a sequence.
+    padding stands behind its sequence; what counts tokens by the offsets counts padding. It is for readers that take
+    `cu_seqlens_q` for places in the row: Megatron's multi-token prediction, mcore-bridge, kernels without padding between
+    sequences (FlashAttention 2). It is done without being asked for in two cases. Beside MindSpeed, whose attention takes
+    them so (core_r0.16.0 core/transformer/dot_product_attention.py:282, 0.18 flash_attention/adaptor.py:50-55). And where
+    padding stands behind the last sequence alone, before `pad_between_seqs` (0.19): TransformerEngine up to 2.16 compares
+    the offsets without the last one, and under context parallelism reads wrong rows in silence
+    (dot_product_attention.py:1519-1529; its issue 3331). Raises where padding stands before or inside a sequence.
+
+    >>> packed_seq_params(Segments.from_lengths([[3, 2]])).cu_seqlens_q.tolist()  # doctest: +SKIP
+    [0, 3, 5]
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

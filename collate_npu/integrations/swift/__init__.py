@@ -43,6 +43,9 @@ def install(*, trainers: bool = True, mask_2d: Scope = "local", polarity: Polari
     what a context-parallel rank gets: Gated DeltaNet takes "local", from megatron-core 0.18 on (before, it has no context
     parallelism). `polarity` declares the 4D masks of a custom collator; undeclared, it is proved. A second call takes the
     place of the first. Undone by `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guard.py`).
+
+    >>> from collate_npu.integrations import swift  # doctest: +SKIP
+    >>> swift.install()  # doctest: +SKIP
     """
     uninstall()
     from swift.template.base import Template
@@ -118,6 +121,7 @@ class _Trainers:
     polarity: Polarity | None
 
     def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
+        """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
         if args.padding_free:
             swift_masks.refuse_layout(args)
             out = original(args, data, vp_stage)

@@ -32,6 +32,13 @@ class TitanCollator:
     `inner` is a `PaddingCollator` or `wrap_collator(...)` without a consumer; with `attention_mask="2d"` it builds no
     dense mask on the way. `extra` is handed to the model beside the tokens (qwen3_5 wants its `special_tokens`).
     `segment_ids=True` is for model parts under `masks_in_forward`. Picklable if `inner` is.
+
+    >>> from collate_npu import PaddingCollator
+    >>> inner = PaddingCollator(pad_token_id=0, attention_mask="2d")
+    >>> samples = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    >>> inputs, labels = TitanCollator(inner)(samples)
+    >>> inputs["positions"].tolist(), labels.tolist()
+    ([[0, 1, 2], [0, 0, 1]], [[2, 3, -100], [-100, -100, -100]])
     """
 
     inner: Callable[..., Mapping[str, Any]]

@@ -42,6 +42,9 @@ def get_attention_masks(
     qwen3: `"causal"`. qwen3_5: `{"quadratic_attention": "causal", "deltanet": "varlen"}`. gpt_oss: `{"basic_mask":
     "causal", "sliding_window_mask": Pattern.sliding(128)}`. `layers_of(model)` reads it off a model. `block_size` is
     that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on the way.
+
+    >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
+    >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
     """
     if isinstance(layers, Mapping):
         return {key: _one(segments, kind, device, block_size, compiled) for key, kind in layers.items()}
@@ -49,7 +52,10 @@ def get_attention_masks(
 
 
 def layers_of(model: Any) -> Layers:
-    """What the layers of a `Decoder` read, by its config; raises for models whose masks have names of their own."""
+    """What the layers of a `Decoder` read, by its config; raises for models whose masks have names of their own.
+
+    >>> layers_of(model)  # doctest: +SKIP
+    """
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
 
@@ -68,6 +74,9 @@ def positions(segments: Segments) -> Tensor:
     """int64 `[B, S]`: 0 at the first token of every sequence, and of every stretch of padding.
 
     From these torchtitan's own `get_attention_masks` makes the same masks as ours, where no sequence has holes.
+
+    >>> positions(Segments.from_lengths([2, 4], side="left")).tolist()
+    [[0, 1, 0, 1], [0, 1, 2, 3]]
     """
     begins_BS = _begins(segments.ids.numpy())
     begins = np.flatnonzero(begins_BS)
@@ -79,6 +88,9 @@ def documents(tokens: Tensor, eos_id: int, *, keep: Tensor | None = None) -> Seg
     """Segments of rows `[B, S]` in which each document ends with `eos_id`, the eos included.
 
     `keep`, bool `[B, S]`, says which tokens are real: with pad == eos nothing else can. Without it all are.
+
+    >>> documents(torch.tensor([[5, 6, 9, 7, 9]]), eos_id=9).ids.tolist()
+    [[1, 1, 1, 2, 2]]
     """
     keep = torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep
     real = segments_from_batch({"tokens": tokens, KEEP_KEY: keep}).keep

@@ -30,6 +30,9 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
     batch. `positions` are made too, where none are given. `layers` default to `layers_of(model)`; `settings` go to
     `get_attention_masks`. Masks that are given instead are compared with the tokens of the call. Returns the hook's
     handle. The forward raises `CollateError` for segments or masks that are not of its tokens.
+
+    >>> for part in trainer.model_parts:  # doctest: +SKIP
+    ...     masks_in_forward(part)
     """
     layers = layers_of(model) if layers is None else layers
     inner = getattr(model.config.first_attention, "inner_attention", None)

@@ -28,14 +28,18 @@ _MODELS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal") -> None:
     """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
 
-    Every processor of every adapter is reached, whenever it is set, in each Ray worker where the model lives there. On NPUs
-    twinkle's gather of objects becomes `gather_object`, and mcore-bridge hands the 2D mask on (`mcore_bridge.install`).
-    `attention_mask_2d`, and on MoE models `padding_mask`, go where the forward of every pipeline chunk passes them on; a
-    batch whose padding the kernels of some chunk cannot read is refused, and so is a mask that no forward takes.
+    It reaches every processor of every adapter, also one that is set later; where the model lives on Ray, in each worker.
+    On NPUs twinkle's gather of objects becomes `gather_object`, and mcore-bridge hands the 2D mask on
+    (`mcore_bridge.install`). `attention_mask_2d`, and on MoE models `padding_mask`, go where the forward of every pipeline
+    chunk passes them on. A batch is refused where the kernels of some chunk cannot read its padding, or no forward takes
+    its mask.
 
     `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
-    module, a list of pipeline chunks, or a config; of a config only `masked_softmax_fusion` is known of its kernels. Raises
-    `CollateError` where nothing says whether layers read the 2D mask, and for anything else than these.
+    module, a list of pipeline chunks, or a config (which tells of its kernels `masked_softmax_fusion` alone). Raises
+    `CollateError` where nothing says whether layers read the 2D mask, and for any other `target`.
+
+    >>> from collate_npu.integrations import twinkle  # doctest: +SKIP
+    >>> twinkle.install(model)  # doctest: +SKIP
     """
     settings: dict[str, Any] = {"needs_mask_2d": needs_mask_2d, "pattern": pattern}
     if hasattr(target, "process_pipeline"):

@@ -60,6 +60,7 @@ class Stages:
         }
 
     def adapter(self, consumer: str, cp: ContextParallel) -> BatchAdapter:
+        """The adapter of twinkle's first model chunk, for one consumer and one rank's place."""
         return BatchAdapter(
             next(iter(self.chunks), None),
             needs_mask_2d=self.needs_mask_2d,

@@ -60,6 +60,11 @@ def pad_jagged(
     `cp` defaults to Megatron's groups and `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, the width
     before alignment. `roll` moves every token one place to the left (labels), before the split. Under context parallelism
     all ranks call it, and compare their rows first.
+
+    >>> ids = torch.nested.nested_tensor([torch.tensor([1, 2, 3]), torch.tensor([4])], layout=torch.jagged)
+    >>> padded = pad_jagged(ids, ContextParallel(size=1, rank=0), npu=True)
+    >>> padded.values.tolist(), padded.attention_mask, padded.attention_mask_2d[1].tolist()
+    ([[1, 2, 3], [4, 0, 0]], None, [True, False, False])
     """
     cp = cp or ContextParallel.from_megatron()
     with ranks_agree(cp) as facts:
@@ -82,6 +87,10 @@ def to_jagged(output: Tensor, segments: Segments, cp: ContextParallel | None = N
     """This rank's output `[B, L, ...]` as a jagged `[B, j, ...]` of the whole rows. Inverse of `pad_jagged`.
 
     Every rank gets all rows; gradients reach this rank's own part, as with verl's (`loss="same"` of `gather_sequence`).
+
+    >>> rows = to_jagged(torch.tensor([[1, 2, 3], [4, 0, 0]]), Segments.from_lengths([3, 1]), ContextParallel(1, 0))
+    >>> [row.tolist() for row in rows.unbind()]
+    [[1, 2, 3], [4]]
     """
     whole = gather_sequence(output, cp or ContextParallel.from_megatron(), segments)
     offsets = torch.tensor((0, *segments.row_lengths)).cumsum(0).to(whole.device)

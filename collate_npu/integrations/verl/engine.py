@@ -117,6 +117,8 @@ def install() -> None:
     """Swap verl's functions for these in every module of verl that has them. Does nothing the second time.
 
     verl imports Megatron here, and imports MindSpeed's adaptor first only where its workers begin: it is started now.
+
+    >>> install()  # doctest: +SKIP
     """
     mindspeed.start()
     from verl.models.mcore import model_forward, model_forward_fused

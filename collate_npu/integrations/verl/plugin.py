@@ -29,6 +29,7 @@ class _InstallsAfterwards(MetaPathFinder):
     """Finds `verl.models.mcore` as the other finders do, and installs ours when its import is done."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of `verl.models.mcore`, whose loader then installs ours; None for every other module."""
         if name != _PACKAGE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

@@ -31,6 +31,7 @@ REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
 
 
 def breaches(call: Call) -> Iterator[Breach]:
+    """Every rule whose breach the operator takes without an error, and computes something else."""
     yield from _limits(call)
     yield from _unused(call)
     if call.tnd:

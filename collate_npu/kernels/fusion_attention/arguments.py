@@ -55,7 +55,11 @@ def choose_form(
     layout: InputLayout = "BSND",
     causal_mode: Literal[2, 3] = 3,
 ) -> NpuForm:
-    """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none."""
+    """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none.
+
+    >>> choose_form(Segments.from_lengths([3, 5])).name, choose_form(Segments.from_lengths([3, 5], side="left")).name
+    ('triangle', 'dense')
+    """
     return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
 
 
@@ -108,6 +112,12 @@ def fusion_attention_kwargs(
     more than `max_mask_bytes`.
     Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
     ops-transformer flash_attention_score_tiling_general.cpp:639-812.
+
+    >>> kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5], side="left"))
+    >>> kwargs["input_layout"], kwargs["atten_mask"].dtype, list(kwargs["atten_mask"].shape)
+    ('BSND', torch.bool, [2, 1, 5, 5])
+    >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
+    [3, 8]
     """
     if operator not in get_args(Operator):
         rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."

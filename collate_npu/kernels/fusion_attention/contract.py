@@ -35,7 +35,12 @@ def contract_breaches(
     pattern: str | Pattern = "causal",
     keep_tail: bool = False,
 ) -> tuple[Breach, ...]:
-    """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
+    """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`.
+
+    >>> left = Segments.from_lengths([3, 5], side="left")
+    >>> [breach.rule for breach in contract_breaches({"input_layout": "BSND"}, N=4, Nkv=2, D=64, segments=left)]
+    ['differs-from-segments']
+    """
     wrong_sizes: tuple[Breach, ...] = ()
     sizes = Sizes(N=N, Nkv=Nkv, D=D, B=B, Sq=Sq, Skv=Skv, Tq=Tq, Tkv=Tkv)
     if segments is not None:
@@ -69,8 +74,17 @@ def check_contract(
     wrong call passes. Under TND the packed tensors are then those of `unpad`, or with `keep_tail` the whole flat row.
 
     Without `segments` the sizes must be given: B rows, Sq and Skv of the padded layouts; Tq and Tkv, the tokens of the
-    packed tensors, under TND. Stricter than the operator wherever it is silent, but a legal mask is taken at its word:
-    `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
+    packed tensors, under TND. The check is stricter than the operator where that says nothing, but it believes a legal
+    mask: `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
+
+    >>> left = Segments.from_lengths([3, 5], side="left")
+    >>> check_contract({"input_layout": "BSND", "sparse_mode": 3}, N=4, Nkv=2, D=64, segments=left)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
+    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
+        and token is ignored: full attention, the future included. Pass the compressed mask geometry.triangle(), or
+        sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     found = contract_breaches(
         kwargs,

@@ -35,6 +35,9 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
     """bool `[2048, 2048]`, True above the diagonal: the compressed mask of sparse modes 2, 3, 4, 7 and 8.
 
     Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 2 (compressed lower triangle, True = blocked).
+
+    >>> triangle().shape, triangle()[:3, :3].int().tolist()
+    (torch.Size([2048, 2048]), [[0, 1, 1], [0, 0, 1], [0, 0, 0]])
     """
     return torch.from_numpy(_triangle_view().copy()).to(device)
 

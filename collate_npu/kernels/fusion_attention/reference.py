@@ -64,6 +64,10 @@ def reference_fusion_attention(
     blocked are a mean of V, or 0 with `inner_precise=2` and where the operator notices them itself (T:624-682, T:1357).
     Tokens behind the last TND end give 0. Raises `UnsupportedFormError` for what the operator refuses, for compressed
     masks with wrong contents, and for pse, sink and dropout, which are not covered.
+
+    >>> x = torch.ones(1, 3, 1, 16)
+    >>> reference_fusion_attention(x, x, x, 1, "BSND", atten_mask=torch.ones(3, 3).triu(1).bool(), scale=0.25)[0].shape
+    torch.Size([1, 3, 1, 16])
     """
     arguments = {name: value for name, value in locals().items() if name not in ("query", "key", "value", "head_num")}
     call = Call.read(arguments, _sizes(query, key, head_num, input_layout))

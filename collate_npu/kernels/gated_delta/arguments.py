@@ -62,8 +62,8 @@ def gated_delta_kwargs(
 ) -> dict[str, Any]:
     """The boundary arguments of a recurrent kernel for this batch, under its own names, as a dict of fresh values.
 
-    The tensors of the call are one flat row. One row of Segments is kept as it is, `[1, S]`, and each run of padding
-    becomes a sequence of its own; of several rows they are those of `unpad`, `[1, T]`, and the way back is `repad`.
+    The tensors of the call are one flat row. One row of Segments stays as it is, `[1, S]`, and each run of padding
+    becomes a sequence of its own. Several rows become those of `unpad`, `[1, T]`; `repad` is the way back.
     `keep_padding=False` takes the padding out of one row too, `True` keeps that of several (rows one behind the other,
     `[1, B * S]`). `padding="behind"` counts padding to the sequence before it, as `pad_documents` and Megatron do;
     `padding=batch["cu_seqlens_padded"]` takes the places that a collator gave. `max_sequences=N` makes N sequences, for
@@ -76,6 +76,14 @@ def gated_delta_kwargs(
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
     the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
+
+    >>> flat = Segments.from_lengths([[3, 2]], width=8)
+    >>> {name: value.tolist() for name, value in gated_delta_kwargs(flat, kernel="fla").items()}
+    {'cu_seqlens': [0, 3, 5, 8], 'cu_seqlens_cpu': [0, 3, 5, 8]}
+    >>> gated_delta_kwargs(flat, kernel="fla_npu")["cu_seqlens"]
+    (0, 3, 5, 8)
+    >>> gated_delta_kwargs(Segments.from_lengths([1, 3], side="left"), kernel="transformers")["attention_mask"].tolist()
+    [[0, 0, 1], [1, 1, 1]]
     """
     if kernel not in get_args(Kernel):
         rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."

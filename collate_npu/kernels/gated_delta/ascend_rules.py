@@ -13,6 +13,7 @@ from collate_npu.kernels.gated_delta.tensor_rules import KDA_LAYOUTS
 
 
 def npu(call: Call) -> Iterator[Breach]:
+    """Rules of the kernels of flash-linear-attention-npu, by name and release."""
     name = call.operator.name.split(".")[-1]
     old = call.releases.before("fla_npu", "26.6.1")
     tails = [n for n in call.lengths if n % call.chunk_size]
@@ -72,6 +73,7 @@ def _kda_backward(call: Call) -> Iterator[Breach]:
 
 
 def npu_conv(call: Call) -> Iterator[Breach]:
+    """Rules of the convolution of flash-linear-attention-npu."""
     x, backward = call.get("x"), call.operator.name.endswith("_bwd")
     layout = call.word("input_layout")
     flat = layout in ("TND", "NTD") if layout or backward else isinstance(x, Tensor) and x.ndim == 2
@@ -124,6 +126,7 @@ def recurrent(call: Call) -> Iterator[Breach]:
 
 
 def torch_npu_chunk(call: Call) -> Iterator[Breach]:
+    """Rules of `torch_npu.npu_chunk_gated_delta_rule`."""
     q = call.get("q")
     if not isinstance(q, Tensor):
         return
@@ -139,6 +142,7 @@ def torch_npu_chunk(call: Call) -> Iterator[Breach]:
 
 
 def masked_conv(call: Call) -> Iterator[Breach]:
+    """Rules of the convolution that takes a mask in place of boundaries."""
     weight = call.get("weight")
     taps = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 3
     if taps != 3:

@@ -25,7 +25,13 @@ def chunk_counts(offsets: Sequence[int], chunk_size: int) -> Array:
 
 
 def chunk_indices(offsets: Sequence[int], chunk_size: int) -> Array:
-    """int64 `[chunks, 2]`: `(sequence, chunk within it)`, in the order of the tokens (fla 0.5.2 ops/utils/index.py:156)."""
+    """int64 `[chunks, 2]`: `(sequence, chunk within it)`, in the order of the tokens (fla 0.5.2 ops/utils/index.py:156).
+
+    >>> chunk_indices([0, 3, 70], 64)
+    array([[0, 0],
+           [1, 0],
+           [1, 1]])
+    """
     counts_N = chunk_counts(offsets, chunk_size)
     sequence = np.repeat(np.arange(len(counts_N)), counts_N)
     first = np.repeat(np.cumsum(counts_N) - counts_N, counts_N)

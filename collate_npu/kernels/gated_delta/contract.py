@@ -44,13 +44,25 @@ def check_gated_delta_contract(
     B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
     context parallelism T and the boundaries are those of the whole row; in packed rows zigzag is of each sequence.
 
-    With `segments` the sequences as the kernel reads them are compared with the truth at every real token: no wrong call
-    passes. The tensors are then the rows, the rows one behind the other, or those of `unpad`, which B and T tell. Without
-    them the boundaries are taken at their word, and another batch's pass.
+    With `segments` the sequences that the kernel reads are compared with the truth at every real token: no wrong call
+    passes. B and T tell whether the tensors are the rows, the rows one behind the other, or those of `unpad`. Without
+    `segments` the boundaries are believed, and those of another batch pass.
 
     `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
     what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
     Raises `CollateError` for kernels that are not known and for sizes that are no numbers.
+
+    >>> import torch
+    >>> flat = Segments.from_lengths([[3, 2]])
+    >>> check_gated_delta_contract({"cu_seqlens": torch.tensor([3, 2])}, kernel="fla", B=1, T=5, segments=flat)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: fla:
+    [first] cu_seqlens: got [3, 2]. Offsets begin with 0. They look like lengths. Take it from
+        gated_delta_kwargs(segments, kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560,
+        ops/utils/index.py:156)
+    [falling] cu_seqlens: got [3, 2]. No sequence ends before it begins. Take it from gated_delta_kwargs(segments,
+        kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
     """
     found = gated_delta_breaches(
         kwargs,
@@ -79,7 +91,12 @@ def gated_delta_breaches(
     versions: Mapping[str, str] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Breach, ...]:
-    """Every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
+    """Every rule that the call breaks; arguments as in `check_gated_delta_contract`.
+
+    >>> found = gated_delta_breaches({}, kernel="fla", B=1, T=5, segments=Segments.from_lengths([[3, 2]]))
+    >>> [breach.rule for breach in found]
+    ['differs-from-segments']
+    """
     if not isinstance(kwargs, Mapping):
         rule, remedy = "Arguments are a dict by name.", "Pass the keyword arguments of the call."
         raise CollateError(explain("kwargs", type(kwargs).__name__, rule, remedy))

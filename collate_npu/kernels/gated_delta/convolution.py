@@ -32,6 +32,10 @@ def reference_causal_conv1d(
     causal-conv1d (csrc/causal_conv1d_fwd.cu), or from offsets `cu_seqlens` `[N + 1]` with B = 1. `initial_state`
     `[N or B, D, W - 1]` is what stands before each sequence, with offsets or with neither. `activation` is None, "silu"
     or "swish". Tokens behind the last offset come out NaN: kernels leave them unwritten.
+
+    >>> x, weight = torch.ones(1, 4, 1), torch.ones(1, 2)
+    >>> reference_causal_conv1d(x, weight, cu_seqlens=[0, 2, 4])[..., 0].tolist()
+    [[1.0, 2.0, 1.0, 2.0]]
     """
     B, T, D = _check(x, weight, activation)
     if seq_idx is not None and (cu_seqlens is not None or initial_state is not None or tuple(seq_idx.shape) != (B, T)):

@@ -18,6 +18,7 @@ _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
 
 
 def fla(call: Call) -> Iterator[Breach]:
+    """Rules of fla's gated delta rule on several ranks."""
     ranks = call.get("world_size")
     if isinstance(ranks, int) and ranks > 1 and call.T % ranks:
         says, remedy = f"The row is shared out over {ranks} ranks.", "Pad it, the tail a sequence of its own."
@@ -38,6 +39,7 @@ def fla(call: Call) -> Iterator[Breach]:
 
 
 def fla_conv(call: Call) -> Iterator[Breach]:
+    """Rules of fla's convolution."""
     backend = call.word("backend", "triton")
     if backend in ("cuda", "mix") and call.is_set("initial_state") and call.where:
         says, remedy = "The cuda backend takes no initial state with offsets.", "Use backend='triton'."
@@ -57,6 +59,7 @@ def fla_conv(call: Call) -> Iterator[Breach]:
 
 
 def conv1d(call: Call) -> Iterator[Breach]:
+    """Rules of causal-conv1d, which takes `seq_idx` for boundaries."""
     if "seq_idx" not in call.arguments:
         return
     for name in ("initial_states", "return_final_states"):
@@ -83,6 +86,7 @@ def returning(call: Call, reach: int) -> Iterator[Breach]:
 
 
 def mamba(call: Call) -> Iterator[Breach]:
+    """Rules of mamba_ssm's scan, which takes `seq_idx` for boundaries."""
     if "cu_seqlens" in call.arguments and "seq_idx" not in call.arguments:
         says = "cu_seqlens serves return_varlen_states alone: without seq_idx states run on from sequence to sequence."
         yield call.breach("offsets-alone", "cu_seqlens", "no seq_idx", says, "Pass seq_idx: " + _OWN, silent=True)

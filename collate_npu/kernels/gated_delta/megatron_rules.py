@@ -63,6 +63,7 @@ def _differ(call: Call, q: str, kv: str) -> str:
 
 
 def mindspeed(call: Call) -> Iterator[Breach]:
+    """Rules of MindSpeed's Gated DeltaNet module, by release."""
     releases, version = call.releases, call.releases.text("mindspeed")
     if releases.before("mindspeed", "0.16"):
         says, remedy = f"MindSpeed {version} has no Gated DeltaNet module.", "Use 0.16 or later."
@@ -85,6 +86,7 @@ def mindspeed(call: Call) -> Iterator[Breach]:
 
 
 def mindspeed_llm(call: Call) -> Iterator[Breach]:
+    """Rules of MindSpeed-LLM's layers: what says where a sequence begins is not used there."""
     if call.where or any(name in call.arguments for name in FIELDS) or "packed_seq_params" in call.arguments:
         fsdp2 = call.operator.name.endswith("fsdp2")
         if fsdp2 and not call.packed and call.B == 1:

@@ -28,6 +28,10 @@ def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
     Exact for one sequence a row, padded on the left, the right or both, where projections and convolution have no bias
     (Qwen3-Next, Qwen3.5). Raises for packed rows, which need boundaries, and for padding inside a sequence: `unpad` the
     batch and take `gated_delta_kwargs` there.
+
+    >>> import torch
+    >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
+    [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
     if tuple(hidden.shape[:2]) != segments.shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."

@@ -40,6 +40,7 @@ def kept(call: Call) -> Array | None:
 
 
 def breaches(call: Call) -> Iterator[Breach]:
+    """What is wrong with the 2D mask of a call, if it has one."""
     name = mask_name(call)
     if not name:
         return

@@ -27,6 +27,7 @@ _ZIGZAG = ("zigzag", "document_zigzag")
 
 
 def breaches(call: Call) -> Iterator[Breach]:
+    """What is wrong with the way ranks share the row, if they share one."""
     cp = call.context_parallel
     if cp is None or cp.size == 1:
         return

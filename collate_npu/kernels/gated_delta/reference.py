@@ -44,6 +44,11 @@ def reference_gated_delta_rule(
 
     Tokens behind the last offset come out NaN: kernels leave them unwritten. An empty sequence keeps its initial state.
     Raises `CollateError` for offsets that fall or leave the row, which kernels take, and for shapes they refuse.
+
+    >>> x, gate = torch.ones(1, 5, 1, 2), torch.zeros(1, 5, 1)
+    >>> out, state = reference_gated_delta_rule(x, x, x, gate, gate + 1, cu_seqlens=[0, 3, 5], output_final_state=True)
+    >>> out.shape, state.shape
+    (torch.Size([1, 5, 1, 2]), torch.Size([2, 1, 2, 2]))
     """
     _check_shapes(query, key, value, g, beta)
     B, T = value.shape[:2]

@@ -10,6 +10,7 @@ from collate_npu.kernels.gated_delta.operator_call import Call
 
 
 def breaches(call: Call) -> Iterator[Breach]:
+    """What the stack that holds the operator forbids, by its own rules."""
     if call.training and not call.operator.backward:
         says = "The operator has no backward: it is for decoding and inference."
         remedy = "Use the chunked rule for training, or check with training=False."

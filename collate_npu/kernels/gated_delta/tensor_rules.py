@@ -20,6 +20,7 @@ TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
 
 
 def breaches(call: Call) -> Iterator[Breach]:
+    """What is wrong with the shapes and dtypes of the tensors of a call."""
     shapes = {name: order for name, order in _shapes(call).items() if isinstance(call.get(name), Tensor)}
     sizes: dict[str, int] = {"B": call.B, "T": call.T}
     found = [breach for name, order in shapes.items() for breach in _shape(call, name, order, sizes)]

@@ -14,6 +14,7 @@ from collate_npu.kernels.gated_delta.operator_call import Call
 
 
 def transformers(call: Call) -> Iterator[Breach]:
+    """Rules of transformers' Gated DeltaNet layers, by release and installed kernels."""
     releases, numbered, version = call.releases, "seq_idx" in call.arguments, call.releases.text("transformers")
     given = [name for name in (call.where, "seq_idx" * numbered) if name]
     if given and releases.before("transformers", "5.10"):
@@ -72,6 +73,7 @@ def _agree(call: Call) -> Iterator[Breach]:
 
 
 def bridge_transformers(call: Call) -> Iterator[Breach]:
+    """Rules of transformers' layer inside mcore-bridge (`USE_MCORE_GDN=0`)."""
     if call.packed and not call.releases.before("transformers", "5.15"):
         version = call.releases.text("transformers")
         says = f"With transformers {version} the convolution gets no boundary (its patch is for releases before 5.15)."

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from collate_npu.consumers.models import is_encoder, text_config
 from collate_npu.errors import CollateError, explain
-from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
+from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_config, tiny_model
+from collate_npu.testing.invariance import check_one_stack
 from collate_npu.tools.audit.attentions import DEFAULT, check_is_run, first_line
+from collate_npu.tools.audit.checkpoints import check_checkpoint, is_checkpoint, load_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +31,39 @@ class Candidate:
     device: str
     dtype: torch.dtype
     seed: int
+    tokenized: bool = False
+    """Are the samples token ids already? Then a checkpoint needs no tokenizer."""
+    largest_id: int = 0
+    """Of those samples: a tiny model is built with as many tokens."""
+    trust: bool = False
+    """May code of the folder run?"""
 
     def build(self) -> tuple[Any, Any]:
-        """The model, on its device, and its tokenizer. Raises what transformers raises."""
+        """The model, on its device, and its tokenizer, None where none is needed. Raises what transformers raises."""
+        local = is_checkpoint(self.name)
+        if local:
+            settings: dict[str, Any] = {"attn_implementation": self.attn, "dtype": self.dtype, "trust": self.trust}
+            model = load_checkpoint(self.name, **settings)
+        else:
+            vocab_size = max(len(self._tokenizer()), self.largest_id + 1)
+            model = tiny_model(
+                self.name, vocab_size=vocab_size, seed=self.seed, attn_implementation=self.attn, dtype=self.dtype
+            )
+        check_is_run(model, self.attn)
+        return model.to(self.device), self._tokenizer()
+
+    def _tokenizer(self) -> Any:
         local = is_checkpoint(self.name)
         where = self.tokenizer or (Path(self.name) if local else None)
-        tokenizer = load_tokenizer(where) if where else byte_tokenizer()
-        settings: dict[str, Any] = {"attn_implementation": self.attn, "dtype": self.dtype}
-        if local:
-            from transformers import AutoModelForCausalLM
+        if where is not None:
+            return None if self.tokenized and not has_tokenizer(where) else load_tokenizer(where, trust=self.trust)
+        return byte_tokenizer(pad_is_eos=not is_encoder(tiny_config(self.name, vocab_size=8)))
 
-            model = AutoModelForCausalLM.from_pretrained(self.name, **settings)
-        else:
-            model = tiny_model(self.name, vocab_size=len(tokenizer), seed=self.seed, **settings)
-        check_is_run(model, self.attn)
-        return model.to(self.device), tokenizer
+    def pad_token_id(self, model: Any, tokenizer: Any) -> int:
+        """What rows are padded with: the tokenizer's, else what the config says, else 0."""
+        config = text_config(model.config)
+        said = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
+        return next(int(n) for n in said if isinstance(n, int))
 
 
 OF_ATTENTION_ALONE = ("llama", "qwen3")
@@ -63,16 +84,20 @@ def candidates(
     return [Candidate(name=name, attn=a, **settings) for name, a in chosen], excluded
 
 
-def check_named(names: Sequence[str], tokenizer: Path | None, device: str, dtype: torch.dtype) -> None:
+def check_named(
+    names: Sequence[str], tokenizer: Path | None, device: str, dtype: torch.dtype, *, tokenized: bool = False,
+    trust: bool = False,
+) -> None:  # fmt: skip
     """All the checks: models, tokenizers and the device. Raises `CollateError` for the first that does not hold."""
-    check_models(names)
+    check_models(names, trust=trust)
     check_device(device, dtype)
     for folder in [tokenizer] if tokenizer else [Path(name) for name in names if is_checkpoint(name)]:
-        load_tokenizer(folder)
+        if not tokenized or has_tokenizer(folder):
+            load_tokenizer(folder, trust=trust)
 
 
-def check_models(names: Sequence[str]) -> None:
-    """Refuse, all at once, names that are neither a model type nor the folder of a checkpoint."""
+def check_models(names: Sequence[str], *, trust: bool = False) -> None:
+    """Refuse, all at once, names that are neither a model type nor the folder of a checkpoint; then bad checkpoints."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -82,14 +107,29 @@ def check_models(names: Sequence[str]) -> None:
         rule = f"A model is a model type of transformers {transformers.__version__}, or a folder with a config.json."
         remedy = f"Did you mean {' or '.join(near)}?" if near else f"Name one, for example {hybrid_model_types()[-1]}."
         raise CollateError(explain("--model", ", ".join(unknown), rule, remedy))
+    for name in names:
+        if is_checkpoint(name):
+            check_checkpoint(name, trust=trust)
+        else:
+            _check_tiny(name)
 
 
-def is_checkpoint(name: str) -> bool:
-    """Is it a folder that transformers could load, rather than a model type?"""
-    return (Path(name) / "config.json").is_file()
+def _check_tiny(name: str) -> None:
+    try:
+        config = tiny_config(name, vocab_size=8)
+    except Exception:  # told when it is built: other models may run
+        return
+    check_one_stack(config)
 
 
-def load_tokenizer(where: Path) -> Any:
+def has_tokenizer(folder: Path) -> bool:
+    """Does the folder hold files of a tokenizer?"""
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
+    )
+
+
+def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
     """The tokenizer of a folder, with a pad token: its own, or its eos."""
     from transformers import AutoTokenizer
 
@@ -97,14 +137,16 @@ def load_tokenizer(where: Path) -> Any:
     try:
         if not where.is_dir():
             raise FileNotFoundError("no folder")  # else transformers takes the name for one on the hub
-        tokenizer = AutoTokenizer.from_pretrained(str(where))
+        tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions, too
         got = f"{type(error).__name__}: {first_line(error)}"
         raise CollateError(explain(f"tokenizer {where}", got, "It does not load.", remedy)) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise CollateError(explain(f"tokenizer {where}", "neither", "Batches are padded with pad or eos.", remedy))
+        raise CollateError(
+            explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one of them.", remedy)
+        )
     return tokenizer
 
 

@@ -18,7 +18,8 @@ from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH, kernel_calls, v
 from collate_npu.errors import CollateError, explain
 from collate_npu.segments import Segments
 from collate_npu.testing import reference_kernels
-from collate_npu.tools.audit.handover import Batch, Handover, Subject
+from collate_npu.testing.measure import Batch
+from collate_npu.tools.audit.handover import Handover, Subject
 
 Kernels = Literal["installed", "reference"]
 
@@ -64,13 +65,13 @@ def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
 
 def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
     """The neutral wire form (offsets), then the adapter at the model."""
-    adapter = BatchAdapter(subject.model, consumer="transformers", padding_free=True)
+    adapter = BatchAdapter(subject.model, consumer="transformers", pattern=subject.pattern, padding_free=True)
     return _uncached(subject, adapter(subject.collator(padding_free=True)(features)))
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
     """transformers' own collator, which by default tells positions alone."""
-    theirs = wrap_collator(_flattening(), consumer="transformers", model=subject.model)
+    theirs = wrap_collator(_flattening(), consumer="transformers", model=subject.model, pattern=subject.pattern)
     return _uncached(subject, theirs(features))
 
 

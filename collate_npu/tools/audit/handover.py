@@ -15,16 +15,16 @@ from torch import Tensor
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import layer_masks
+from collate_npu.consumers.models import layer_masks, pattern_of
 from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.rows import Side
 from collate_npu.segments import Segments
+from collate_npu.testing.measure import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Batch = dict[str, Any]
 Handover = Callable[["Subject", list[Batch]], Batch]
 
 
@@ -38,9 +38,15 @@ class Subject:
     side: Side
     pad_token_id: int
 
+    @property
+    def pattern(self) -> str | None:
+        """What is declared of its attention: that an encoder looks both ways, else nothing."""
+        return "bidirectional" if pattern_of(self.model) == "bidirectional" else None
+
     def collator(self, **settings: Any) -> PaddingCollator:
         """This library's collator for the subject."""
-        return PaddingCollator(pad_token_id=self.pad_token_id, padding_side=self.side, **settings)
+        how = {"pad_token_id": self.pad_token_id, "padding_side": self.side, "pattern": self.pattern}
+        return PaddingCollator(**how, **settings)  # type: ignore[arg-type]
 
     def truth(self, features: list[Batch]) -> Segments:
         """What is real, by the lengths alone."""
@@ -49,12 +55,12 @@ class Subject:
     def dense(self, features: list[Batch]) -> Tensor:
         """A correct 4D mask, in the form its attention takes."""
         polarity: Polarity = "bias" if self.attn_implementation == "eager" else "keep"
-        return dense(self.truth(features), polarity=polarity)
+        return dense(self.truth(features), polarity=polarity, pattern=self.pattern or "causal")
 
     def prepared(self, features: list[Batch]) -> Any:
         """A correct mask in the form that this attention takes it from a mapping, where nothing is made of it."""
         if self.attn_implementation == "flex_attention":
-            return block_mask(self.truth(features))
+            return block_mask(self.truth(features), pattern=self.pattern or "causal")
         return self.dense(features) if reads_dense(self.attn_implementation) else self.truth(features).keep
 
 
@@ -74,7 +80,9 @@ def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
 
 def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
     """The neutral wire form (4D masked beside the 2D), then the adapter at the model."""
-    return BatchAdapter(subject.model, consumer="transformers")(subject.collator(attention_mask="4d")(features))
+    return BatchAdapter(subject.model, consumer="transformers", pattern=subject.pattern)(
+        subject.collator(attention_mask="4d")(features)
+    )
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
@@ -83,7 +91,8 @@ def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
     def theirs(features: list[Batch]) -> Batch:
         return {**_plain(subject, features), "attention_mask": subject.dense(features)}
 
-    return wrap_collator(theirs, consumer="transformers", model=subject.model)(features)
+    wrapped = wrap_collator(theirs, consumer="transformers", model=subject.model, pattern=subject.pattern)
+    return wrapped(features)
 
 
 def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,7 +40,8 @@ def together(
         ]
         try:
             for worker, (_, theirs) in zip(workers, ends):
-                worker.start()
+                with _deaf_to_interrupts():
+                    worker.start()
                 theirs.close()  # held open here, the end of that process would not be seen
             return _answers([ours for ours, _ in ends], seconds)[0]
         finally:
@@ -46,6 +49,19 @@ def together(
                 with suppress(ValueError, AttributeError):  # not started
                     worker.kill()
                     worker.join()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """A process started here inherits that: Ctrl-C goes to a terminal's whole group, and this process ends the ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _answers(pipes: list[Connection], seconds: float) -> dict[int, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -29,13 +28,13 @@ from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.rows import Side
 from collate_npu.segments import Segments
 from collate_npu.testing import tiny_config
-from collate_npu.tools.audit.candidates import Candidate, is_checkpoint
+from collate_npu.testing.measure import IGNORED, Batch, Errors, Numbers, alone, by_position, errors, worst
+from collate_npu.testing.yardstick import Yardstick, measure_noise
+from collate_npu.tools.audit.candidates import Candidate
 from collate_npu.tools.audit.case import Finding, batches_of, judged
-from collate_npu.tools.audit.handover import Batch
-from collate_npu.tools.audit.measure import IGNORED, Numbers, alone, errors, worst
+from collate_npu.tools.audit.checkpoints import config_of_checkpoint, is_checkpoint
 from collate_npu.tools.audit.ranks import BACKENDS, together
-from collate_npu.tools.audit.samples import sample_ids
-from collate_npu.tools.audit.yardstick import Yardstick, measure_noise
+from collate_npu.tools.audit.samples import Drawing
 
 Shared = AbstractContextManager[Mapping[str, Any]]
 _SHARED = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -63,36 +62,34 @@ def check_ranks(size: int, device: str, attentions: Sequence[str]) -> None:
 
 
 def audit_sharded(
-    candidate: Candidate, drawn: dict[str, Any], *, size: int, batch_size: int, gradients: bool, seconds: float,
+    candidate: Candidate, drawing: Drawing, *, size: int, batch_size: int, gradients: bool, seconds: float,
     plugins: Sequence[str],
 ) -> tuple[list[Finding], Yardstick | None]:  # fmt: skip
     """The findings of one candidate on `size` ranks, started for it, and its yardstick; none where it is refused.
 
     Raises `RanksError` where a rank fails or hangs.
     """
-    where = {"model": candidate.name, "attn_implementation": candidate.attn, "side": f"cp {size}", "ours": True}
+    where = {"model": candidate.name, "attn_implementation": candidate.attn, "side": f"cp {size}", "whose": "ours"}
     try:
-        refuse_model(_config_of(candidate.name))
+        refuse_model(_config_of(candidate))
     except UnsupportedFormError as error:
         note = str(error).splitlines()[0][:400]
         return [Finding(**where, column=column, note=note, refused=True) for column in OURS_SHARDED], None  # type: ignore[arg-type]
     kind = candidate.device.partition(":")[0]
     how = {"batch_size": batch_size, "gradients": gradients}
     found: tuple[list[Finding], Yardstick]
-    found = together(_on_a_rank, size, candidate, drawn, how, where, device=kind, seconds=seconds, plugins=plugins)
+    found = together(_on_a_rank, size, candidate, drawing, how, where, device=kind, seconds=seconds, plugins=plugins)
     return found
 
 
-def _config_of(name: str) -> Any:
-    if not is_checkpoint(name):
-        return tiny_config(name, vocab_size=8)
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(Path(name)))
+def _config_of(candidate: Candidate) -> Any:
+    if is_checkpoint(candidate.name):
+        return config_of_checkpoint(candidate.name, trust=candidate.trust)
+    return tiny_config(candidate.name, vocab_size=8)
 
 
 def _on_a_rank(
-    candidate: Candidate, drawn: dict[str, Any], how: dict[str, Any], where: dict[str, Any]
+    candidate: Candidate, drawing: Drawing, how: dict[str, Any], where: dict[str, Any]
 ) -> tuple[list[Finding], Yardstick]:
     import torch.distributed as dist
 
@@ -101,18 +98,23 @@ def _on_a_rank(
     model, tokenizer = replace(candidate, device=here).build()
     model.eval()
     gradients = how["gradients"]
-    samples = sample_ids(tokenizer=tokenizer, **drawn)
-    batches = batches_of(samples, how["batch_size"], ["right"])
+    batches = batches_of(drawing.samples(tokenizer), how["batch_size"], ["right"])
     references = [alone(model, batch, gradients) for batch in batches]  # each rank for itself: no rank waits for long
     noise = measure_noise(model, batches, references, gradients=gradients)
-    rank = _Rank(model, kind, tokenizer.pad_token_id, gradients)
-    found = {}
+    rank = _Rank(model, kind, candidate.pad_token_id(model, tokenizer), gradients)
+    found, about = {}, {}
     for column, (side, handover) in {**OURS_SHARDED, **OTHERS_SHARDED}.items():
-        pairs = zip(batches, references)
-        found[column] = worst([errors(rank.run(handover, side, batch), reference) for batch, reference in pairs])
+        each: list[Errors] = []
+        positions: list[tuple[float, ...]] = []
+        for batch, reference in zip(batches, references):
+            mine = rank.run(handover, side, batch)
+            each.append(errors(mine, reference))
+            positions += by_position(mine, reference)
+        found[column], about[column] = worst(each), {**where, "column": column, "by_position": tuple(positions)}
     findings = [
-        judged({**where, "column": column, "ours": column in OURS_SHARDED}, each, Yardstick(noise), gradients=gradients)
-        for column, each in found.items()
+        judged({**about[column], "whose": whose}, found[column], Yardstick(noise), gradients=gradients)
+        for whose, columns in (("ours", OURS_SHARDED), ("elsewhere", OTHERS_SHARDED))
+        for column in columns
     ]
     dist.barrier()  # leave together
     return findings, Yardstick(noise, found["Trainer, left"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 
-def env_command() -> None:
-    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue."""
-    from collate_npu.tools.env import environment
+def env_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+) -> None:
+    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue.
 
-    found = environment()
-    lines = [f"- {name}: {value}" for name, value in found.packages.items()]
-    lines += [f"- {name}={value}" for name, value in found.settings.items()]
-    lines = [f"- system: {found.system}", *lines, f"- devices: {found.devices}", f"- NPU: {found.npu}"]
-    typer.echo("\n".join([*lines, *(f"- hazard: {text}" for text in found.hazards)]))
+    Also where torch, typer or rich do not load: `python -m collate_npu env`.
+    """
+    from collate_npu.tools.env.markdown import written
+
+    print(written(as_json=as_json))

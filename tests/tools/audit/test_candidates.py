@@ -24,7 +24,7 @@ def test_all_unknown_names_are_refused_at_once(tmp_path):
 
 
 def test_model_types_and_checkpoints_are_known(tmp_path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     check_models(["qwen3_next", "llama", str(tmp_path)])
 
 

@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit.case import Finding, audit
-from collate_npu.tools.audit.samples import read_text, sample_ids, shipped_text
+from collate_npu.tools.audit.data import shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 pytestmark = pytest.mark.models
 
@@ -84,50 +85,9 @@ def test_batches_without_padding_prove_nothing():
 
 def test_the_gradient_alone_can_fail():
     wrong = Finding(
-        model="m", attn_implementation="sdpa", side="left", column="collator", ours=True, logits=0.0, gradient=1.0
+        model="m", attn_implementation="sdpa", side="left", column="collator", whose="ours", logits=0.0, gradient=1.0
     )
     assert not wrong.within(1e-4)
-
-
-def test_shipped_text_is_ragged_and_unique():
-    lines = shipped_text()
-    sizes = sorted(len(line.encode()) for line in lines)
-    assert len(lines) == len(set(lines)) == 300
-    assert sizes[0] < 10 < 200 < sizes[-1]
-
-
-def test_text_files(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"content": "two"}\n', encoding="utf-8")
-    (tmp_path / "bom.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8-sig")
-    for name in ("a.txt", "b.jsonl", "bom.jsonl"):
-        assert read_text(tmp_path / name) == ["one", "two"]
-    with pytest.raises(CollateError, match="draws 9 lines"):
-        sample_ids(["one", "two"], TOKENIZER, count=9, max_length=8)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("c.jsonl", b'{"question": "one"}\n', "line 1: got no text field"),
-        ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', "line 3: got no text field"),
-        ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
-        ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
-        ("c.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
-        ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert parquet"),
-        ("c.txt", None, "No such file"),
-    ],
-)
-def test_what_is_no_text_is_refused_with_the_line(tmp_path, name, content, said):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(CollateError, match=said):
-        read_text(tmp_path / name)
-
-
-def test_a_folder_is_no_text(tmp_path):
-    with pytest.raises(CollateError, match="Is a directory"):
-        read_text(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -10,10 +10,10 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from rich.console import Console
 
+from collate_npu.testing.measure import Errors
+from collate_npu.testing.yardstick import Yardstick
 from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.measure import Errors
 from collate_npu.tools.audit.report import WORDS, Report, print_report
-from collate_npu.tools.audit.yardstick import Yardstick
 
 NAN = float("nan")
 SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
@@ -23,22 +23,23 @@ UNSEEN = {"m (sdpa)": Yardstick(NOISE, NOISE)}
 
 
 def finding(right=True, *, logits=1e-6, column="collator", **more):
-    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": column, "ours": column == "collator"}
+    whose = "ours" if column == "collator" else "elsewhere"
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": column, "whose": whose}
     return Finding(**where, logits=logits, relative=logits, loss=0.0, gradient=0.0, right=right, **more)
 
 
 def refused():
-    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": "mapping", "ours": True}
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": "mapping", "whose": "ours"}
     return Finding(**where, refused=True, note="no mapping")
 
 
 def raised():
-    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": "adapter", "ours": True}
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": "adapter", "whose": "ours"}
     return Finding(**where, note="RuntimeError: no")
 
 
-def lacking(column="collator", *, ours=True):
-    where = {"model": "m", "attn_implementation": "sdpa", "side": "packed", "column": column, "ours": ours}
+def lacking(column="collator", *, whose="ours"):
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "packed", "column": column, "whose": whose}
     return Finding(**where, no_kernel=True, note="no kernel here")
 
 
@@ -65,7 +66,7 @@ def report(*findings, yardsticks=SEEN, **more):
         (report(finding(), lacking()), 2),
         (report(finding(False), lacking()), 1),
         (report(lacking()), 2),
-        (report(finding(), lacking("seq_idx", ours=False)), 0),
+        (report(finding(), lacking("seq_idx", whose="elsewhere")), 0),
         (report(finding(False), tolerance=1e-4), 0),
         (report(finding(logits=1e-3), tolerance=1e-4), 1),
         (report(finding(logits=NAN), tolerance=1e30), 1),
@@ -124,8 +125,8 @@ def test_no_number_and_no_name_is_cut_at_any_width(width):
     """Seen at 80 columns: headers cut to `positio…`, and "no kernel" in two lines."""
     flat = {"model": "m", "attn_implementation": "flash_attention_2", "side": "packed", "logits": 1e-6, "right": True}
     columns = ["collator", "adapter", "wrapped", "positions", "cu_seq_lens_q", "seq_idx", "nothing"]
-    found = [Finding(**flat, column=column, ours=n < 3) for n, column in enumerate(columns)]
-    made = report(finding(), *found, lacking(), Finding(**{**flat, "side": "cp 2"}, column="accelerate", ours=True))
+    found = [Finding(**flat, column=column, whose="ours" if n < 3 else "elsewhere") for n, column in enumerate(columns)]
+    made = report(finding(), *found, lacking(), Finding(**{**flat, "side": "cp 2"}, column="accelerate", whose="ours"))
     console = Console(width=width)
     with console.capture() as capture:
         print_report(console, made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -28,10 +30,11 @@ def test_every_polarity_draws_the_same_square(polarity):
     assert square == "⬚ ⬚ ⬚   ■ ⬚ ⬚\n⬚ ■ ⬚   ■ ■ ⬚\n⬚ ■ ■   ■ ■ ■"
 
 
-def test_one_row_and_a_limit():
+def test_one_row_and_what_is_wide_is_folded():
     square = dense(Segments.from_lengths([2, 3], side="left"))
     assert picture(square, row=1) == "■ ⬚ ⬚\n■ ■ ⬚\n■ ■ ■"
-    assert picture(square, row=1, limit=2) == "■ ⬚ ...\n■ ■ ..."
+    assert picture(square, row=1, limit=2).startswith("◧ ⬚\n■ ■\n◧ a part of the block; 2 places a cell")
+    assert picture(Segments.from_lengths([3, 5]), limit=3).startswith("■ ◧ ⬚\n■ ■ ■\n")
 
 
 def test_a_batch_shows_both_masks():
@@ -102,3 +105,21 @@ def test_words():
 def test_what_is_no_mask_is_refused():
     with pytest.raises(CollateError, match="two to four dimensions"):
         picture(torch.ones(3))
+
+
+def test_it_is_text_and_knows_its_page():
+    drawn = picture(PaddingCollator(pad_token_id=0, padding_side="left")(FEATURES))
+    assert isinstance(drawn, str)
+    assert str(drawn) == drawn
+    assert pickle.loads(pickle.dumps(str(drawn))) == drawn
+    pytest.importorskip("matplotlib")
+    assert drawn.html.startswith("<!doctype html>")
+    assert drawn._repr_html_().count("<svg") == 1
+
+
+def test_without_matplotlib_a_notebook_shows_the_text(monkeypatch):
+    monkeypatch.setattr("collate_npu.tools.show.figure.find_spec", lambda name: None)
+    drawn = picture(Segments.from_lengths([1, 2]))
+    assert drawn._repr_html_() is None
+    with pytest.raises(CollateError, match=r"pip install 'collate-npu\[plots\]'"):
+        drawn.html  # noqa: B018

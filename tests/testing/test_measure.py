@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from collate_npu.tools.audit.measure import Errors, Numbers, alone, errors, run, worst
+from collate_npu.testing.measure import Errors, Numbers, alone, errors, run, worst
 
 NAN, INF = float("nan"), float("inf")
 
@@ -84,7 +84,7 @@ def test_every_place_of_a_result_is_looked_at(spoil, bad):
 
 
 def test_samples_alone_add_up_and_leave_no_gradient():
-    model, features = Model(), [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    model, features = Model(), [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3], [4, 5])]
     both = alone(model, features, gradients=True)
     first, second = (alone(model, [feature], gradients=True) for feature in features)
     assert both.loss == pytest.approx(first.loss + second.loss)
@@ -94,4 +94,4 @@ def test_samples_alone_add_up_and_leave_no_gradient():
 
 
 def test_one_bad_sample_spoils_the_samples_alone():
-    assert not alone(Model((0, 2, 0)), [{"input_ids": [1, 2, 3]}], gradients=False).finite
+    assert not alone(Model((0, 2, 0)), [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}], gradients=False).finite

@@ -14,10 +14,11 @@ from rounding import RoundedProducts
 
 from collate_npu.integrations.delivery.alone import TIMES, product_error
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
+from collate_npu.testing.measure import Errors
+from collate_npu.testing.yardstick import MARGIN, Yardstick
 from collate_npu.tools.audit.case import Audit
-from collate_npu.tools.audit.measure import Errors
-from collate_npu.tools.audit.samples import sample_ids, shipped_text
-from collate_npu.tools.audit.yardstick import MARGIN, Yardstick
+from collate_npu.tools.audit.data import shipped_text
+from collate_npu.tools.audit.samples import sample_ids
 
 pytestmark = pytest.mark.models
 

@@ -4,7 +4,8 @@ Right results differ, because another width or another batch rounds differently:
 and anything between on a card whose matrix units round their inputs (TF32, HF32). So an absolute tolerance is either too
 strict or passes a layer that ignores its mask. Measured instead: the noise, from the same samples with other tokens
 appended and no mask, which no causal model may notice; and the wrong, from left padding whose mask does not reach the
-layers. Costs four batches, and two to four more where the audit has not run them anyway.
+layers. Costs four batches, and two to four more where the audit has not run them anyway. An encoder looks ahead, and a
+model that pools reads the last token: there each sample is repeated, in batches of two and of four equal rows.
 
 A single logit is no measure of noise: one expert chosen otherwise moves it by a tenth of what a wrong mask does. The
 relative error over all tokens stays within 4 times the noise (20 families, bfloat16, three seeds each), and a wrong mask
@@ -13,15 +14,15 @@ is 15 to 230 times the noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collate_npu.integrations.delivery.alone import FLOOR, TIMES, product_error
-from collate_npu.tools.audit.handover import Batch
-from collate_npu.tools.audit.measure import IGNORED, Errors, Numbers, errors, run, worst
+from collate_npu.testing.measure import IGNORED, Batch, Errors, Numbers, alone, errors, predicts_next, run, worst
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,12 +60,16 @@ def _relative(found: Errors) -> tuple[float, float, float]:
 def measure_noise(
     model: PreTrainedModel, batches: Sequence[Sequence[Batch]], references: Sequence[Numbers], *, gradients: bool
 ) -> Errors:
-    """The errors of right results: the samples again in two other batches, other tokens appended, no mask."""
-    found = [
-        errors(_widened(model, batch, extra, gradients), reference)
-        for extra in (0, 33)  # the width of the batch, and one more chunk of 32 in a recurrent layer
-        for batch, reference in zip(batches, references)
-    ]
+    """The errors of right results: the samples again in two other batches, other tokens appended, no mask.
+
+    Of an encoder or a headless model: each sample beside copies of itself.
+    """
+    again: list[Callable[[Sequence[Batch]], Numbers]]
+    if predicts_next(model):  # the width of the batch, and one more chunk of 32 in a recurrent layer
+        again = [partial(_widened, model, extra=extra, gradients=gradients) for extra in (0, 33)]
+    else:
+        again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
+    found = [errors(way(batch), reference) for way in again for batch, reference in zip(batches, references)]
     noise, floor = worst(found), FLOOR * product_error(model)
     logits = _at_least(noise.logits, floor)
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
@@ -77,7 +82,7 @@ def _at_least(found: float, floor: float) -> float:
     return found if not found < floor else floor
 
 
-def _widened(model: PreTrainedModel, features: Sequence[Batch], extra: int, gradients: bool) -> Numbers:
+def _widened(model: PreTrainedModel, features: Sequence[Batch], *, extra: int, gradients: bool) -> Numbers:
     generator = torch.Generator().manual_seed(extra)
     lengths = [len(feature["input_ids"]) for feature in features]
     drawn = [token for feature in features for token in feature["input_ids"]]
@@ -85,6 +90,7 @@ def _widened(model: PreTrainedModel, features: Sequence[Batch], extra: int, grad
     ids = torch.tensor(drawn)[places]
     labels = torch.full_like(ids, IGNORED)
     for row, feature in enumerate(features):
-        ids[row, : lengths[row]] = labels[row, : lengths[row]] = torch.tensor(feature["input_ids"])
+        ids[row, : lengths[row]] = torch.tensor(feature["input_ids"])
+        labels[row, : lengths[row]] = torch.tensor(feature["labels"])
     batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
     return run(model, batch, lambda logits: [row[:n] for row, n in zip(logits, lengths)], gradients)

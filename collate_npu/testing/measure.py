@@ -2,6 +2,11 @@
 
 A number that is not finite, anywhere in what the model returned, makes every error of that result NaN: it can equal
 nothing, and nothing below lets it go by (Python's `max` would drop a NaN that is not first).
+
+A causal language model is measured by its logits and the loss of the next token. An encoder, and a model without such a
+head, by what it gives at real tokens (logits or the last hidden state): the loss is half the sum of the squares of that.
+
+Legend: B rows, S width, V what a model gives for a token.
 """
 
 from __future__ import annotations
@@ -14,10 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from collate_npu.consumers.models import is_transformers, pattern_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IGNORED = -100
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,7 @@ class Numbers:
     """What a model gave for some samples: logits of real tokens, the summed loss, the gradient of all parameters."""
 
     logits: list[Tensor]
+    """`[length, V]` for each sample; of a model that pools, `[1, V]`."""
     loss: float
     gradients: dict[str, Tensor]
     finite: bool
@@ -44,30 +53,51 @@ class Errors:
     """|g - h| / |h| over all parameters at once; 0 where no gradient was asked for."""
 
 
-def run(model: PreTrainedModel, batch: dict[str, Any], rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
-    """One forward pass, and one backward pass of the summed loss if asked for. `rows` picks the real tokens."""
+def run(model: PreTrainedModel, batch: Batch, rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
+    """One forward pass, and one backward pass of the summed loss if asked for.
+
+    `rows` picks the real tokens of `[B, S, V]`, and the samples of the `[B, V]` that a model which pools gives.
+    """
     model.zero_grad(set_to_none=True)
     inputs = _on(batch, model.device)
-    labels = inputs.pop("labels")
+    labels = inputs.pop("labels", None)
     with torch.set_grad_enabled(gradients):
-        logits = model(**inputs).logits
-        loss = _loss(logits, labels)
+        scores = _scores(model(**inputs))
+        real = rows(scores)
+        next_token = labels is not None and predicts_next(model) and scores.ndim > 2
+        loss = _loss(scores, labels) if next_token else torch.stack([x.float().square().sum() for x in real]).sum() / 2
     if gradients:
         torch.autograd.backward(loss)
     found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)  # `found` keeps them; the model stays as it was
-    finite = all(bool(torch.isfinite(x).all()) for x in (logits.detach(), loss.detach(), *found.values()))
-    return Numbers(rows(logits.detach().float()), float(loss.detach()), found, finite)
+    finite = all(bool(torch.isfinite(x).all()) for x in (scores.detach(), loss.detach(), *found.values()))
+    return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
-def alone(model: PreTrainedModel, features: list[dict[str, Any]], gradients: bool) -> Numbers:
-    """Each sample in a batch of its own, without padding and without a mask; losses and gradients add up."""
+def predicts_next(model: Any) -> bool:
+    """Is it a causal language model? Not an encoder, and not a model without a head of its vocabulary."""
+    headless = is_transformers(model) and model.get_output_embeddings() is None
+    return not headless and pattern_of(model) != "bidirectional"
+
+
+def _scores(output: Any) -> Tensor:
+    scores: Tensor = output.logits if getattr(output, "logits", None) is not None else output.last_hidden_state
+    return scores
+
+
+def alone(model: PreTrainedModel, features: Sequence[Batch], gradients: bool, *, copies: int = 1) -> Numbers:
+    """Each sample in a batch of its own, without padding and without a mask; losses and gradients add up.
+
+    With `copies` its batch has so many rows of it, and the first is looked at.
+    """
     logits: list[Tensor] = []
     loss, finite = 0.0, True
     total: dict[str, Tensor] = {}
     for feature in features:
-        ids = torch.tensor([feature["input_ids"]])
-        part = run(model, {"input_ids": ids, "labels": ids}, list, gradients)
+        ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
+        others = torch.full((copies - 1, ids.shape[1]), IGNORED)
+        batch = {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])}
+        part = run(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
         logits += part.logits
         loss += part.loss
         finite = finite and part.finite
@@ -83,6 +113,12 @@ def errors(mine: Numbers, reference: Numbers) -> Errors:
     x, y = (torch.cat([row.flatten() for row in numbers.logits]) for numbers in (mine, reference))
     loss = abs(mine.loss - reference.loss) / max(abs(reference.loss), 1e-12)
     return Errors(float((x - y).abs().max()), _apart([x], [y]), loss, _gradient_error(mine.gradients, reference.gradients))
+
+
+def by_position(mine: Numbers, reference: Numbers) -> list[tuple[float, ...]]:
+    """The largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
+    pairs = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
+    return [tuple((x - y).abs().amax(-1).tolist()) for x, y in pairs]
 
 
 def worst(found: Iterable[Errors]) -> Errors:

@@ -1,0 +1,118 @@
+"""Inputs: a batch to show, from lengths, from a file that holds one, or from text; or a mask alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.collate.collators import PaddingCollator
+from collate_npu.errors import CollateError, explain
+from collate_npu.masks.find import MASK_KEY
+from collate_npu.parallel import ContextParallel
+from collate_npu.rows import Side
+
+MOST_PLACES = 1 << 28
+"""Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
+
+
+def collator_of(
+    *, side: Side, packed: bool, context_parallel: ContextParallel | None, tokenizer: Any = None
+) -> PaddingCollator:
+    """What collates lengths and text: rows that the ranks can share out, flat ones sequence by sequence."""
+    documents = context_parallel is not None and context_parallel.documents
+    return PaddingCollator(
+        pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id,
+        padding_side=side,
+        padding_free=packed,
+        pad_to_multiple_of=None if context_parallel is None else context_parallel.multiple,
+        sequence_multiple=context_parallel.document_multiple if context_parallel is not None and documents else None,
+    )
+
+
+def batch_of_lengths(lengths: str, collate: PaddingCollator) -> dict[str, Any]:
+    """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
+    try:
+        rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
+    except ValueError:
+        raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
+    return _collated([{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows], collate)
+
+
+def batch_of_lines(lines: list[str], tokenizer: Any, collate: PaddingCollator, *, max_length: int) -> dict[str, Any]:
+    """The lines as a trainer of a language model has them: every token is a label."""
+    cut = {"add_special_tokens": False, "truncation": True, "max_length": max_length}
+    ids = [ids for line in lines if (ids := tokenizer(line, **cut)["input_ids"])]
+    if not ids:
+        raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
+    return _collated([{"input_ids": row, "labels": list(row)} for row in ids], collate)
+
+
+def _collated(features: list[dict[str, Any]], collate: PaddingCollator) -> dict[str, Any]:
+    widest = max(len(feature["input_ids"]) for feature in features)
+    if len(features) * widest**2 > MOST_PLACES and not collate.padding_free:
+        object.__setattr__(collate, "attention_mask", "2d")
+    return collate(features)
+
+
+def batch_of_file(path: Path) -> dict[str, Any]:
+    """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
+    held = _loaded(path)
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    remedy = "Save it with torch.save(dict(batch), path); a mask alone goes to --mask."
+    raise CollateError(explain(str(path), type(held).__name__, rule, remedy))
+
+
+def mask_of_file(path: Path) -> Tensor:
+    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
+    held = _loaded(path)
+    if isinstance(held, Mapping):
+        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
+    if isinstance(held, Tensor):
+        return held
+    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
+    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
+
+
+def _loaded(path: Path) -> Any:
+    if path.suffix not in _LOADERS:
+        rule = f"Files of tensors end with {', '.join(_LOADERS)}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, "Save it with torch.save(dict(batch), 'batch.pt')."))
+    try:
+        return _LOADERS[path.suffix](path)
+    except CollateError:
+        raise
+    except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
+        got = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
+        rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
+        remedy = "Save it with torch.save({key: value for key, value in batch.items()}, 'batch.pt')."
+        raise CollateError(explain(str(path), got, rule, remedy)) from None
+
+
+def _arrays(path: Path) -> Any:
+    held = np.load(path, allow_pickle=False)
+    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
+
+
+def _safetensors(path: Path) -> Any:
+    return import_module("safetensors.torch").load_file(path)
+
+
+def _torch(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+_LOADERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": _torch,
+    ".pth": _torch,
+    ".safetensors": _safetensors,
+    ".npz": _arrays,
+    ".npy": _arrays,
+}

@@ -1,0 +1,496 @@
+"""guide/troubleshooting.md: each row is reproduced on the real packages, seen as the page says, and mended by its code.
+
+A test of the row's name runs it; a row whose stack is not installed here names the test that reproduces it there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from torch.utils.data import default_collate  # noqa: E402
+
+from collate_npu import (  # noqa: E402
+    AmbiguousMaskError,
+    BatchAdapter,
+    CollateError,
+    PaddingCollator,
+    PolarityError,
+    Segments,
+    UnsupportedFormError,
+    check_delivery,
+    dense,
+    describe,
+    last_token,
+    picture,
+    split_batch,
+    unpad,
+)
+from collate_npu.collate.wire import _warn_of_neutral_form  # noqa: E402
+from collate_npu.consumers.models import transformers_version  # noqa: E402
+from collate_npu.parallel import ContextParallel  # noqa: E402
+from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.models
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "collate_npu" / "guide"
+TEXT = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
+
+ELSEWHERE = {
+    "megatron-2d": "tests/peers/test_mcore_bridge.py::"
+    "test_upstream_megatrons_own_layer_is_wrong_for_left_padding_in_silence_and_exact_for_right",
+    "torch-npu-import": "tests/npu/test_wheel_import.py::test_without_cann_torch_itself_names_the_switch",
+    "fla-cpu": "tests/tools/test_env.py::test_fla_on_a_cpu_is_a_hazard",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    title: str
+    text: str
+
+    def said(self, label):
+        """What stands behind `**Says:**` and the like, without its backticks where all of it is code."""
+        found = re.search(rf"^\*\*{label}[:：]\*\* (.+)$", self.text, flags=re.M)
+        return re.sub(r"^(`+)((?:(?!\1).)+)\1$", r"\2", found[1]) if found else ""
+
+    @property
+    def code(self):
+        return re.findall(r"^```(\w+)\n(.*?)^```$", self.text, flags=re.M | re.S)
+
+
+def rows_of(text):
+    parts = re.split(r'^### <a id="([\w-]+)"></a>(.*)\n', text, flags=re.M)
+    return {name: Row(name, *rest) for name, *rest in zip(parts[1::3], parts[2::3], parts[3::3])}
+
+
+ROWS = rows_of(TEXT)
+CHINESE = (GUIDE / "zh" / "troubleshooting.md").read_text(encoding="utf-8")
+
+
+def mended(name, **names):
+    """The names after the page's code has run on these."""
+    (code,) = (code for kind, code in ROWS[name].code if kind == "python")
+    exec(compile(code, f"troubleshooting.md#{name}", "exec"), names)
+    return names
+
+
+LOOKS = {"check_delivery": check_delivery, "describe": describe, "picture": picture}
+
+
+def seen(name, **names):
+    """What the page's look at it prints, or raises."""
+    said = []
+    shown = {"print": lambda *words: said.append(" ".join(map(str, words))), **LOOKS, **names}
+    look = re.match(r"`?([^`]*)", ROWS[name].said("See"))[1]
+    exec(compile(look, f"troubleshooting.md#{name}", "exec"), shown)
+    return "\n".join(said)
+
+
+def refused(name, error, **names):
+    """The look at it raises, and returns what is said."""
+    with pytest.raises(error) as caught:
+        seen(name, **names)
+    return str(caught.value)
+
+
+def says(name, error, run):
+    """What runs stops with the words of the page."""
+    with pytest.raises(error) as caught:
+        run()
+    assert ROWS[name].said("Says") in str(caught.value)
+
+
+# --- the page
+
+
+def test_every_row_has_a_test_and_every_test_a_row():
+    tests = {name.removeprefix("test_row_").replace("_", "-") for name in globals() if name.startswith("test_row_")}
+    assert tests | set(ELSEWHERE) == set(ROWS)
+    assert not tests & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["en", "zh"])
+def test_the_index_names_every_row_in_order(text):
+    listed = re.findall(r"^\| (.+) \| \[([\w-]+)\]\(#([\w-]+)\) \|$", text, flags=re.M)
+    assert [(title, name) for title, name, _ in listed] == [(row.title, row.name) for row in rows_of(text).values()]
+    assert all(name == anchor for _, name, anchor in listed)
+
+
+def test_the_chinese_page_has_the_same_rows_errors_and_code():
+    chinese = rows_of(CHINESE)
+    assert list(chinese) == list(ROWS)
+    for name, row in ROWS.items():
+        assert chinese[name].code == row.code
+        assert chinese[name].said("报错") == row.said("Says")
+        assert re.findall("`[^`]+`", chinese[name].said("查看")) == re.findall("`[^`]+`", row.said("See"))
+        assert chinese[name].said("原因").endswith("。")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_whole(name):
+    row = ROWS[name]
+    assert row.said("See")
+    assert row.said("Why").endswith(".")
+    assert [kind for kind, _ in row.code] in (["python"], ["console"])
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_row_of_another_stack_is_reproduced_there(name):
+    path, _, test = ELSEWHERE[name].partition("::")
+    assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.M)
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`collate-npu ([^`]+)`", TEXT))))
+def test_commands_are_real(command):
+    typer = pytest.importorskip("typer.testing")
+    from collate_npu.tools.cli import app
+
+    words = shlex.split(command)
+    given = [word for word in words if word.startswith("--")]
+    shown = typer.CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert shown.exit_code == 0
+    assert all(word in shown.output for word in given)
+
+
+# --- what the rows use
+
+SAMPLES = [{"input_ids": [5, 6, 7, 8, 9, 256]}, {"input_ids": [3, 4, 256]}]  # 256 is eos, and pad
+LEFT = Segments.from_lengths([6, 3], side="left")
+IDS = torch.tensor([[5, 6, 7, 8, 9, 256], [256, 256, 256, 3, 4, 256]])
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return tiny_model("qwen3_next", vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def attention():
+    return tiny_model("qwen3", vocab_size=257)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer(padding_side="left")
+
+
+@torch.no_grad()
+def worst(model, **batch):
+    """The largest difference of a logit of a real token to its sample alone."""
+    alone = torch.cat([model(input_ids=torch.tensor([sample["input_ids"]])).logits[0] for sample in SAMPLES])
+    return float((unpad(model(**batch).logits, LEFT) - alone).abs().max())
+
+
+RIGHT, WRONG = 1e-4, 0.5
+
+
+def labelled(samples=SAMPLES):
+    return [{**sample, "labels": sample["input_ids"]} for sample in samples]
+
+
+# --- wrong numbers
+
+
+def test_row_padding_side(hybrid, tokenizer):
+    for lost in ({"attention_mask": dense(LEFT)}, {}):
+        assert worst(hybrid, input_ids=IDS, **lost) > WRONG
+    refusal = refused("padding-side", CollateError, model=hybrid, batch={"input_ids": IDS, "attention_mask": dense(LEFT)})
+    assert "linear_attn" in refusal
+    collator = mended("padding-side", model=hybrid, tokenizer=tokenizer)["collator"]
+    assert worst(hybrid, **collator(SAMPLES)) < RIGHT
+
+
+def test_row_keyword_swallowed(hybrid):
+    batch = {"input_ids": IDS, "attention_mask": dense(LEFT), "attention_mask_2d": LEFT.keep}
+    assert worst(hybrid, **batch) > WRONG
+    assert "no 2D mask" in refused("keyword-swallowed", CollateError, model=hybrid, batch=batch)
+    assert worst(hybrid, **mended("keyword-swallowed", model=hybrid, batch=batch)["batch"]) < RIGHT
+
+
+def test_row_sees_future(attention):
+    batch = {"input_ids": IDS, "attention_mask": dense(LEFT, polarity="masked"), "position_ids": LEFT.position_ids}
+    later = IDS.clone()
+    later[0, 5] = 77
+    with torch.no_grad():
+        moved = attention(**batch).logits - attention(**{**batch, "input_ids": later}).logits
+    assert float(moved[0, :5].abs().max()) > WRONG
+    assert "more than causal" in refused("sees-future", CollateError, model=attention, batch=batch)
+    assert worst(attention, **mended("sees-future", model=attention, batch=batch)["batch"]) < RIGHT
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16])
+def test_row_eager_bool(dtype):
+    eager = tiny_model("qwen3", vocab_size=257, attn_implementation="eager")
+    batch = {"input_ids": IDS, "attention_mask": dense(LEFT).to(dtype), "position_ids": LEFT.position_ids}
+    assert worst(eager, **batch) > WRONG
+    assert "self_attn" in refused("eager-bool", CollateError, model=eager, batch=batch)
+    assert worst(eager, **mended("eager-bool", model=eager, batch=batch)["batch"]) < RIGHT
+
+
+def test_row_positions(tokenizer):
+    config = transformers.GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        gpt2 = transformers.GPT2LMHeadModel(config).eval()
+    batch = {"input_ids": IDS, "attention_mask": LEFT.keep.long()}
+    assert worst(gpt2, **batch) > WRONG
+    assert seen("positions", batch=batch) == "None"
+    batch = mended("positions", model=gpt2, tokenizer=tokenizer)["collator"](SAMPLES)
+    assert seen("positions", batch=batch) != "None"
+    assert worst(gpt2, **batch) < RIGHT
+
+
+def test_row_packed_leak(hybrid, tokenizer):
+    batch = transformers.DataCollatorWithFlattening()(SAMPLES)
+    del batch["labels"]
+    with torch.no_grad():
+        alone = hybrid(input_ids=torch.tensor([SAMPLES[1]["input_ids"]])).logits[0]
+        assert float((hybrid(**batch).logits[0, 6:] - alone).abs().max()) > WRONG
+    assert "several sequences" in refused("packed-leak", CollateError, model=hybrid, batch=batch)
+    assert worst(hybrid, **mended("packed-leak", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
+
+
+@torch.no_grad()
+def test_row_padding_learned(hybrid, tokenizer):
+    def loss(batch):
+        return float(hybrid(**batch).loss)
+
+    short = SAMPLES[1]["input_ids"]
+    alone = loss({"input_ids": torch.tensor([short]), "labels": torch.tensor([short])})
+    wide = IDS[1:].roll(3, 1)  # padded right, beside a longer sample
+    batch = {"input_ids": wide, "labels": wide.clone(), "attention_mask": LEFT.keep[1:].roll(3, 1)}
+    assert abs(loss(batch) - alone) > 0.05
+    assert seen("padding-learned", batch=batch) == "tensor(6) labels"
+    fixed = mended("padding-learned", model=hybrid, tokenizer=tokenizer, samples=SAMPLES)
+    padded = fixed["collator"](fixed["samples"])
+    padded["labels"][0] = -100  # the loss of the shorter sample, beside the longer one
+    assert loss(padded) == pytest.approx(alone, abs=RIGHT)
+
+
+def test_row_eos_not_learned(hybrid, tokenizer):
+    batch = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)(SAMPLES)
+    assert seen("eos-not-learned", batch=batch) == "tensor([-100, -100])"
+    fixed = mended("eos-not-learned", model=hybrid, tokenizer=tokenizer, samples=SAMPLES)
+    assert seen("eos-not-learned", batch=fixed["collator"](fixed["samples"])) == "tensor([256, 256])"
+
+
+@torch.no_grad()
+def test_row_wrong_token(hybrid):
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, pad_token_id=256
+    )
+    head = transformers.LlamaForSequenceClassification(config).eval()
+    whole, cut = (head(input_ids=torch.tensor([SAMPLES[1]["input_ids"][:n]])).logits for n in (3, 2))
+    assert torch.equal(whole, cut), "the head does not read the token before eos any more"
+    right = Segments.from_lengths([6, 3])
+    ids = torch.tensor([[5, 6, 7, 8, 9, 256], [3, 4, 256, 256, 256, 256]])
+    batch = {"input_ids": ids, "attention_mask": right.keep.long()}
+    assert seen("wrong-token", batch=batch) == "tensor([256, 256]) tensor([1, 0])"
+    pooled = mended("wrong-token", model=hybrid.model, batch=batch)["pooled"]
+    alone = hybrid.model(input_ids=ids[1:, :3]).last_hidden_state[0, 2]
+    assert float((pooled[1] - alone).abs().max()) < RIGHT
+    assert float((hybrid.model(**batch).last_hidden_state[1, -1] - alone).abs().max()) > 0.05
+    assert torch.equal(pooled, last_token(hybrid.model(**batch).last_hidden_state, right))
+
+
+@torch.no_grad()
+def test_row_router_loss(tokenizer):
+    moe = tiny_model("qwen3_moe", vocab_size=257)
+    moe.config.output_router_logits = True
+    tokenizer.padding_side = "right"
+    right = [{"input_ids": [3, 4, 5]}, {"input_ids": [3] + [6] * 30}]
+    alone = float(moe(input_ids=torch.tensor([[3, 4, 5]])).aux_loss)
+    batch = PaddingCollator(tokenizer)(right)
+    assert "attention_mask: None" in seen("router-loss", batch=batch)
+    row = {"input_ids": batch["input_ids"][:1]}
+    assert abs(float(moe(**row).aux_loss) - alone) > 0.05
+    mask = mended("router-loss", model=moe, tokenizer=tokenizer)["collator"](right)["attention_mask"][:1]
+    assert float(moe(**row, attention_mask=mask).aux_loss) == pytest.approx(alone, abs=RIGHT)
+
+
+def test_row_lost_column(hybrid, tokenizer, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [3, 4], "seq_lengths": [2]}]
+
+    def trainer():
+        args = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], per_device_train_batch_size=2)
+        collator, data = PaddingCollator(tokenizer, attention_mask="2d"), datasets.Dataset.from_list(rows)
+        return transformers.Trainer(hybrid, args, data_collator=collator, train_dataset=data)
+
+    assert "3 sequences" not in seen("lost-column", batch=next(iter(trainer().get_train_dataloader())))
+    declared = mended("lost-column", trainer=trainer())["trainer"]
+    assert "3 sequences" in seen("lost-column", batch=next(iter(declared.get_train_dataloader())))
+
+
+def test_row_shard_labels():
+    segments, cp = Segments.from_lengths([7], width=8, side="left"), ContextParallel(2, 0)
+    ids = torch.arange(8)[None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~segments.keep, -100)}
+
+    def pairs(shard, targets):
+        return set(zip(shard["input_ids"][0].tolist(), targets.tolist())) - {(n, -100) for n in range(8)}
+
+    true = {(n, n + 1) for n in range(1, 7)} | {(0, 1)}  # the padding before the first token predicts it: ignored later
+    shards = [split_batch(batch, ContextParallel(2, rank)) for rank in (0, 1)]
+    split_first = set().union(*(pairs(shard, shard["labels"][0, 1:]) for shard in shards))
+    assert (1, 6) in split_first
+    assert seen("shard-labels", shard=shards[0]) == "tensor([[-100,    1,    6,    7]])"
+    fixed = [mended("shard-labels", batch=dict(batch), cp=cp.with_rank(rank), segments=segments) for rank in (0, 1)]
+    shifted = set().union(*(pairs(one["shard"], one["shard"]["shift_labels"][0]) for one in fixed))
+    assert shifted == true - {(0, 1)}
+
+
+# --- NaN
+
+
+@torch.no_grad()
+def test_row_nan():
+    eager = tiny_model("qwen3", vocab_size=257, attn_implementation="eager")
+    bias = dense(LEFT, polarity="bias")
+    batch = {"input_ids": IDS, "attention_mask": bias.masked_fill(bias < 0, -torch.inf), "labels": IDS}
+    batch["position_ids"] = LEFT.position_ids
+    assert torch.isnan(eager(**batch).loss)
+    assert seen("nan", batch=batch) == "tensor(3) rows see nothing"
+    batch = mended("nan", model=eager, batch=batch, segments=LEFT)["batch"]
+    assert torch.isfinite(eager(**batch).loss)
+    assert worst(eager, **{key: value for key, value in batch.items() if key != "labels"}) < RIGHT
+
+
+# --- errors and warnings
+
+
+def test_row_warning_4d(hybrid, tokenizer):
+    _warn_of_neutral_form.cache_clear()  # it warns once a process
+    with pytest.warns(UserWarning, match=re.escape(ROWS["warning-4d"].said("Says"))):
+        batch = PaddingCollator(tokenizer)(SAMPLES)
+    assert "attention_mask: bool [2, 1, 6, 6]" in seen("warning-4d", batch=batch)
+    assert worst(hybrid, **batch) > WRONG
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = mended("warning-4d", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)
+    assert worst(hybrid, **batch) < RIGHT
+
+
+def test_row_polarity(attention):
+    batch = {"input_ids": IDS, "attention_mask": LEFT.keep[:, None, None]}
+    says("polarity", PolarityError, lambda: BatchAdapter(attention, pattern="causal")(batch))
+    assert "refused" in seen("polarity", batch=batch)
+    assert worst(attention, **mended("polarity", model=attention, batch=batch)["batch"]) < RIGHT
+
+
+def test_row_padding_unknown(hybrid):
+    def theirs(samples):
+        return {"input_ids": IDS}
+
+    says("padding-unknown", AmbiguousMaskError, lambda: BatchAdapter(hybrid)(theirs(SAMPLES)))
+    assert "padding: not known" in seen("padding-unknown", batch=theirs(SAMPLES))
+    assert worst(hybrid, **mended("padding-unknown", model=hybrid, theirs=theirs)["collator"](SAMPLES)) < RIGHT
+
+
+def test_row_flat_row():
+    adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron", padding_free=True)
+    batch = dict(transformers.DataCollatorWithFlattening(return_position_ids=False)(SAMPLES))
+    says("flat-row", AmbiguousMaskError, lambda: adapter(batch))
+    assert "padding: not known" in seen("flat-row", batch=batch)
+    assert adapter.with_segments(mended("flat-row")["collator"](SAMPLES))[1].lengths == ((6, 3),)
+
+
+def test_row_inverted_mask(hybrid, tokenizer):
+    samples = [*SAMPLES, {"input_ids": [256]}]
+    batch = {"input_ids": torch.cat([IDS, torch.full((1, 6), 256)])}
+    batch["attention_mask"] = (batch["input_ids"] != tokenizer.pad_token_id).long()
+    says("inverted-mask", CollateError, lambda: BatchAdapter(hybrid)(batch))
+    assert "⬚ ⬚ ⬚ ⬚ ⬚ ⬚" in seen("inverted-mask", batch=batch)
+    fixed = mended("inverted-mask", model=hybrid, tokenizer=tokenizer)["collator"](samples)
+    assert fixed["attention_mask"].sum(1).tolist() == [6, 3, 1]
+
+
+def test_row_unexpected_keyword():
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, position_ids, attention_mask):
+            return input_ids.sum()
+
+    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model_type="qwen3_next")(SAMPLES)
+    says("unexpected-keyword", TypeError, lambda: Model()(**batch))
+    assert "attention_mask_2d" in seen("unexpected-keyword", batch=batch)
+    assert mended("unexpected-keyword", model=Model(), batch=batch)["loss"] > 0
+
+
+def test_row_none_dispatch():
+    from accelerate.utils.operations import concatenate
+
+    collator = PaddingCollator(pad_token_id=256)
+    batch = collator(SAMPLES)
+    says("none-dispatch", TypeError, lambda: concatenate([batch, batch]))
+    assert "attention_mask: None" in seen("none-dispatch", batch=batch)
+    batch = mended("none-dispatch", collator=collator)["collator"](SAMPLES)
+    assert concatenate([batch, batch])["attention_mask_2d"].shape == (4, 6)
+
+
+def test_row_labels_nesting(hybrid, tokenizer):
+    says("labels-nesting", ValueError, lambda: transformers.DataCollatorWithPadding(tokenizer)(labelled()))
+    with pytest.raises(RuntimeError, match="equal size"):
+        default_collate([{key: torch.tensor(row) for key, row in sample.items()} for sample in labelled()])
+    assert seen("labels-nesting", samples=labelled()) == "[6, 3]"
+    batch = mended("labels-nesting", model=hybrid, tokenizer=tokenizer)["collator"](labelled())
+    assert batch["labels"].shape == (2, 6)
+
+
+@pytest.mark.skipif(transformers_version() < (5, 20), reason="before 5.20 nothing is raised")
+def test_row_packed_kernels(hybrid, tokenizer):
+    flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SAMPLES)
+    del flat["labels"]
+    says("packed-kernels", ValueError, lambda: hybrid(**flat))
+    assert worst(hybrid, **mended("packed-kernels", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
+
+
+def test_row_shard_width(tokenizer):
+    samples, cp = [{"input_ids": [5, 6, 7, 8, 9, 10]}], ContextParallel(2, 0)
+    batch = PaddingCollator(tokenizer, attention_mask="2d")(samples)
+    says("shard-width", CollateError, lambda: split_batch(batch, cp))
+    assert seen("shard-width", cp=cp) == "4"
+    batch = mended("shard-width", tokenizer=tokenizer, cp=cp)["collator"](samples)
+    assert split_batch(batch, cp)["input_ids"].shape == (1, 4)
+
+
+def test_row_mindspeed_left(tokenizer):
+    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed")
+    says("mindspeed-left", UnsupportedFormError, lambda: adapter(PaddingCollator(tokenizer)(SAMPLES)))
+    batch = adapter(mended("mindspeed-left", tokenizer=tokenizer)["collator"](SAMPLES))
+    assert batch["attention_mask"] is None
+    assert batch["attention_mask_2d"].sum(1).tolist() == [6, 3]
+
+
+# --- memory and speed
+
+
+def test_row_mask_memory(tokenizer):
+    wide = PaddingCollator(tokenizer, padding="max_length", max_length=131072)
+    says("mask-memory", UnsupportedFormError, lambda: wide(SAMPLES))
+    batch = mended("mask-memory", tokenizer=tokenizer)["collator"](SAMPLES)
+    assert "attention_mask: bool [2, 131072]" in seen("mask-memory", batch=batch)
+
+
+def test_row_slow_workers(tokenizer):
+    samples = [{"input_ids": [5] * n} for n in (300, 512)]
+
+    def size(batch):
+        return sum(value.nbytes for value in batch.values())
+
+    sent = PaddingCollator(tokenizer)(samples)
+    assert "attention_mask: bool [2, 1, 512, 512]" in seen("slow-workers", batch=sent)
+    batch = mended("slow-workers", tokenizer=tokenizer)["collator"](samples)
+    assert size(sent) > 20 * size(batch)
+    built = BatchAdapter(needs_mask_2d=True, consumer="megatron")(batch)
+    assert built["attention_mask"].shape == (2, 1, 512, 512)

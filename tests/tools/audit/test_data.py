@@ -1,0 +1,137 @@
+"""Data: every form of a file gives the same rows, and what is bad is refused with its file and row."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from collate_npu import CollateError
+from collate_npu.tools.audit.data import read_rows, shipped_text
+
+RECORDS = [{"text": "one"}, {"text": "two"}]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+def test_shipped_text_is_ragged_and_unique():
+    lines = shipped_text()
+    sizes = sorted(len(line.encode()) for line in lines)
+    assert len(lines) == len(set(lines)) == 300
+    assert sizes[0] < 10 < 200 < sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"one\n\ntwo\n"),
+        ("a.log", b"one\ntwo"),
+        ("a.txt.gz", gzip.compress(b"one\ntwo\n")),
+        ("b.jsonl", b'{"text": "one"}\n{"content": "two"}\n'),
+        ("b.ndjson", LINES),
+        ("b.jsonl.gz", gzip.compress(LINES)),
+        ("bom.jsonl", '\ufeff{"text": "one"}\n\n{"text": "two"}\n'.encode()),
+    ],
+)
+def test_lines_need_no_package(tmp_path, monkeypatch, name, content):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    (tmp_path / name).write_bytes(content)
+    assert read_rows(tmp_path / name) == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", [b"one\ntwo\n", LINES])
+def test_standard_input(monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    assert read_rows(Path("-")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.json", "a.csv", "a.parquet", "a.csv.gz", "a.json.gz"])
+def test_tables_by_datasets_leave_no_cache_and_ask_nobody(tmp_path, monkeypatch, name):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("a connection"))
+    path = tmp_path / name
+    if name == "a.parquet":
+        datasets.Dataset.from_list(RECORDS).to_parquet(str(path))
+    else:
+        content = {"a": json.dumps(RECORDS).encode(), "b": LINES}[name[0]] if ".json" in name else b"text\none\ntwo\n"
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert read_rows(path) == ["one", "two"]
+    assert not (tmp_path / "cache").exists()
+    assert not datasets.are_progress_bars_disabled()
+
+
+SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "row"),
+    [
+        ({"messages": SAID}, SAID),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, SAID),
+        ({"text": "flattened", "messages": SAID}, SAID),
+        ({"input_ids": [1, 2], "text": "one"}, {"input_ids": [1, 2], "labels": [1, 2]}),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [1, 2], "labels": [-100, 2]}),
+    ],
+)
+def test_what_a_row_holds(tmp_path, record, row):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    assert read_rows(tmp_path / "a.jsonl") == [row]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("c.jsonl", b'{"question": "one"}\n', r"line 1: got no text field \(columns question"),
+        ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', r"line 3: got no text field \(text: 3"),
+        ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
+        ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
+        ("c.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: got no text field"),
+        ("c.jsonl", b'{"input_ids": [1, 2.5]}\n', "line 1: got no text field"),
+        ("c.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "line 1: got no text field"),
+        ("c.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
+        ("c.txt.gz", b"no archive", "c.txt.gz: got Not a gzipped file"),
+        ("c.txt", b"\n\n", "got no rows"),
+        ("c.txt", None, "No such file"),
+        ("c.json", None, "No such file"),
+    ],
+)
+def test_what_is_no_data_is_refused_with_its_place(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CollateError, match=said) as error:
+        read_rows(tmp_path / name)
+    assert str(error.value).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
+        ("c.json", b'[{"text": "on', "It cannot be read as a table"),
+        ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
+    ],
+)
+def test_bad_tables_are_refused_in_a_line(tmp_path, name, content, said):
+    pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CollateError, match=said) as error:
+        read_rows(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.json"])
+def test_a_folder_is_no_data(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(CollateError, match="Is a directory"):
+        read_rows(tmp_path / name)
+
+
+def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
+    with pytest.raises(CollateError, match="pip install datasets"):
+        read_rows(tmp_path / "a.json")

@@ -1,0 +1,112 @@
+"""What is drawn for a consumer and for a rank is what the adapter and the split give them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import packed, sided
+from torch.nn.attention.flex_attention import create_mask
+
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, dense
+from collate_npu.consumers.consumer import consumers
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.parallel import query_rows, token_rows
+from collate_npu.tools.show.readers import consumer_panels, rank_panels
+
+NAMES = sorted(consumers())
+
+
+def batch_of(truth):
+    return {"input_ids": truth.ids, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
+
+
+def attended(form, facts, segments):
+    """bool `[B, S, S]`: what attends whom, by what the adapter really emits."""
+    B, S = segments.shape
+    if form is None:
+        return torch.ones(S, S).tril().bool().expand(B, S, S)
+    if hasattr(form, "mask_mod"):
+        return create_mask(form.mask_mod, B, 1, S, S, device="cpu")[:, 0]
+    if form.ndim == 2:
+        return dense(segments)[:, 0]
+    if form.is_floating_point():
+        return (form == 0)[:, 0]
+    return ~form[:, 0] if "True is blocked" in facts else form[:, 0]
+
+
+@given(st.sampled_from(NAMES), sided(rows=3) | packed(rows=2), st.sampled_from(["qwen3", "qwen3_next"]))
+def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type):
+    panels = list(consumer_panels(batch_of(truth), name, model_type=model_type))
+    adapter = BatchAdapter(model_type=model_type, consumer=name)
+    if panels[0].refused:
+        with pytest.raises(CollateError) as error:
+            adapter(batch_of(truth))
+        assert [panel.refused for panel in panels] == [str(error.value)]
+        return
+    given_to = adapter(batch_of(truth))
+    mask = given_to[adapter.consumer.key]
+    masks = mask if isinstance(mask, dict) else {"": mask}
+    drawn = {panel.title.removeprefix(name).strip(): panel for panel in panels}
+    assert drawn.keys() == {kind for kind, form in masks.items() if not (kind and form is not None and form.ndim == 2)}
+    for kind, panel in drawn.items():
+        shown = torch.stack([torch.from_numpy(square.rows(0, truth.shape[1])) for square in panel.squares])
+        assert torch.equal(shown, attended(masks[kind], panel.facts, truth))
+        assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
+
+
+def test_a_name_that_is_no_consumer_raises():
+    with pytest.raises(CollateError, match="Known are"):
+        list(consumer_panels(batch_of(Segments.from_lengths([1])), "nobody", model_type="qwen3"))
+
+
+def test_a_flat_row_is_drawn_sequence_by_sequence():
+    batch = PaddingCollator(pad_token_id=0, padding_free=True)([{"input_ids": [1] * 3}, {"input_ids": [2] * 2}])
+    (panel,) = consumer_panels(batch, "megatron", model_type="qwen3", padding_free=True)
+    assert panel.squares[0].grid(1).cells.tolist() == dense(Segments.from_lengths([[3, 2]]))[0, 0].long().tolist()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "ulysses", "ulysses_ring"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ranks_hold_every_place_once_and_their_own_queries(layout, side):
+    cp = ContextParallel(4, 0, layout=layout, ulysses=2 if layout == "ulysses_ring" else 1)
+    truth = Segments.from_lengths([5, 16], width=16, side=side)
+    panels = list(rank_panels(batch_of(truth), cp))
+    assert sum(panel.rows.held.astype(int) for panel in panels).tolist() == [1] * 16
+    for rank, panel in enumerate(panels):
+        place = cp.with_rank(rank)
+        assert panel.rows.held.nonzero()[0].tolist() == sorted(token_rows(16, place).tolist())
+        expected = dense(truth, rows=query_rows(16, place))
+        for square in panel.squares:
+            assert square.grid(1).cells.tolist() == expected[square.b, 0].long().tolist()
+
+
+def test_documents_are_shared_out_one_by_one():
+    cp = ContextParallel(2, 0, layout="document_zigzag")
+    collate = PaddingCollator(pad_token_id=0, padding_free=True, sequence_multiple=4)
+    one, other = rank_panels(collate([{"input_ids": [1] * 5}, {"input_ids": [1] * 8}]), cp)
+    assert one.facts == "document_zigzag, holds places 0-1, 6-9, 14-15"
+    assert other.facts == "document_zigzag, holds places 2-5, 10-13"
+
+
+def test_what_ranks_cannot_share_is_refused_in_the_words_of_the_layout():
+    with pytest.raises(CollateError, match="Pad to 8"):
+        list(rank_panels(batch_of(Segments.from_lengths([5])), ContextParallel(2, 0)))
+
+
+def test_what_a_consumer_cannot_share_is_drawn_as_its_refusal():
+    cp = ContextParallel(2, 0)
+    (panel,) = consumer_panels(
+        batch_of(Segments.from_lengths([8])), "transformers", model_type="qwen3_next", context_parallel=cp
+    )
+    assert panel.refused.startswith("context_parallel: got size 2")
+
+
+def test_the_door_is_asked_as_the_adapter_asks_it():
+    truth = Segments.from_lengths([3, 5], side="left")
+    batch = {**batch_of(truth), "attention_mask": dense(Segments.from_lengths([4, 5], side="left"))}
+    with pytest.raises(CollateError) as error:
+        segments_from_batch(batch)
+    (panel,) = consumer_panels(batch, "megatron", model_type="qwen3")
+    assert panel.refused == str(error.value)
