@@ -117,6 +117,18 @@ def test_every_command_of_ours_is_real(line):
     commands[words[0]].make_context(words[0], words[1:])
 
 
+@pytest.mark.parametrize("name", ["audit", "show"])
+def test_the_page_of_a_command_has_each_of_its_options_and_no_other(name):
+    typer = pytest.importorskip("typer")
+    from collate_npu.tools.cli import app
+
+    command = typer.main.get_command(app).commands[name]
+    named = set(re.findall(r"`(--[\w-]+)`", TEXT[GUIDE / f"{name}.md"]))
+    options = [{*param.opts, *param.secondary_opts} for param in command.params]
+    assert [option for option in options if not option & named] == []
+    assert named <= set().union(*options)
+
+
 def test_commands_of_trainers_name_the_file_of_the_plugin():
     """The line that finds it, run; the trainer stands in for itself with `echo`."""
     assigned = {line for line in ALL_COMMANDS if line.startswith("PLUGIN=")}
@@ -237,6 +249,8 @@ def test_the_two_commands_need_python_and_venv_alone():
         assert re.fullmatch(r"python3 -m venv \.venv && \.venv/bin/pip install nox && \.venv/bin/nox -s \w+", line)
     assert ".venv/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert "COLLATE_NPU_TORCH_INDEX=CPU_INDEX" in pasted[2]
+    assert 'environ.get("COLLATE_NPU_TORCH_INDEX")' in noxfile
     for name, pin in re.findall(r"(COLLATE_NPU_\w+)=(torch\S+)", "\n".join(pasted)):
         assert f'"{name}", "{pin.removesuffix("+cpu")}"' in noxfile
 
