@@ -233,3 +233,10 @@ def bench(session: nox.Session) -> None:
     needs = [name for name in SWIFT_NEEDS if not name.startswith("trl")]
     session.install(TORCH, *newest, *needs, *BENCH_NEEDS)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENV)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site in build/site: the guide, and the API read from the source; a broken link or anchor is an error."""
+    session.install("mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11", "ruff==0.17.5")
+    session.run("mkdocs", "build", "--strict", "--config-file", ".ci/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})

@@ -1,58 +1,74 @@
-"""Every code block of the README runs: Python in a process of its own, with the output shown below it; commands as far as
-they can inside a test (CI runs the two of the set-up literally)."""
+"""README and the guide: every block runs (Python in a process of its own, with the output shown below it), every command is
+one that exists, every link leads somewhere, every picture and table is what the library says."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
 
+from collate_npu import Segments, dense, per_sequence, picture
 from collate_npu.consumers.consumer import table
 from collate_npu.consumers.models import transformers_version
 
 pytestmark = pytest.mark.models
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted((ROOT / "collate_npu" / "guide").glob("*.md"))
+GUIDE = ROOT / "collate_npu" / "guide"
+README = ROOT / "README.md"
+PAGES = sorted(GUIDE.rglob("*.md"))
+TEXT = {page: page.read_text(encoding="utf-8") for page in (README, *PAGES)}
 
 
-def blocks_of(text: str) -> list[tuple[str, str]]:
-    return re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S)
+def blocks_of(text: str) -> list[tuple[str, str, str]]:
+    """Each block: its language, what it holds, and the line before it."""
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S)
+    return [(m[1], m[2], text[: m.start()].rstrip().rpartition("\n")[2]) for m in found]
 
 
-def python_of(text: str) -> list[tuple[str, str]]:
-    """Each Python block with the output shown below it, if any."""
-    blocks = [*blocks_of(text), ("", "")]
-    return [(code, after * (kind == "text")) for (language, code), (kind, after) in pairwise(blocks) if language == "python"]
+def shown(language: str, *pages: Path) -> list[tuple[str, str, str]]:
+    """Blocks of a language: what they hold, the output shown below ("" where none is), and the paragraph before."""
+    blocks = [pair for page in pages for pair in pairwise([*blocks_of(TEXT[page]), ("", "", "")])]
+    return [
+        (code, after * (kind == "text"), before) for (name, code, before), (kind, after, _) in blocks if name == language
+    ]
 
 
-BLOCKS = blocks_of(TEXT)
-PYTHON = python_of(TEXT)
-SHOWN = [block for page in PAGES for block in python_of(page.read_text(encoding="utf-8")) if block[1]]
-"""Of the guide those with an output: the others are fragments of a trainer's script."""
-COMMANDS = [line for language, code in BLOCKS if language == "console" for line in code.splitlines()]
-
+PYTHON = [*shown("python", README), *(block for block in shown("python", *PAGES) if block[1])]
+"""All of README; of the guide those with an output: the others are fragments of a trainer's script."""
+RUN = {code: (output, before) for code, output, before in PYTHON}
+COMMANDS = [line for code, *_ in shown("console", README) for line in code.splitlines()]
+ALL_COMMANDS = [line for code, *_ in shown("console", README, *PAGES) for line in code.splitlines()]
+INLINE = [words for text in TEXT.values() for words in re.findall(r"`(collate-npu [^`\n]+)`", text)]
 
 GLOO_ABORT = "SIGABRT"
 """torch 2.13 now and then aborts a finished process that had a DeviceMesh over gloo (its three lines alone do so too)."""
 
 
-def test_every_block_is_of_a_known_kind():
-    assert {language for language, _ in BLOCKS} <= {"python", "text", "console"}
-    assert len(PYTHON) >= 4
+def assert_shown(output: str, printed: str) -> None:
+    """`...` stands for what may differ; spaces at the end of a line are not seen."""
+    lines = "\n".join(line.rstrip() for line in printed.rstrip().splitlines())
+    wanted = ".*".join(map(re.escape, re.split(r"\n?\.\.\.\n?", output.rstrip())))
+    assert re.fullmatch(wanted, lines, flags=re.S), printed
 
 
-@pytest.mark.parametrize(("code", "output"), [*PYTHON, *SHOWN], ids=range(1, len(PYTHON) + len(SHOWN) + 1))
-def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
-    before = TEXT[: TEXT.index(code)].splitlines()[-3] if code in TEXT else ""
+def test_the_readme_is_short_and_its_blocks_are_of_known_kinds():
+    assert len(TEXT[README].splitlines()) < 200
+    assert {language for language, *_ in blocks_of(TEXT[README])} == {"python", "text", "console"}
+    assert len(shown("python", README)) >= 4
+
+
+@pytest.mark.parametrize("code", RUN, ids=range(1, len(RUN) + 1))
+def test_python_blocks_run_and_print_what_is_shown(code, tmp_path):
+    output, before = RUN[code]
     if "from datasets" in code:
         pytest.importorskip("datasets")
     if "reference_kernels" in code and transformers_version() < (5, 19):
@@ -72,23 +88,128 @@ def test_python_blocks_run_and_print_what_is_shown(code, output, tmp_path):
             break
     assert done.returncode == 0, done.stderr[-2000:]
     if output:
-        assert done.stdout == output
+        assert_shown(output, done.stdout)
+
+
+@pytest.mark.parametrize(("command", "output"), {(code, output) for code, output, _ in shown("console", *TEXT) if output})
+def test_commands_print_what_is_shown(command, output):
+    pytest.importorskip("typer")
+    words = shlex.split(command)
+    assert words[0] == "collate-npu"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TERM": "dumb"}
+    run = [sys.executable, "-m", "collate_npu", *words[1:]]
+    done = subprocess.run(run, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_shown(output, done.stdout)
+
+
+@pytest.mark.parametrize("line", sorted({*(line for line in ALL_COMMANDS if "collate-npu " in line), *INLINE}))
+def test_every_command_of_ours_is_real(line):
+    """Their names, options and the form of their values; nothing is run."""
+    typer = pytest.importorskip("typer")
+    from collate_npu.tools.cli import app
+
+    words = shlex.split(line.partition("collate-npu ")[2], comments=True)
+    commands = typer.main.get_command(app).commands
+    if set(words) <= {*commands, "|"}:  # a list of them
+        return
+    assert words[0] in commands
+    commands[words[0]].make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize("name", ["audit", "show"])
+def test_the_page_of_a_command_has_each_of_its_options_and_no_other(name):
+    typer = pytest.importorskip("typer")
+    from collate_npu.tools.cli import app
+
+    command = typer.main.get_command(app).commands[name]
+    named = set(re.findall(r"`(--[\w-]+)`", TEXT[GUIDE / f"{name}.md"]))
+    options = [{*param.opts, *param.secondary_opts} for param in command.params]
+    assert [option for option in options if not option & named] == []
+    assert named <= set().union(*options)
+
+
+def test_commands_of_trainers_name_the_file_of_the_plugin():
+    """The line that finds it, run; the trainer stands in for itself with `echo`."""
+    assigned = {line for line in ALL_COMMANDS if line.startswith("PLUGIN=")}
+    launched = {line for line in ALL_COMMANDS if "external_plugins" in line}
+    assert len(assigned) == 1
+    assert len(launched) > 2
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for line in launched:
+        script = f'python() {{ {sys.executable} "$@"; }}\n{assigned.copy().pop()}\necho {line}'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True)
+        assert Path(done.stdout.split()[-1]).is_file(), done.stdout
+
+
+@pytest.mark.parametrize(("page", "column"), [("README.md", 24), ("index.md", 24), ("zh/index.md", 14)])
+def test_the_first_picture_is_drawn_by_the_library(page, column):
+    segments = Segments.from_lengths([3], width=5, side="left")
+    square = picture(dense(segments)).splitlines()[:5]
+    text = TEXT[README if page == README.name else GUIDE / page]
+    lines = [line for line in blocks_of(text)[0][1].splitlines() if re.fullmatch(r"[■⬚ ]+", line)]
+    assert [line[column : column + 9] for line in lines] == square
+    assert [line[:9] for line in lines if line[0] != " "] == [picture(segments)]
+    assert [line[2 * column :] for line in lines if line[2 * column :]] == ["■ ■ ■ ■ ■"]
+
+
+def test_what_the_first_picture_says_of_the_logits_is_so():
+    """A correct 4D mask alone, on the batch of the first block."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from collate_npu.testing import byte_tokenizer, tiny_model
+
+    model, tokenizer = tiny_model("qwen3_next", vocab_size=257), byte_tokenizer()
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("short", "longer text")]
+    segments = Segments.from_lengths([len(row) for row in rows], side="left")
+    ids_BS = torch.stack([torch.nn.functional.pad(row, (11 - len(row), 0), value=256) for row in rows])
+    with torch.no_grad():
+        alone = [model(input_ids=row[None]).logits[0] for row in rows]
+        logits = model(input_ids=ids_BS, attention_mask=dense(segments), position_ids=segments.position_ids).logits
+    errors = [float((ours - its).abs().max()) for ours, its in zip(per_sequence(logits, segments), alone)]
+    assert 3 < errors[0] < 5
+    assert errors[1] < 1e-4  # the longest row has no padding
 
 
 def test_the_table_of_consumers_is_what_they_say_of_themselves():
     """Where it differs, put the output of `python -c "from collate_npu.consumers.consumer import table; print(table())"`
     between the two comments."""
-    shown = re.search(r"<!-- consumers -->\n(.*?)\n<!-- /consumers -->", TEXT, flags=re.S)
-    assert shown is not None
-    assert shown[1] == table()
+    assert between(GUIDE / "consumers.md", "consumers") == table()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_the_table_of_speed_is_what_the_bench_measured():
+    """Where it differs, put what this expects between the two comments."""
+    results = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    assert between(GUIDE / "speed.md", "speed") == speed_table(results["rows"])
+
+
+def between(page: Path, name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", TEXT[page], flags=re.S)
+    assert found is not None
+    return found[1]
+
+
+SPEED = ("collate", "dense", "derive", "parallel", "neutral")
+
+
+def speed_table(rows: list[dict]) -> str:
+    """A line a case: ours, and how many times faster it is than the fastest and the slowest peer."""
+    lines = ["| what | case | ours, ms | peers | times faster |", "|---|---|---|---|---|"]
+    peers = [row for row in rows if row["against"] == "peer" and row["group"] in SPEED]
+    for (group, case), found in groupby(peers, key=lambda row: (row["group"], row["case"])):
+        same = list(found)
+        ratios = [row["ratio"] for row in same]
+        times = f"{min(ratios):.1f} to {max(ratios):.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
+        lines.append(f"| {group} | {case} | {same[0]['ours'] * 1e3:.3g} | {len(ratios)} | {times} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
 def test_every_name_of_ours_in_the_text_is_real(page):
     """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""
-    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\]\([^)]*\)", "", TEXT[page])
     names = set(re.findall(r"\b(?:collate_npu\.)?((?:integrations|kernels|consumers|masks|collate)\.[\w.]+\w)", text))
-    assert names
     for name in names:
         assert is_ours(name.split(".")), name
     files = set(re.findall(r"`((?:collate_npu|tests|benchmarks)/[\w./-]+)`", text))
@@ -110,7 +231,14 @@ def test_the_two_commands_are_what_ci_runs():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for session in sessions:
         assert re.search(rf'"\$nox" -s .*\b{session}\b', script)
-        assert re.search(rf"^def {session}\(", (ROOT / "noxfile.py").read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_every_session_that_is_named_exists():
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    named = {name for text in TEXT.values() for name in re.findall(r"\bnox(?: -R)? -s \"?(\w+)", text)}
+    assert named > {"audit", "tests", "bench"}
+    for session in named:
+        assert re.search(rf"^def {session}\(", noxfile, flags=re.M), session
 
 
 def test_the_two_commands_need_python_and_venv_alone():
@@ -121,29 +249,46 @@ def test_the_two_commands_need_python_and_venv_alone():
         assert re.fullmatch(r"python3 -m venv \.venv && \.venv/bin/pip install nox && \.venv/bin/nox -s \w+", line)
     assert ".venv/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    for name, pin in re.findall(r"(COLLATE_NPU_\w+)=(\S+)", "\n".join(pasted)):
+    assert "COLLATE_NPU_TORCH_INDEX=CPU_INDEX" in pasted[2]
+    assert 'environ.get("COLLATE_NPU_TORCH_INDEX")' in noxfile
+    for name, pin in re.findall(r"(COLLATE_NPU_\w+)=(torch\S+)", "\n".join(pasted)):
         assert f'"{name}", "{pin.removesuffix("+cpu")}"' in noxfile
 
 
 def test_installs_name_real_extras():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'name = "collate-npu"' in project
-    for line in COMMANDS:
-        words = shlex.split(line)
-        for extra in re.findall(r"(?:collate-npu|\.)\[(\w+)\]", " ".join(words)):
-            assert re.search(rf"^{extra} = \[", project, flags=re.M)
+    extras = re.findall(r"(?:collate-npu|\.)\[(\w+)\]", "\n".join(TEXT.values()))
+    assert extras
+    for extra in extras:
+        assert re.search(rf"^{extra} = \[", project, flags=re.M)
 
 
-def test_every_link_of_the_readme_leads_to_a_page_and_every_page_is_linked():
-    linked = {ROOT / path for path in re.findall(r"\]\((collate_npu/[^)#]+)\)", TEXT)}
-    assert all(path.exists() for path in linked)
-    assert linked >= set(PAGES)
+@pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", re.sub(r"^```.*?^```$", "", TEXT[page], flags=re.M | re.S)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        assert page == README or GUIDE in file.parents, f"{target}: the site holds the guide alone"
+        assert not anchor or anchor in headings(TEXT[file]), target
+
+
+def headings(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+    return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def test_every_page_is_in_the_list_with_a_line_of_its_own():
+    listed = re.findall(r"^\* \[[^\]]+\]\((\S+\.md)\): \S", TEXT[GUIDE / "index.md"], flags=re.M)
+    assert sorted([*listed, "index.md"]) == [page.relative_to(GUIDE).as_posix() for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_of_a_page_import_what_is_there(page):
     """They need the stacks themselves, whose peer tests run the same calls; here, their syntax and our names."""
-    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+    for code in re.findall(r"^```python\n(.*?)^```$", TEXT[page], flags=re.M | re.S):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collate_npu."):
                 home = str(node.module).split(".")[1:]

@@ -1,4 +1,4 @@
-"""The command line: `collate-npu audit | show | env`. Tables and progress bars by rich, arguments by typer.
+"""The command line: `collate-npu audit | show | env | guide`. Tables and progress bars by rich, arguments by typer.
 
 Nothing here imports torch before a command needs it: `env` explains why it does not load.
 """
@@ -12,6 +12,8 @@ import typer
 from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES
 from collate_npu.tools.cli.audit import audit_command
 from collate_npu.tools.cli.env import env_command
+from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES
+from collate_npu.tools.cli.guide import guide_command
 from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES
 from collate_npu.tools.cli.show import show_command
 
@@ -38,3 +40,4 @@ def _root(
 app.command("audit", epilog=AUDIT_EXAMPLES)(audit_command)
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 app.command("env")(env_command)
+app.command("guide", epilog=GUIDE_EXAMPLES)(guide_command)
