@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from collate_npu import CollateError, PaddingCollator
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.case import audit
+from collate_npu.tools.audit import audit
 from collate_npu.tools.audit.dumped import read_batch
 from collate_npu.tools.cli import app
 
