@@ -53,14 +53,14 @@ def draw(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, se
     """
     rng = random.Random(seed)
     looked_at = rng.sample(rows, _LOOKED_AT) if len(rows) > _LOOKED_AT else rows
-    given = [row if isinstance(row, dict) else _encoded(row, tokenizer, max_length) for row in looked_at]
-    encoded = [feature for feature in given if feature["input_ids"]]
-    if len(encoded) < count:
+    given = [encoded(row, tokenizer, max_length) for row in looked_at]
+    drawn = [feature for feature in given if feature["input_ids"]]
+    if len(drawn) < count:
         rule = f"The audit draws {count} lines."
-        raise CollateError(explain("data", f"{len(encoded)} lines with tokens", rule, "Give more text, or fewer batches."))
+        raise CollateError(explain("data", f"{len(drawn)} lines with tokens", rule, "Give more text, or fewer batches."))
     eos = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     longest = max(max_length - len(eos), 1)
-    lengths_and_rows = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(encoded, count)]
+    lengths_and_rows = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(drawn, count)]
     return [feature if "labels" in feature else _closed(feature["input_ids"][:n] + eos) for n, feature in lengths_and_rows]
 
 
@@ -68,7 +68,10 @@ def _closed(ids: list[int]) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def _encoded(row: Any, tokenizer: Any, max_length: int) -> Batch:
+def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
+    """`input_ids` of a row, cut to `max_length`; a row of tokens as it is."""
+    if isinstance(row, dict):
+        return row
     text = row if isinstance(row, str) else _spoken(row, tokenizer)
     return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
 

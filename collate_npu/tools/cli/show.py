@@ -38,7 +38,7 @@ def show_command(
     ] = None,
     data: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Text, one sample a line, or .jsonl with a text field: its first batch."),
+        typer.Option(help="As in audit: .txt, .jsonl, .json, .parquet, .csv or -; its first batch."),
     ] = None,
     mask: Annotated[
         Optional[Path],  # noqa: UP045
@@ -77,7 +77,7 @@ def show_command(
 
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
-        from collate_npu.tools.show.page import check_out
+        from collate_npu.tools.show.saving import check_out
 
         check_out(out)
     ranks = None if cp is None else _ranks(cp, layout, ulysses, packed)
@@ -125,11 +125,11 @@ def _batch(
     if batch is not None:
         return inputs.batch_of_file(batch), reader
     from collate_npu.testing import byte_tokenizer
-    from collate_npu.tools.audit.samples import read_text
+    from collate_npu.tools.audit.data import read_rows
 
     reader = reader or byte_tokenizer()
     collate = inputs.collator_of(**how, tokenizer=reader)
-    return inputs.batch_of_lines(read_text(Path(str(data)))[:batch_size], reader, collate, max_length=max_length), reader
+    return inputs.batch_of_rows(read_rows(Path(str(data)))[:batch_size], reader, collate, max_length=max_length), reader
 
 
 def _asked(
@@ -151,7 +151,7 @@ def _print(sheet: Sheet, words: str, out: Path | None) -> None:
     console = Console()
     height = console.height if console.is_terminal else 40
     if out is not None:
-        from collate_npu.tools.show.page import save
+        from collate_npu.tools.show.saving import save
 
         save(sheet, out)
     plain = not printable(console.encoding)

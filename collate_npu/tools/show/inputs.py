@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.masks.find import MASK_KEY
 from collate_npu.parallel import ContextParallel
 from collate_npu.rows import Side
+from collate_npu.tools.audit.data import Row
+from collate_npu.tools.audit.samples import encoded
 
 MOST_PLACES = 1 << 28
 """Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
@@ -44,13 +46,12 @@ def batch_of_lengths(lengths: str, collate: PaddingCollator) -> dict[str, Any]:
     return _collated([{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows], collate)
 
 
-def batch_of_lines(lines: list[str], tokenizer: Any, collate: PaddingCollator, *, max_length: int) -> dict[str, Any]:
-    """The lines as a trainer of a language model has them: every token is a label."""
-    cut = {"add_special_tokens": False, "truncation": True, "max_length": max_length}
-    ids = [ids for line in lines if (ids := tokenizer(line, **cut)["input_ids"])]
-    if not ids:
+def batch_of_rows(rows: Sequence[Row], tokenizer: Any, collate: PaddingCollator, *, max_length: int) -> dict[str, Any]:
+    """Rows of data as a trainer of a language model has them: where a row has no labels, every token is one."""
+    features = [feature for row in rows if (feature := encoded(row, tokenizer, max_length))["input_ids"]]
+    if not features:
         raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
-    return _collated([{"input_ids": row, "labels": list(row)} for row in ids], collate)
+    return _collated([{"labels": list(feature["input_ids"]), **feature} for feature in features], collate)
 
 
 def _collated(features: list[dict[str, Any]], collate: PaddingCollator) -> dict[str, Any]:

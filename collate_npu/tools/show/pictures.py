@@ -26,13 +26,13 @@ class Picture(str):
     @property
     def html(self) -> str:
         """One self-contained page: figures and a table of tokens. Needs matplotlib."""
-        from collate_npu.tools.show.page import html_of
+        from collate_npu.tools.show.saving import html_of
 
         return html_of(self.sheet)
 
     def save(self, path: str | Path) -> None:
         """Write `.png`, `.svg` or `.html`, by the name's ending. Needs matplotlib. Raises for any other ending."""
-        from collate_npu.tools.show.page import save
+        from collate_npu.tools.show.saving import save
 
         save(self.sheet, Path(path))
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Case, Route
+from collate_npu.consumers.consumer import Case
+from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern

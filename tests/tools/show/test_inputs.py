@@ -10,7 +10,7 @@ from collate_npu import CollateError, PaddingCollator, Segments, dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import ContextParallel
 from collate_npu.testing import byte_tokenizer
-from collate_npu.tools.show.inputs import batch_of_file, batch_of_lengths, batch_of_lines, collator_of, mask_of_file
+from collate_npu.tools.show.inputs import batch_of_file, batch_of_lengths, batch_of_rows, collator_of, mask_of_file
 
 TRUTH = Segments.from_lengths([3, 5], side="left")
 BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}
@@ -111,7 +111,7 @@ def test_lines_are_cut_and_every_token_is_a_label():
     pytest.importorskip("transformers")
     tokenizer = byte_tokenizer()
     collate = collator_of(side="right", packed=False, context_parallel=None, tokenizer=tokenizer)
-    batch = batch_of_lines(["abcdef", "ab"], tokenizer, collate, max_length=4)
+    batch = batch_of_rows(["abcdef", "ab"], tokenizer, collate, max_length=4)
     assert batch["labels"].tolist() == [[97, 98, 99, 100], [97, 98, -100, -100]]
     with pytest.raises(CollateError, match="Name a file with text"):
-        batch_of_lines([""], tokenizer, collate, max_length=4)
+        batch_of_rows([""], tokenizer, collate, max_length=4)

@@ -11,7 +11,7 @@ import torch
 
 from collate_npu import CollateError, PaddingCollator, Segments, dense, picture
 from collate_npu.tools.show import figure
-from collate_npu.tools.show.page import check_out
+from collate_npu.tools.show.saving import check_out
 from collate_npu.tools.show.sheet import sheet_of
 from collate_npu.tools.show.tokens import Tokens
 
