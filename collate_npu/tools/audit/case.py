@@ -304,6 +304,7 @@ def audit(
     its batch cannot be compared, because other tokens are in it.
 
     >>> from transformers import DataCollatorForSeq2Seq
+    >>> from collate_npu.tools.audit import audit
     >>> from collate_npu.testing import byte_tokenizer, tiny_model
     >>> model, mine = tiny_model("llama", vocab_size=257), DataCollatorForSeq2Seq(byte_tokenizer())
     >>> samples = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
