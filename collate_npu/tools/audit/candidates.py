@@ -5,6 +5,7 @@ Each refusal is a `CollateError` that says what to name instead. A model is buil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -126,9 +127,8 @@ def _check_tiny(name: str) -> None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Does the folder hold files of a tokenizer?"""
-    return any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
-    )
+    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
 
 
 def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
@@ -139,6 +139,8 @@ def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
     try:
         if not where.is_dir():
             raise FileNotFoundError("no folder")  # else transformers takes the name for one on the hub
+        if not has_tokenizer(where):
+            raise FileNotFoundError("no file of a tokenizer")  # 5.x makes one without a vocabulary
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions, too
         got = f"{type(error).__name__}: {first_line(error)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -76,8 +77,10 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
     except ImportError as error:
         rule, remedy = "Tables are read by the datasets package.", "Run pip install datasets, or convert it to .jsonl."
         raise CollateError(explain(str(path), str(error), rule, remedy)) from None
-    shown = not datasets.are_progress_bars_disabled()
+    shown, logger = not datasets.are_progress_bars_disabled(), logging.getLogger("datasets")
+    level = logger.level
     datasets.disable_progress_bars()
+    logger.setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
     try:
         with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
             table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
@@ -87,6 +90,7 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
         got, rule = f"{type(cause).__name__}: {first_line(cause)[:200]}", "It cannot be read as a table."
         raise CollateError(explain(str(path), got, rule, "Write it again, or convert it to .jsonl.")) from None
     finally:
+        logger.setLevel(level)
         if shown:
             datasets.enable_progress_bars()
     for n, record in enumerate(records):

@@ -115,12 +115,13 @@ def test_what_is_no_data_is_refused_with_its_place(tmp_path, name, content, said
         ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
     ],
 )
-def test_bad_tables_are_refused_in_a_line(tmp_path, name, content, said):
+def test_bad_tables_are_refused_in_a_line(tmp_path, capfd, name, content, said):
     pytest.importorskip("datasets")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CollateError, match=said) as error:
         read_rows(tmp_path / name)
     assert "\n" not in str(error.value)
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["folder", "folder.json"])

@@ -54,6 +54,11 @@ def test_tokens_need_no_tokenizer(tmp_path):
     assert ended([*make_model("no tokenizer", tmp_path / "model"), *given]).exit_code == 0
 
 
+def test_text_without_a_tokenizer_is_told_so(tmp_path):
+    (tmp_path / "model").mkdir()
+    assert "no file of a tokenizer" in " ".join(ended(make_model("no tokenizer", tmp_path / "model")).output.split())
+
+
 def test_code_of_the_folder_runs_where_it_is_trusted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -207,3 +207,16 @@ def test_an_encoder_decoder_is_refused():
     result = run("--model", "t5")
     assert result.exit_code == 2
     assert "reads two sequences" in " ".join(result.output.split())
+
+
+def test_a_collator_that_ignores_a_prompt_is_compared_with_the_same_labels():
+    model = tiny_model("llama", vocab_size=257)
+    seq2seq = DataCollatorForSeq2Seq(byte_tokenizer())
+
+    def ignores(features):
+        batch = seq2seq(features)
+        batch["labels"][:, :2] = -100
+        return batch
+
+    (mine,) = audit(model, SAMPLES, pad_token_id=EOS, sides=["right"], columns=[], handovers={"mine": ignores})
+    assert mine.right
