@@ -73,24 +73,21 @@ def show_command(
     A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
     """
     from collate_npu.tools.describe import describe
+    from collate_npu.tools.show.inputs import mask_of_file
+    from collate_npu.tools.show.saving import check_out
     from collate_npu.tools.show.sheet import sheet_of
 
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
-        from collate_npu.tools.show.saving import check_out
-
         check_out(out)
     ranks = None if cp is None else _ranks(cp, layout, ulysses, packed)
     if mask is not None:
-        from collate_npu.tools.show.inputs import mask_of_file
-
-        _print(sheet_of(mask_of_file(mask), row=row), "", out)
-        return
+        return _print(sheet_of(mask_of_file(mask), row=row), "", out)
     shown, reader = _batch(lengths, batch, data, tokenizer, side, packed, batch_size, max_length, ranks)
     panels = _asked(shown, consumer or [], model_type, packed, ranks)
     sheet = sheet_of(shown, row=row, tokenizer=reader)
     kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
-    _print(replace(sheet, panels=(*kept, *panels)), describe(shown), out)
+    return _print(replace(sheet, panels=(*kept, *panels)), describe(shown), out)
 
 
 def _exactly_one(**inputs: Any) -> None:
