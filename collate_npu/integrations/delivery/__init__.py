@@ -48,7 +48,7 @@ class Delivery:
 
     def __str__(self) -> str:
         counts = Counter(self.layers.values())
-        told = "; ".join(f"{what} to {times} layers" for what, times in counts.items())
+        told = "; ".join(f"{what} to {times} layer{'s' * (times > 1)}" for what, times in counts.items())
         return f"collate_npu: every layer got what the batch says: {told}{'' if self.alone is None else f'; {self.alone}'}"
 
 
@@ -108,7 +108,7 @@ def guard_first_batch(
     >>> remove = guard_first_batch(model)
     >>> logits = model(input_ids=torch.tensor([[256, 256, 7], [4, 5, 6]]), attention_mask=keep).logits
     collate_npu: every layer got what the batch says: attention_mask int64 [2, 3] to 2 layers; attention_mask bool [2,
-        1, 3, 3] to 1 layers
+        1, 3, 3] to 1 layer
     """
     inner = _known(model)
     names = list(inspect.signature(inner.forward).parameters)
