@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collate_npu.tools.describe import describe as describe
     from collate_npu.tools.show.pictures import picture as picture
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _HOMES = {
     "collate.collators": "PaddingCollator",

@@ -179,7 +179,8 @@ class BatchAdapter:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
 
         >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
-        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
+        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it',
+              why_2d='recurrent layers read it')
         """
         return self._route(self._case(segments, padding_free))
 

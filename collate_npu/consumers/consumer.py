@@ -199,7 +199,7 @@ class Consumer:
     ... )
     >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
     >>> ours.route(Case(segments=left, model=recurrent))
-    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
+    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]', why_2d='recurrent layers read it')
     >>> ours.route(Case(segments=Segments.from_lengths([[3, 2]]), model=recurrent))
     Traceback (most recent call last):
         ...

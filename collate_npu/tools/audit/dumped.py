@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collate_npu.consumers.models import pattern_of
@@ -19,36 +16,18 @@ from collate_npu.outputs import per_sequence
 from collate_npu.testing.invariance import Collator, Given
 from collate_npu.testing.located import Located
 from collate_npu.testing.measure import Batch
-from collate_npu.tools.audit.attentions import first_line
 from collate_npu.tools.audit.case import Audit, Layout
-
-RECIPE = (
-    "Dump it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'dump.pt')."
-)
+from collate_npu.tools.saved import RECIPE, batch_of_file
 
 
 def read_batch(path: Path) -> Batch:
-    """The batch of a `.pt` file (a dict of tensors, no code is run) or of a `.safetensors` file."""
-    rule = "A dumped batch is a dict of tensors, with input_ids [B, S]."
-    try:
-        batch = _loaded(path)
-    except OSError as error:
-        raise CollateError(explain("--batch", f"{path}: {error.strerror or error}", rule, RECIPE)) from None
-    except Exception as error:  # pickle, torch, zipfile and safetensors have classes of their own
-        code = "Other classes are not loaded, since they can run code. " if isinstance(error, pickle.UnpicklingError) else ""
-        got = f"{path} ({type(error).__name__}: {first_line(error).partition('. ')[0]})"
-        raise CollateError(explain("--batch", got, f"{rule} {code}".strip(), RECIPE)) from None
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    """The saved batch of a file. Raises `CollateError` where it has no `input_ids` `[B, S]`."""
+    batch = batch_of_file(path)
+    ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        got = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise CollateError(explain("--batch", f"{path}: {got}", rule, RECIPE))
-    return {str(key): value for key, value in batch.items()}
-
-
-def _loaded(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return import_module("safetensors.torch").load(path.read_bytes())
-    return torch.load(path, map_location="cpu", weights_only=True)
+        rule = "A batch of samples has input_ids [B, S], whole numbers."
+        raise CollateError(explain("--batch", f"{path}: keys {', '.join(batch)}", rule, RECIPE))
+    return batch
 
 
 def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None) -> tuple[list[Batch], Located]:

@@ -25,7 +25,7 @@ def check_page(path: Path) -> None:
     """Refuse, before anything is measured, a page that could not be written in the end."""
     if lacking := missing():
         rule = "The page draws the error at each token with matplotlib."
-        remedy = "pip install matplotlib, or leave --html out."
+        remedy = "Run pip install matplotlib, or leave --html out."
         raise CollateError(explain("--html", f"no {', '.join(lacking)} here", rule, remedy))
     if path.is_dir() or not path.absolute().parent.is_dir():
         got = f"{path}, a folder" if path.is_dir() else f"{path}, in no folder that exists"

@@ -19,10 +19,10 @@ from collate_npu.testing.measure import Batch
 from collate_npu.tools.audit.attentions import check_attentions, first_line, import_plugins, named
 from collate_npu.tools.audit.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
 from collate_npu.tools.audit.case import Audit, Finding, Layout
-from collate_npu.tools.audit.collators import column_of, named_collator, ready_collator
 from collate_npu.tools.audit.data import read_rows, shipped_text
 from collate_npu.tools.audit.dumped import of_batch, read_batch
 from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
+from collate_npu.tools.audit.named_collators import column_of, named_collator, ready_collator
 from collate_npu.tools.audit.progress import Steps
 from collate_npu.tools.audit.ranks import RanksError
 from collate_npu.tools.audit.report import FirstBatch, Report

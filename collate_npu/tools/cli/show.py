@@ -73,7 +73,7 @@ def show_command(
     A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
     """
     from collate_npu.tools.describe import describe
-    from collate_npu.tools.show.inputs import mask_of_file
+    from collate_npu.tools.saved import mask_of_file
     from collate_npu.tools.show.saving import check_out
     from collate_npu.tools.show.sheet import sheet_of
 
@@ -109,6 +109,7 @@ def _batch(
     side: Side, packed: bool, batch_size: int, max_length: int, ranks: ContextParallel | None,
 ) -> tuple[dict[str, Any], Any]:  # fmt: skip
     """The batch, and what reads its tokens."""
+    from collate_npu.tools.saved import batch_of_file
     from collate_npu.tools.show import inputs
 
     how: dict[str, Any] = {"side": side.value, "packed": packed, "context_parallel": ranks}
@@ -120,7 +121,7 @@ def _batch(
 
         reader = load_tokenizer(tokenizer)
     if batch is not None:
-        return inputs.batch_of_file(batch), reader
+        return batch_of_file(batch), reader
     from collate_npu.testing import byte_tokenizer
     from collate_npu.tools.audit.data import read_rows
 

@@ -61,6 +61,7 @@ class _Drawing:
         self.letters = None if fonts is None else _letters(fonts)
 
     def figure(self) -> Any:
+        """The whole sheet as a figure of matplotlib."""
         parts = [part for panel in self.sheet.panels for part in self._parts(panel)]
         heights = [height for height, _ in parts]
         total = sum(heights) + 0.6

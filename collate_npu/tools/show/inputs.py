@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.errors import CollateError, explain
-from collate_npu.masks.find import MASK_KEY
 from collate_npu.parallel import ContextParallel
 from collate_npu.rows import Side
 from collate_npu.tools.audit.data import Row
@@ -59,61 +52,3 @@ def _collated(features: list[dict[str, Any]], collate: PaddingCollator) -> dict[
     if len(features) * widest**2 > MOST_PLACES and not collate.padding_free:
         object.__setattr__(collate, "attention_mask", "2d")
     return collate(features)
-
-
-def batch_of_file(path: Path) -> dict[str, Any]:
-    """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
-    held = _loaded(path)
-    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
-        return dict(held)
-    rule = "A saved batch is a dict of tensors by their keys."
-    remedy = "Save it with torch.save(dict(batch), path); a mask alone goes to --mask."
-    raise CollateError(explain(str(path), type(held).__name__, rule, remedy))
-
-
-def mask_of_file(path: Path) -> Tensor:
-    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
-    held = _loaded(path)
-    if isinstance(held, Mapping):
-        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
-    if isinstance(held, Tensor):
-        return held
-    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
-    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
-
-
-def _loaded(path: Path) -> Any:
-    if path.suffix not in _LOADERS:
-        rule = f"Files of tensors end with {', '.join(_LOADERS)}."
-        raise CollateError(explain(str(path), repr(path.suffix), rule, "Save it with torch.save(dict(batch), 'batch.pt')."))
-    try:
-        return _LOADERS[path.suffix](path)
-    except CollateError:
-        raise
-    except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
-        got = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
-        rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
-        remedy = "Save it with torch.save({key: value for key, value in batch.items()}, 'batch.pt')."
-        raise CollateError(explain(str(path), got, rule, remedy)) from None
-
-
-def _arrays(path: Path) -> Any:
-    held = np.load(path, allow_pickle=False)
-    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
-
-
-def _safetensors(path: Path) -> Any:
-    return import_module("safetensors.torch").load_file(path)
-
-
-def _torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-_LOADERS: dict[str, Callable[[Path], Any]] = {
-    ".pt": _torch,
-    ".pth": _torch,
-    ".safetensors": _safetensors,
-    ".npz": _arrays,
-    ".npy": _arrays,
-}

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer
-from collate_npu.tools.audit.collators import column_of, named_collator, ready_collator
+from collate_npu.tools.audit.named_collators import column_of, named_collator, ready_collator
 
 pytestmark = pytest.mark.models
 

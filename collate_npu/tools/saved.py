@@ -1,0 +1,75 @@
+"""Saved: a batch or a mask from a file, read without running anything that the file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.masks.find import MASK_KEY
+
+RECIPE = (
+    "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
+)
+
+
+def batch_of_file(path: Path) -> dict[str, Any]:
+    """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
+    held = _loaded(path)
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE} A mask alone goes to `show --mask`."))
+
+
+def mask_of_file(path: Path) -> Tensor:
+    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
+    held = _loaded(path)
+    if isinstance(held, Mapping):
+        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
+    if isinstance(held, Tensor):
+        return held
+    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
+    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
+
+
+def _loaded(path: Path) -> Any:
+    if path.suffix not in _LOADERS:
+        rule = f"Files of tensors end with {', '.join(_LOADERS)}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, RECIPE))
+    try:
+        return _LOADERS[path.suffix](path)
+    except CollateError:
+        raise
+    except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
+        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].partition('. ')[0]}"
+        rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
+        raise CollateError(explain(str(path), got, rule, RECIPE)) from None
+
+
+def _arrays(path: Path) -> Any:
+    held = np.load(path, allow_pickle=False)
+    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
+
+
+def _safetensors(path: Path) -> Any:
+    return import_module("safetensors.torch").load(path.read_bytes())
+
+
+def _torch(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+_LOADERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": _torch,
+    ".pth": _torch,
+    ".safetensors": _safetensors,
+    ".npz": _arrays,
+    ".npy": _arrays,
+}

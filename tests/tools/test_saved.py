@@ -1,0 +1,77 @@
+"""Files of batches and of masks, read without running anything they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from collate_npu import CollateError, Segments, dense
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.tools.saved import batch_of_file, mask_of_file
+
+TRUTH = Segments.from_lengths([3, 5], side="left")
+BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}
+
+
+def saved(tmp_path, ending, held):
+    path = tmp_path / f"held{ending}"
+    if ending in (".pt", ".pth"):
+        torch.save(held, path)
+    elif ending == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(held if isinstance(held, dict) else {"mask": held}, path)
+    elif isinstance(held, dict):
+        np.savez(path, **{key: value.numpy() for key, value in held.items()})
+    else:
+        np.savez(path, mask=held.numpy()) if ending == ".npz" else np.save(path, held.numpy())
+    return path
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".safetensors", ".npz"])
+def test_a_saved_batch_is_the_batch(tmp_path, ending):
+    held = batch_of_file(saved(tmp_path, ending, BATCH))
+    assert held.keys() == BATCH.keys()
+    assert segments_from_batch(held) == TRUTH
+
+
+@pytest.mark.parametrize("ending", [".pt", ".npy", ".npz", ".safetensors"])
+def test_a_saved_mask_is_the_mask(tmp_path, ending):
+    assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
+
+
+def test_the_mask_of_a_saved_batch(tmp_path):
+    assert torch.equal(mask_of_file(saved(tmp_path, ".pt", BATCH)), BATCH["attention_mask"])
+
+
+class Anything:
+    """What a file must not build."""
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "said"),
+    [
+        ("x.pkl", lambda path: path.write_bytes(b""), "Files of tensors end with"),
+        ("x.pt", lambda path: path.write_bytes(b"no"), "Save it with torch.save"),
+        ("x.pt", lambda path: torch.save({"a": Anything()}, path), "without running anything"),
+        ("x.pt", lambda path: torch.save([1], path), "a dict of tensors"),
+        ("x.npz", lambda path: path.write_bytes(b"no"), "Save it with torch.save"),
+        ("x.npz", lambda path: np.savez(path, a=np.array([{}], dtype=object)), "allow_pickle=False"),
+        ("x.pt", lambda path: None, "No such file"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
+    write(tmp_path / name)
+    with pytest.raises(CollateError, match=said) as error:
+        batch_of_file(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_several_tensors_and_none_of_them_the_mask(tmp_path):
+    with pytest.raises(CollateError, match="A mask is one tensor"):
+        mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
+
+
+def test_the_remedy_of_a_file_that_holds_objects_works(tmp_path):
+    batch = {"input_ids": torch.ones(1, 2), "attention_mask": None}
+    torch.save({key: value for key, value in batch.items()}, tmp_path / "batch.pt")  # noqa: C416
+    assert batch_of_file(tmp_path / "batch.pt")["attention_mask"] is None
