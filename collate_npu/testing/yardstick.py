@@ -41,7 +41,12 @@ class Yardstick:
 
     def passes(self, found: Errors) -> bool:
         """Is each relative error at most `TIMES` the noise? NaN is not."""
-        return all(mine <= TIMES * right for mine, right in zip(_relative(found), _relative(self.noise)))
+        return not self.astray(found)
+
+    def astray(self, found: Errors) -> tuple[str, ...]:
+        """Which of logits, loss and gradient do not pass."""
+        errors = zip(("logits", "loss", "gradient"), _relative(found), _relative(self.noise))
+        return tuple(name for name, mine, right in errors if not mine <= TIMES * right)
 
     def tells(self, tolerance: float | None = None) -> bool:
         """Would a layer that ignores its mask be seen? By its logits or gradient; what is not finite is seen."""

@@ -60,6 +60,8 @@ class Finding:
     gradient: float | None = None
     right: bool | None = None
     """By the yardstick; None where nothing was measured."""
+    astray: tuple[str, ...] = ()
+    """What is not right by the yardstick: `logits`, `loss`, `gradient`."""
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
@@ -86,13 +88,13 @@ class Audit:
 
     def __init__(
         self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int,
-        gradients: bool, sides: Sequence[Layout] = ("left", "right"), handovers: Mapping[str, Collator] | None = None,
+        gradients: bool, sides: Sequence[Layout] = ("left", "right"), handovers: Sequence[tuple[str, Collator]] = (),
         dumped: Given | None = None,
     ) -> None:  # fmt: skip
         check_one_stack(model)
         self._batches = batches_of(samples, batch_size, sides)
         check_vocabulary(model, self._batches)
-        self._handovers, self._dumped, self.sides = dict(handovers or {}), dumped, sides
+        self._handovers, self._dumped, self.sides = handovers, dumped, sides
         model.eval()
         self._model, self._gradients = model, gradients
         self._looks_both_ways = pattern_of(model) == "bidirectional"
@@ -120,9 +122,9 @@ class Audit:
         return [*OURS, *others_on(self._about["attn_implementation"])]
 
     @property
-    def columns_of_yours(self) -> list[str]:
-        """The collators that were given, and the batch that was dumped."""
-        return [*self._handovers, *([DUMPED] if self._dumped else [])]
+    def given(self) -> list[tuple[str, Collator | None]]:
+        """The collators that were given, by name, and the batch that was dumped, with none."""
+        return [*self._handovers, *([(DUMPED, None)] if self._dumped else [])]
 
     def yardstick(self, side: Layout = "left") -> Yardstick:
         """What passes here, and what of the wrong is smallest.
@@ -153,13 +155,12 @@ class Audit:
         where["by_position"] = tuple(self._positions[side, column])
         return judged(where, found, Yardstick(self._measured_noise()), gradients=self._gradients)
 
-    def yours(self, column: str) -> Finding:
-        """The batches of a collator that was given, judged like ours. They tell their side themselves.
+    def yours(self, column: str, collator: Collator | None) -> Finding:
+        """The batches of a collator that was given (or the batch dumped), judged like ours; they tell their side themselves.
 
         Raises `CollateError` where they cannot be compared: other tokens than the samples.
         """
-        if column in self._handovers:
-            collator = self._handovers[column]
+        if collator is not None:
             cases = [Given(*collated(collator, features), features) for features in self._batches]
         else:
             cases = [self._dumped] if self._dumped else []
@@ -264,6 +265,7 @@ def judged(where: dict[str, Any], found: Errors, yardstick: Yardstick, *, gradie
         loss=found.loss,
         gradient=found.gradient if gradients else None,
         right=yardstick.passes(found),
+        astray=yardstick.astray(found),
         note="" if finite else "a number in the batch, or of a sample alone, is not finite",
     )
 
@@ -312,10 +314,11 @@ def audit(
     >>> [(finding.column, finding.side, finding.right) for finding in found if finding.whose == "yours"]
     [('mine', 'right', True)]
     """
-    settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides, "handovers": handovers}
+    settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides}
+    settings["handovers"] = [*(handovers or {}).items()]
     case = Audit(model, samples, name=name, pad_token_id=pad_token_id, **settings)
     for side in sides:
         for column in case.columns(side) if columns is None else columns:
             yield case.finding(side, column)
-    for column in case.columns_of_yours:
-        yield case.yours(column)
+    for column, collator in case.given:
+        yield case.yours(column, collator)

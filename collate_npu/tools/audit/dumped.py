@@ -41,7 +41,7 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None) -
 
 
 def of_batch(
-    model: Any, batch: Mapping[str, Any], *, sides: Sequence[Layout], handovers: Mapping[str, Collator], **about: Any
+    model: Any, batch: Mapping[str, Any], *, sides: Sequence[Layout], handovers: Sequence[tuple[str, Collator]], **about: Any
 ) -> Audit:
     """The audit of a dumped batch: its samples in every way of handing over, and the batch as it is.
 

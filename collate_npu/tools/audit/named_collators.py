@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -81,6 +82,20 @@ def ready_collator(spec: str, *, tokenizer: Any, model: Any, pad_token_id: int) 
         rule = "It makes a collator, which is called with features."
         raise CollateError(explain("--collator", f"{spec}: a {type(made).__name__}", rule, "Return a callable."))
     return made  # type: ignore[no-any-return]
+
+
+def ready_collators(spec: str, sides: Sequence[str], *, tokenizer: Any, **given: Any) -> list[Callable[..., Any]]:
+    """The collator of a name; made for each side, by a tokenizer that pads there, where it is made with a tokenizer."""
+    asked = {"tokenizer", "processing_class"} & {*_arguments(named_collator(spec))}
+    if tokenizer is None or not asked:
+        return [ready_collator(spec, tokenizer=tokenizer, **given)]
+    return [ready_collator(spec, tokenizer=_padding(tokenizer, side), **given) for side in sides]
+
+
+def _padding(tokenizer: Any, side: str) -> Any:
+    padding = copy.copy(tokenizer)
+    padding.padding_side = side
+    return padding
 
 
 def _makes(found: Any) -> bool:

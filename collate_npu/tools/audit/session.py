@@ -22,7 +22,7 @@ from collate_npu.tools.audit.case import Audit, Finding, Layout
 from collate_npu.tools.audit.data import read_rows, shipped_text
 from collate_npu.tools.audit.dumped import of_batch, read_batch
 from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
-from collate_npu.tools.audit.named_collators import column_of, named_collator, ready_collator
+from collate_npu.tools.audit.named_collators import column_of, named_collator, ready_collators
 from collate_npu.tools.audit.progress import Steps
 from collate_npu.tools.audit.ranks import RanksError
 from collate_npu.tools.audit.report import FirstBatch, Report
@@ -152,7 +152,8 @@ class _Session:
     def _case(self, candidate: Candidate, model: Any, tokenizer: Any) -> Audit:
         pad_token_id = candidate.pad_token_id(model, tokenizer)
         ready = {"tokenizer": tokenizer, "model": model, "pad_token_id": pad_token_id}
-        given = {column_of(spec): ready_collator(spec, **ready) for spec in self.collators}
+        padded = [side for side in self.sides if side != "packed"]
+        given = [(column_of(spec), each) for spec in self.collators for each in ready_collators(spec, padded, **ready)]
         about = {"name": candidate.name, "pad_token_id": pad_token_id, "sides": self.sides, "handovers": given, **self.how}
         if self.dumped is not None:
             return of_batch(model, self.dumped, **about)
@@ -160,9 +161,9 @@ class _Session:
 
     def _yours(self, case: Audit, place: str) -> None:
         """What was given. A batch that cannot be compared, or a collator that raises, did not run."""
-        for column in case.columns_of_yours:
+        for column, collator in case.given:
             with self._told(f"{column} on {place}", refused=True):
-                self.report.findings.append(case.yours(column))
+                self.report.findings.append(case.yours(column, collator))
 
     def share_out(self, candidate: Candidate) -> None:
         """The cases of context parallelism, in processes of their own."""

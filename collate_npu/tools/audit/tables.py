@@ -83,10 +83,18 @@ def _cell(finding: Finding | None, measure: Literal["logits", "gradient"], toler
         return Cell("", None)
     error: float | None = getattr(finding, measure)
     if error is not None:
-        return Cell(number(error), "right" if finding.within(tolerance) else "wrong")
+        return Cell(number(error), "wrong" if _is_wrong(finding, measure, error, tolerance) else "right")
     if finding.no_kernel:
         return Cell("no kernel", None)
     return Cell("refused" if finding.refused else "raises" if finding.note else "-", None)
+
+
+def _is_wrong(finding: Finding, measure: str, error: float, tolerance: float | None) -> bool:
+    """Is that the number which is wrong? Where the loss alone is, which has no column, both are marked."""
+    if finding.within(tolerance):
+        return False
+    shown = {*finding.astray} & {"logits", "gradient"} if tolerance is None else set()
+    return measure in shown if shown else tolerance is None or not error <= tolerance
 
 
 SUMMARY = ("model", "attention", "padding", "ours\nright", "worst", "elsewhere\nwrong")

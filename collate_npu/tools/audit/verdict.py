@@ -82,9 +82,7 @@ def facts(report: Report) -> Iterator[Told]:
     for whose, name in _judged(report):
         if wrong := report.astray(whose):
             ways, models = listed(way_of(f).title for f in wrong), listed((shortened(f.model, 48) for f in wrong), 4)
-            ran = any(f.logits is not None for f in wrong)
-            how = f"a logit is off by up to {_size(wrong)}" if ran else "it raises"
-            yield "wrong", f"{name} ({ways}) on {models}: {how}"
+            yield "wrong", f"{name} ({ways}) on {models}: {_off(wrong)}"
     others, astray = report.measured("elsewhere"), report.astray("elsewhere")
     if others:
         by = f", by up to {_size(astray)} in a logit" if astray else ""
@@ -95,6 +93,15 @@ def facts(report: Report) -> Iterator[Told]:
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
     yield "next", "; ".join(_next(report))
+
+
+def _off(wrong: Sequence[Finding]) -> str:
+    """By how much: a logit as it is, loss and gradient in parts of themselves."""
+    if not any(f.logits is not None for f in wrong):
+        return "it raises"
+    loss, gradient = (largest(getattr(f, measure) for f in wrong) for measure in ("loss", "gradient"))
+    and_gradient = f", the gradient by {number(gradient)}" if gradient or gradient != gradient else ""
+    return f"a logit is off by up to {_size(wrong)}, the loss by {number(loss)}{and_gradient}"
 
 
 def _size(found: Sequence[Finding]) -> str:

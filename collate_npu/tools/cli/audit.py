@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -163,6 +164,7 @@ def audit_command(
 
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for the ranks
         logging.set_verbosity_error()
+        logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.page import check_page, page
     from collate_npu.tools.audit.session import audit_all
     from collate_npu.tools.audit.terminal import print_report
@@ -184,5 +186,6 @@ def audit_command(
     if as_json_:
         typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_report(Console(), report, verbose=verbose)
+        with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+            print_report(Console(), report, verbose=verbose)
     raise typer.Exit(report.exit_code)

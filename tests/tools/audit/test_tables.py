@@ -27,6 +27,21 @@ def test_a_table_holds_each_finding_once():
     assert wrong == {("my_package.data:make_collator", "left"), ("no mask", "left")}
 
 
+@pytest.mark.parametrize(
+    ("astray", "marked"),
+    [
+        (("logits", "loss", "gradient"), {"logits", "gradient"}),
+        (("loss", "gradient"), {"gradient"}),
+        (("logits",), {"logits"}),
+        (("loss",), {"logits", "gradient"}),  # has no column
+    ],
+)
+def test_the_number_that_is_wrong_is_marked(astray, marked):
+    (table,) = model_tables(report(finding(False, gradient=0.06, astray=astray)), every=True)
+    ((_, _, cells),) = table.rows
+    assert {case.measure for case, cell in cells.items() if cell.state == "wrong"} == marked
+
+
 def test_models_that_are_right_need_no_table():
     made = report(finding(), finding(False, model="bad"), lacking(model="kernel"))
     assert [table.model for table in model_tables(made, every=False)] == ["bad"]

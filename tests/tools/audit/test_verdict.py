@@ -51,8 +51,15 @@ def test_what_to_do_depends_on_whose_it_is():
 
 def test_the_worst_number_is_not_dropped_when_it_is_none():
     for found in ([finding(False, logits=NAN), finding(False)], [finding(False), finding(False, logits=NAN)]):
-        assert dict(facts(report(*found)))["wrong"].endswith("off by up to nan")
+        assert "off by up to nan, the loss by " in dict(facts(report(*found)))["wrong"]
     assert dict(facts(report(raised())))["wrong"].endswith("it raises")
+
+
+def test_what_is_wrong_beside_right_logits_is_said():
+    wrong = finding(False, loss=0.03, gradient=0.06, astray=("loss", "gradient"))
+    assert dict(facts(report(wrong)))["wrong"].endswith(
+        "a logit is off by up to 1.0e-06, the loss by 0.03, the gradient by 0.06"
+    )
 
 
 def test_a_model_that_is_done_in_half_a_line():

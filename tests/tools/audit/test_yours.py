@@ -103,6 +103,18 @@ def test_a_collator_that_cannot_be_compared_is_not_run_and_not_wrong(mine, name,
     assert said in report["not_run"][f"{name} on llama (sdpa)"]
 
 
+def test_a_collator_made_with_a_tokenizer_is_made_for_each_side(mine):
+    """Right padding alone would hide what is wrong."""
+    ended, found, _ = told("--model", "llama", "--collator", f"{mine}:right")
+    by_side = {each["side"]: each for each in found}
+    assert by_side.keys() == {"left", "right"}
+    assert by_side["right"]["right"]
+    assert by_side["left"]["astray"][0] == "loss"  # its first labels are predicted from padding
+    assert ended == 1
+    (left,) = told("--model", "llama", "--collator", f"{mine}:right", "--side", "left")[1]
+    assert left["side"] == "left"
+
+
 def dumped(tmp_path, batch, name="dump.pt"):
     path = tmp_path / name
     if name.endswith(".pt"):

@@ -131,3 +131,15 @@ def test_a_stream_takes_what_it_cannot_encode(monkeypatch):
         stream.write("✔ 没")
         stream.flush()
         assert stream.buffer.getvalue() == rb"\u2714 \u6ca1"
+
+
+def test_a_reader_who_leaves_does_not_make_it_fail():
+    """`collate-npu audit | head -1` under pipefail: the exit code stays the audit's."""
+    with started(
+        "--model", "llama", "--attn", "sdpa", "--batches", "1", "--batch-size", "3", "--max-length", "48"
+    ) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=120)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
