@@ -59,9 +59,10 @@ def test_tables_by_datasets_leave_no_cache_and_ask_nobody(tmp_path, monkeypatch,
     else:
         content = {"a": json.dumps(RECORDS).encode(), "b": LINES}[name[0]] if ".json" in name else b"text\none\ntwo\n"
         path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    before = datasets.are_progress_bars_disabled()  # another test's package may have done so
     assert read_rows(path) == ["one", "two"]
     assert not (tmp_path / "cache").exists()
-    assert not datasets.are_progress_bars_disabled()
+    assert datasets.are_progress_bars_disabled() == before
 
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
