@@ -47,6 +47,17 @@ def assert_padding_invariant(
 
     Raises `AssertionError` with the worst sample, its token, the errors and what to change; `CollateError` where nothing
     can be compared: samples of equal lengths, other tokens in the batch, an encoder-decoder. The model keeps its mode.
+
+    >>> from collate_npu import PaddingCollator
+    >>> from collate_npu.testing import byte_tokenizer, tiny_model
+    >>> model, samples = tiny_model("qwen3_next", vocab_size=257), [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
+    >>> collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
+    >>> assert_padding_invariant(model, collator, samples)
+    >>> try:
+    ...     assert_padding_invariant(model, lambda rows: {**collator(rows), "attention_mask": None}, samples)
+    ... except AssertionError as error:
+    ...     print(str(error).split(",")[0][:8])
+    sample 1
     """
     features = features_of(samples)
     check_one_stack(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -136,6 +137,9 @@ def _asked(
     """The views of consumers and of ranks."""
     from collate_npu.tools.show.readers import consumer_panels, rank_panels
 
+    if consumers and find_spec("transformers") is None:
+        rule = "What a consumer is given depends on the layers of --model-type, which transformers knows."
+        raise CollateError(explain("--consumer", "no transformers", rule, "Run pip install transformers, or leave it out."))
     how: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
     panels = [panel for name in consumers for panel in consumer_panels(batch, name, **how)]
     return panels if ranks is None else [*panels, *rank_panels(batch, ranks)]

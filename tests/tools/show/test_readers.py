@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("transformers")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -16,6 +16,7 @@ from collate_npu.tools.show.sheet import sheet_of
 from collate_npu.tools.show.tokens import Tokens
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
 
 BATCH = PaddingCollator(pad_token_id=0, padding_side="left", consumer="megatron", model_type="qwen3_next")(
     [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8] * 6, "labels": [8] * 6}]

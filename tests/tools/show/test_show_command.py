@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
+pytest.importorskip("transformers")
 from rich.cells import cell_len
 from typer.testing import CliRunner
 

@@ -18,6 +18,7 @@ from collate_npu.tools.show.text import encodable, lines, plain
 from collate_npu.tools.show.tokens import Tokens
 
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
 
 
 def drawn(sheet, width=80, height=24):
