@@ -56,8 +56,8 @@ def assert_padding_invariant(
     >>> try:
     ...     assert_padding_invariant(model, lambda rows: {**collator(rows), "attention_mask": None}, samples)
     ... except AssertionError as error:
-    ...     print(str(error).split(",")[0][:8])
-    sample 1
+    ...     print(str(error).split()[0])
+    sample
     """
     features = features_of(samples)
     check_one_stack(model)

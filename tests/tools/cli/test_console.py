@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def started(*args, **env):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80", **env}
     streams |= {"encoding": env["PYTHONIOENCODING"], "errors": "replace"}  # click writes UTF-8 where it is told ASCII
-    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    # a shell starts what it sends to the background deaf to Ctrl-C, and children stay so
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=hears, **streams)
 
 
 def until_a_model_is_done(process):

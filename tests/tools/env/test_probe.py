@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import collate_npu
+from collate_npu.consumers.models import transformers_version
 from collate_npu.tools.env import probe
 
 ROOT = Path(collate_npu.__file__).parents[1]
@@ -152,6 +153,8 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_package_beside_torch_that_does_not_load_is_a_finding(site, name):
     pytest.importorskip("transformers")
+    if name == "transformers" and transformers_version() < (5, 19):
+        pytest.skip("nobody asks an older release which kernels it found")
     code, told = BESIDE[name]
     site.add(name, code, metadata=None)
     found = site.env()
