@@ -1,4 +1,5 @@
-"""Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command); `nox -l` lists the rest.
+"""Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command, minutes), `nox -s tests_all` (all of them);
+`nox -l` lists the rest. `COLLATE_NPU_SEED=123 nox -s tests` draws what that run drew.
 
 `npu` and the sessions `peers_*` run the released packages of other stacks, each set in an environment of its own;
 `oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
@@ -25,6 +26,7 @@ import nox
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 
+os.environ.setdefault("PIP_NO_COMPILE", "1")  # a third of an install's time; Python compiles what it imports
 TORCH = os.environ.get("COLLATE_NPU_TORCH", "torch==2.13.0")
 if index := os.environ.get("COLLATE_NPU_TORCH_INDEX"):
     os.environ["PIP_EXTRA_INDEX_URL"] = " ".join([index, *os.environ.get("PIP_EXTRA_INDEX_URL", "").split()])
@@ -34,11 +36,14 @@ OLDEST_TORCH = os.environ.get("COLLATE_NPU_OLDEST_TORCH", "torch==2.6.0")
 TORCH_NEEDS = ("numpy", "filelock", "typing_extensions", "sympy==1.13.1", "networkx", "jinja2", "fsspec", "setuptools")
 OLDEST_TRANSFORMERS = "transformers==4.57.1"
 """The first release with Qwen3-Next that is not withdrawn."""
-TEST = ("pytest==9.2.0", "hypothesis==6.170.15")
+TEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
+TWO_WORKERS = ("-n", "2", "--dist", "loadgroup")
 AUDIT = ("typer==0.29.1", "rich==15.0.0")
 DATA = "datasets==5.2.0"
 PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
+QUICK = (*TWO_WORKERS, "-m", "not slow")
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",
@@ -61,9 +66,28 @@ AXOLOTL_NEEDS = (
     "addict", "colorama", "python-dotenv", "posthog", "art", "fire", "fastcore", "einops", "scipy", "numba", "requests",
     "typer==0.29.1", "rich==15.0.0", "pillow", "evaluate", "wandb", "pyyaml",
 )  # fmt: skip
-TORCH_ALONE = tuple(f"--ignore=tests/{name}" for name in ("masks", "parallel", "kernels/fusion_attention"))
-"""What no release of transformers changes; the sessions on other releases of it leave these out."""
-CORE = tuple(f"--ignore=tests/{name}" for name in ("npu", "integration", "distributed", "peers", "package"))
+TORCH_ALONE = tuple(
+    f"--ignore=tests/{name}"
+    for name in (
+        "masks", "parallel", "kernels/fusion_attention", "npu", "package", "tools/env", "tools/show", "tools/test_paper.py",
+        *(f"distributed/test_distributed_{name}.py" for name in ("agreement", "parallel")),
+        "test_benchmarks.py", "test_compiled.py", "test_counted_work.py", "test_house.py", "test_imports.py",
+        "test_outputs.py", "test_segments.py",
+    )
+)  # fmt: skip
+"""What no release of transformers changes; the session on the oldest leaves these out."""
+WITHOUT_TRANSFORMERS = tuple(
+    f"--ignore=tests/{name}"
+    for name in (
+        "npu", "integration", "distributed", "peers", "package", "producers", "tools", "integrations", "test_house.py",
+        "test_readme.py",
+    )
+)  # fmt: skip
+"""What the oldest torch can change."""
+BESIDE_TORCH_NPU = tuple(
+    f"tests/{name}" for name in ("test_imports.py", "collate", "consumers", "masks/test_forms.py", "tools/env")
+)
+"""What a torch_npu that does not load can change: imports, the routes by device, kernels of torch, the machine's report."""
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
 
 
@@ -97,16 +121,38 @@ def audit(session: nox.Session) -> None:
     session.run("collate-npu", "audit", *session.posargs, env={"OMP_NUM_THREADS": threads})
 
 
-@nox.session
-@nox.parametrize("transformers", ["newest", "oldest"], ids=["newest", "oldest"])
-def tests(session: nox.Session, transformers: str) -> None:
-    """The test suite, on the newest and on the oldest supported transformers."""
-    ignored = () if transformers == "newest" else TORCH_ALONE
+def install_tests(session: nox.Session, transformers: str = "newest") -> None:
     if transformers == "newest":
         install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS)
     else:
         install(session, *TEST, *AUDIT, OLDEST_TRANSFORMERS, "accelerate==1.10.1")
-    session.run("pytest", *ignored, *session.posargs, env=ENV)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test command: all but the slow ones, on the newest transformers; families and examples turn with the seed."""
+    install_tests(session)
+    session.run("pytest", *QUICK, *session.posargs, env=FAST)
+
+
+@nox.session
+@nox.parametrize("transformers", ["newest", "oldest"], ids=["newest", "oldest"])
+def tests_all(session: nox.Session, transformers: str) -> None:
+    """Every test on the newest transformers; on the oldest supported one what a release can change, with fewer examples."""
+    install_tests(session, transformers)
+    if transformers == "newest":
+        session.run("pytest", *TWO_WORKERS, *session.posargs, env=ENV)
+    else:
+        session.run("pytest", *TWO_WORKERS, *TORCH_ALONE, *session.posargs, env=FAST)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Nightly: twenty-five times the examples, and every producer's batches through every entry."""
+    install_tests(session)
+    env = {**ENV, "HYPOTHESIS_PROFILE": "fuzz"}
+    session.run("pytest", *TWO_WORKERS, "-m", "hypothesis", "--ignore=tests/distributed", *session.posargs, env=env)
+    session.run("pytest", *TWO_WORKERS, "tests/producers", *session.posargs, env=env)
 
 
 @nox.session
@@ -133,10 +179,10 @@ def oldest_torch(session: nox.Session) -> None:
     The wheel comes without what it depends on, which is gigabytes of CUDA where the index has no CPU build of it: then
     stand-ins are compiled for those libraries (needs cc, nm and readelf).
     """
-    session.install(*TORCH_NEEDS, "pytest==9.2.0", "hypothesis>=6.120", *AUDIT)
+    session.install(*TORCH_NEEDS, "pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis>=6.120", *AUDIT)
     session.install("--no-deps", OLDEST_TORCH, "-e", ".")
     session.run("python", "tests/cuda_stand_ins.py")
-    session.run("pytest", *CORE, "--ignore=tests/producers", *session.posargs, env=ENV)
+    session.run("pytest", *TWO_WORKERS, *WITHOUT_TRANSFORMERS, *session.posargs, env=FAST)
 
 
 @nox.session
@@ -147,7 +193,7 @@ def npu(session: nox.Session) -> None:
     env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
     # a process of its own, without the stand-ins: CANN is missing
-    session.run("pytest", *CORE, "--ignore=tests/producers", env=env)
+    session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, env={**env, "HYPOTHESIS_PROFILE": "fast"})
 
 
 @nox.session
@@ -187,10 +233,9 @@ def peers_misc(session: nox.Session) -> None:
     session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
     session.install("--no-deps", "mcore-bridge==1.6.5")  # twinkle builds its Megatron models with it
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
-    # apart: stand-ins for triton, which verl and twinkle need to be imported, are no compiler for FlexAttention
-    for stacks in (("verl", "twinkle"), ("torchtitan",)):
-        files = sorted(str(path) for stack in stacks for path in Path("tests/peers").glob(f"test_{stack}*.py"))
-        session.run("pytest", *files, env=ENV)
+    # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
+    for stack in ("verl", "twinkle", "torchtitan"):
+        session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")), env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu import Segments, dense
+from collate_npu import Segments
+from collate_npu.masks import dense
 
 Batch = Mapping[str, Any]
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
 REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
-RULE_SAME_TOKENS = "All masks of a batch describe the same tokens."
 
 
 class CollateError(ValueError):

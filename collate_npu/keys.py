@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
@@ -109,13 +108,14 @@ KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"
 
 
-def with_role(names: Iterable[str], *roles: Role, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
+def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
     """Those of `names` that have one of these roles, in the order of the table.
 
     >>> with_role(["labels", "cu_seqlens", "attention_mask_2d"], "keep", "offsets")
     ('attention_mask_2d', 'cu_seqlens')
     """
-    return _held(_of_role(roles) if keys is KEYS else {name: None for name, key in keys.items() if key.role in roles}, names)
+    held = set(names)
+    return tuple([name for name, key in KEYS.items() if name in held and key.role in roles])
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
@@ -124,19 +124,5 @@ def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) 
     >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")
     ('labels', 'seq_lengths')
     """
-    return _held(_of_kind(kinds) if keys is KEYS else {name: None for name, key in keys.items() if key.kind in kinds}, names)
-
-
-def _held(listed: dict[str, None], names: Iterable[str]) -> tuple[str, ...]:
-    held = names if isinstance(names, dict) else set(names)
-    return () if listed.keys().isdisjoint(held) else tuple(name for name in listed if name in held)
-
-
-@cache
-def _of_role(roles: tuple[Role, ...]) -> dict[str, None]:
-    return {name: None for name, key in KEYS.items() if key.role in roles}
-
-
-@cache
-def _of_kind(kinds: tuple[Kind, ...]) -> dict[str, None]:
-    return {name: None for name, key in KEYS.items() if key.kind in kinds}
+    held = set(names)
+    return tuple([name for name, key in keys.items() if name in held and key.kind in kinds])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
-from collate_npu.host import whole_number
 from collate_npu.segments import Segments
 
 
@@ -95,19 +95,15 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()
     [[2, -100, 4, 5, -100]]
     """
+    ends_BS = None
     if segments is not None:
         _check_labels(labels, segments)
+        ids_BS = segments.ids.to(labels.device)
+        ends_BS = (pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0)
     for _ in range(whole_number("steps", steps, least=1)):
-        labels = _shifted_once(labels, segments, ignore_index)
+        labels = pad(labels[:, 1:], (0, 1), value=ignore_index)
+        labels = labels if ends_BS is None else labels.masked_fill(ends_BS, ignore_index)
     return labels
-
-
-def _shifted_once(labels: Tensor, segments: Segments | None, ignore_index: int) -> Tensor:
-    shifted = pad(labels[:, 1:], (0, 1), value=ignore_index)
-    if segments is None:
-        return shifted
-    ids_BS = segments.ids.to(labels.device)
-    return shifted.masked_fill((pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0), ignore_index)
 
 
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:

@@ -10,8 +10,7 @@ Legend: B batch rows, S width, T tokens without padding, N sequences in the whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -19,25 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from collate_npu import arrays
+from collate_npu.arrays import SIDES, Array, PaddingSide, Side, once
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
-from collate_npu.host import Array, host_array, whole_number
-from collate_npu.rows import (
-    SIDES,
-    PaddingSide,
-    Side,
-    as_ids,
-    check_order,
-    count,
-    length_rows,
-    one_run,
-    places,
-    positions_with_holes,
-    renumber,
-    sequence_starts,
-    side_around,
-    side_of,
-    values,
-)
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -62,8 +45,8 @@ class Segments:
     [[0, 0, 1, 2, 0, 1], [0, 0, 0, 1, 2, 3]]
     >>> segments.keep[1].tolist(), segments.shape, segments.packed, segments.padding_side
     ([False, False, True, True, True, True], (2, 6), True, 'left')
-    >>> segments.lengths, segments.row_lengths, segments.sequence_lengths, segments.ids.dtype
-    (((3, 2), (4,)), (5, 4), (3, 2, 4), torch.int32)
+    >>> segments.lengths, segments.row_lengths, segments.sequence_lengths, segments.ids.dtype, segments.array.flags.writeable
+    (((3, 2), (4,)), (5, 4), (3, 2, 4), torch.int32, False)
     >>> segments.num_sequences, segments.num_tokens, segments.num_padding, segments.padding_share, segments.max_length
     (3, 9, 3, 0.25, 4)
     >>> segments.cu_seqlens_host, segments.cu_seqlens.dtype, segments.indices.tolist(), segments.last_indices.tolist()
@@ -73,25 +56,21 @@ class Segments:
     ((0,), (1,), ((0, 0, 4),), 4)
     """
 
+    _compiled: tuple[Tensor, Tensor]
     _shape: tuple[int, int]
     _side: Side | None
     """Where padding stands around rows without gaps, which are known by their lengths; None where ids were given."""
 
     def __init__(self, ids: Values) -> None:
-        ids_BS = as_ids(ids)
-        check_order(ids_BS)
-        self._hold(ids_BS).ready()
+        ids_BS = arrays.as_ids(ids)
+        arrays.check_order(ids_BS)
+        ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
         """By its ids; everything else is computed where it is asked for."""
         array = np.array(ids_BS, np.int32, order="C")
         array.flags.writeable = False
         self.array, self._side, self._shape = array, None, array.shape
-        return self
-
-    def ready(self) -> Segments:
-        """Compute now what compiled code reads, for torch cannot trace the search: for the library's own use."""
-        self._compiled = torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
         return self
 
     # --- built from
@@ -107,27 +86,16 @@ class Segments:
         >>> Segments.from_lengths([[3, 2], [4]], width=6, side="left")
         Segments(B=2, S=6, lengths=[3+2, 4], padding='left')
         """
-        rows = length_rows(lengths)
+        rows = arrays.length_rows(lengths)
         totals = [sum(row) for row in rows]
-        width = max(totals, default=0) if width is None else whole_number("width", width)
+        width = max(totals, default=0) if width is None else arrays.whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
         if bad:
             rule = f"A row's lengths fit the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
         if side not in ("left", "right"):
             raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
-        return cls.laid_out(rows, width, side).ready()
-
-    @classmethod
-    def laid_out(cls, rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
-        """As `from_lengths`, for the library's own use: nothing is checked, and nothing computed before it is asked for."""
-        segments = object.__new__(cls)
-        segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
-        segments.row_lengths = tuple(map(sum, segments.lengths))
-        segments.packed = max(map(len, segments.lengths), default=0) > 1
-        segments.padding_side = side_around(segments.row_lengths, width, side)
-        segments._shape, segments._side = (len(rows), width), side
-        return segments
+        return ready(of_lengths(rows, width, side))
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
@@ -136,21 +104,12 @@ class Segments:
         >>> Segments.from_keep([[False, True, True], [True, True, True]])
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
         """
-        keep_BS = host_array("keep", keep)
+        keep_BS = arrays.host_array("keep", keep)
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
-            raise CollateError(explain("keep", values(keep_BS), rule, remedy))
-        return cls.kept(keep_BS.astype(bool, copy=False)).ready()
-
-    @classmethod
-    def kept(cls, keep_BS: Array) -> Segments:
-        """As `from_keep`, of a bool array, for the library's own use: nothing is computed before it is asked for."""
-        real = np.count_nonzero(keep_BS)
-        for side in SIDES:
-            if real == sum(lengths := one_run(keep_BS, side)):
-                return cls.laid_out([[n] for n in lengths], keep_BS.shape[1], side)
-        return cls._built(keep_BS)
+            raise CollateError(explain("keep", arrays.values(keep_BS), rule, remedy))
+        return ready(of_keep(keep_BS.astype(bool, copy=False)))
 
     @classmethod
     def from_ids(cls, ids: Values) -> Segments:
@@ -162,13 +121,7 @@ class Segments:
         >>> Segments.from_ids([[7, 7, 4, 0]]).ids.tolist()
         [[1, 1, 2, 0]]
         """
-        return cls.numbered(as_ids(ids)).ready()
-
-    @classmethod
-    def numbered(cls, ids_BS: Array) -> Segments:
-        """As `from_ids`, of an array, for the library's own use: nothing is computed before it is asked for."""
-        one = ids_BS.max(initial=0) <= 1
-        return cls.kept(ids_BS.astype(bool)) if one else cls._built(renumber(ids_BS))
+        return ready(of_ids(arrays.as_ids(ids)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
@@ -177,13 +130,8 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
         """
-        offsets = host_array("cu_seqlens", cu_seqlens)
-        whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()
-        if offsets.ndim != 1 or not len(offsets) or not whole or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-            rule = "cu_seqlens is one row of offsets: 0 first, then the end of each sequence, never falling."
-            remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
-            raise CollateError(explain("cu_seqlens", str(offsets.tolist())[:80], rule, remedy))
-        return cls.from_lengths([np.diff(offsets.astype(np.int64)).tolist()], width=width)
+        offsets = arrays.as_offsets("cu_seqlens", arrays.host_array("cu_seqlens", cu_seqlens))
+        return cls.from_lengths([np.diff(offsets).tolist()], width=width)
 
     @classmethod
     def from_position_ids(cls, position_ids: Values) -> Segments:
@@ -195,26 +143,22 @@ class Segments:
         >>> Segments.from_position_ids([[0, 1, 2, 0, 1]]).lengths
         ((3, 2),)
         """
-        positions_BS = host_array("position_ids", position_ids)
+        positions_BS = arrays.host_array("position_ids", position_ids)
         if positions_BS.ndim != 2:
             raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
-        starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
+        starts_BS, counts_B = arrays.sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
         if bad:
             rule = "Positions tell sequences apart where each of them counts 0, 1, 2, ..."
             remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
             raise CollateError(explain_rows("position_ids", bad, rule, remedy))
-        return cls._built(np.cumsum(starts_BS, axis=1)).ready()
-
-    @classmethod
-    def _built(cls, ids_BS: Array) -> Segments:
-        return object.__new__(cls)._hold(ids_BS)
+        return ready(_built(np.cumsum(starts_BS, axis=1)))
 
     # --- read off
 
-    @cached_property
+    @once
     def array(self) -> Array:
-        """int32 `[B, S]`, read-only: for the library's own use; callers take `ids`."""
+        """`ids` as a numpy array, read-only and not copied."""
         ids_BS = np.zeros(self._shape, np.int32)
         at = iter(self.spans)
         for row in self.lengths:
@@ -223,18 +167,18 @@ class Segments:
         ids_BS.flags.writeable = False
         return ids_BS
 
-    @cached_property
+    @once
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
         counts_B = self.array.max(axis=1, initial=0)
         if counts_B.max(initial=0) <= 1:
-            return tuple((n,) if n else () for n in count(self.array != 0))
+            return tuple((n,) if n else () for n in np.count_nonzero(self.array, axis=1).tolist())
         starts_B = np.cumsum(counts_B) - counts_B
         sequence_T = (self.array + (starts_B - 1)[:, None])[self.array != 0]
         flat = iter(np.bincount(sequence_T, minlength=int(counts_B.sum())).tolist())
         return tuple(tuple(next(flat) for _ in range(n)) for n in counts_B.tolist())
 
-    @cached_property
+    @once
     def sequence_lengths(self) -> tuple[int, ...]:
         """Real tokens of each of the N sequences."""
         return tuple(chain.from_iterable(self.lengths))
@@ -257,18 +201,9 @@ class Segments:
     @property
     def keep(self) -> Tensor:
         """bool `[B, S]`, True = real token: the wire's `attention_mask_2d`. Inverse of `from_keep` for unpacked rows."""
-        return torch.from_numpy(self.keep_array())
+        return torch.from_numpy(keep_array(self))
 
-    def keep_array(self) -> Array:
-        """bool `[B, S]`, a fresh numpy array: for the library's own use."""
-        if self._side is None:
-            return self.array.astype(bool)
-        keep_BS = np.zeros(self._shape, bool)
-        for row_S, (start, end) in zip(keep_BS, self._extents):
-            row_S[start:end] = True
-        return keep_BS
-
-    @cached_property
+    @once
     def row_lengths(self) -> tuple[int, ...]:
         """Real tokens of each row."""
         return tuple(map(sum, self.lengths))
@@ -298,7 +233,7 @@ class Segments:
         """The longest sequence, 0 for a batch of padding."""
         return max(map(max, filter(None, self.lengths)), default=0)
 
-    @cached_property
+    @once
     def cu_seqlens_host(self) -> tuple[int, ...]:
         """`(0, end of sequence 1, ...)` over the T real tokens, N + 1 numbers, on the host."""
         return (0, *accumulate(self.sequence_lengths))
@@ -318,11 +253,11 @@ class Segments:
         """int64 `[N]`, where the last real token of each sequence stands in the flattened `[B * S]` batch."""
         return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
 
-    @cached_property
+    @once
     def _indices_T(self) -> Array:
         return np.flatnonzero(self.array)
 
-    @cached_property
+    @once
     def _ends_N(self) -> Array:
         ends_N: Array = self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
         return ends_N
@@ -335,34 +270,14 @@ class Segments:
         because a reset there would read as one more sequence to whoever infers packing from positions
         (transformers 5.23 masking_utils.py:876-882).
         """
-        return torch.from_numpy(self.position_array())
+        return torch.from_numpy(position_array(self))
 
-    def counts_as(self, positions_BS: Array) -> bool:
-        """Are these `position_ids`, at every place? For the library's own use."""
-        plain = not self.packed and self.padding_side in ("none", "right")
-        return bool((positions_BS == (places(self._shape[1]) if plain else self.position_array())).all())
-
-    def position_array(self) -> Array:
-        """int64 `[B, S]`, a fresh numpy array: for the library's own use."""
-        B, S = self._shape
-        count_S, positions_BS = places(S), np.empty(self._shape, np.int64)
-        if not self.packed and self.padding_side in ("none", "right"):
-            positions_BS[:] = count_S
-            return positions_BS
-        positions_BS[:, : max((start for _, start, _ in self.spans), default=0)] = 0
-        for (b, start, _), (next_b, next_start, _) in zip(self.spans, (*self.spans[1:], (B, 0, 0))):
-            end = next_start if next_b == b else S
-            positions_BS[b, start:end] = count_S[: end - start]
-        for b in (*self.hole_rows, *self.empty_rows):
-            positions_BS[b] = positions_with_holes(self.array[b])
-        return positions_BS
-
-    @cached_property
+    @once
     def padding_side(self) -> PaddingSide:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
-        return side_of(self.array != 0)
+        return arrays.side_of(self.array != 0)
 
-    @cached_property
+    @once
     def packed(self) -> bool:
         """True where some row holds more than one sequence."""
         return max(map(len, self.lengths), default=0) > 1
@@ -382,26 +297,20 @@ class Segments:
         wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
         return tuple(sorted(wide))
 
-    @cached_property
+    @once
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
         if self._side is not None:
-            return tuple(self._side_by_side())
+            spans = []
+            for b, row in enumerate(self.lengths):
+                start = 0 if self._side == "right" else self._shape[1] - self.row_lengths[b]
+                for length in row:
+                    spans.append((b, start, start := start + length))
+            return tuple(spans)
         S = max(self._shape[1], 1)
         stops_N = np.array(self.cu_seqlens_host)
         first_N, last_N = self._indices_T[stops_N[:-1]], self._indices_T[stops_N[1:] - 1]
         return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
-
-    def _side_by_side(self) -> Iterator[tuple[int, int, int]]:
-        for b, (row, (start, _)) in enumerate(zip(self.lengths, self._extents)):
-            for length in row:
-                yield b, start, (start := start + length)
-
-    @property
-    def _extents(self) -> list[tuple[int, int]]:
-        """Where the tokens of each row start and end, of rows without gaps."""
-        S = self._shape[1]
-        return [(0, n) for n in self.row_lengths] if self._side == "right" else [(S - n, S) for n in self.row_lengths]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Segments) and np.array_equal(self.array, other.array)
@@ -412,3 +321,75 @@ class Segments:
         B, S = self.shape
         lengths = ", ".join("+".join(map(str, row)) or "0" for row in self.lengths[:8]) + (", ..." if B > 8 else "")
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
+
+
+# --- without checks or copies, for whoever has arrays; nothing is computed before it is asked for
+
+
+def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
+    """As `Segments.from_lengths`, of rows of counts that fit."""
+    segments = object.__new__(Segments)
+    segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
+    segments.row_lengths = tuple(map(sum, segments.lengths))
+    segments.packed = max(map(len, segments.lengths), default=0) > 1
+    segments.padding_side = arrays.side_around(segments.row_lengths, width, side)
+    segments._shape, segments._side = (len(rows), width), side
+    return segments
+
+
+def of_keep(keep_BS: Array) -> Segments:
+    """As `Segments.from_keep`, of a bool array."""
+    real = np.count_nonzero(keep_BS)
+    for side in SIDES:
+        if real == sum(lengths := arrays.one_run(keep_BS, side)):
+            return of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+    return _built(keep_BS)
+
+
+def of_ids(ids_BS: Array) -> Segments:
+    """As `Segments.from_ids`, of an array of whole numbers."""
+    one = ids_BS.max(initial=0) <= 1
+    return of_keep(ids_BS.astype(bool)) if one else _built(arrays.renumber(ids_BS))
+
+
+def _built(ids_BS: Array) -> Segments:
+    return object.__new__(Segments)._hold(ids_BS)
+
+
+def ready(segments: Segments) -> Segments:
+    """The same, with what compiled code reads computed now, for torch cannot trace the search."""
+    segments._compiled = torch.from_numpy(segments._indices_T), torch.from_numpy(segments._ends_N)
+    return segments
+
+
+def keep_array(segments: Segments) -> Array:
+    """`keep` as a fresh numpy array, bool `[B, S]`."""
+    if segments._side is None:
+        return segments.array.astype(bool)
+    keep_BS = np.zeros(segments._shape, bool)
+    for row_S, n in zip(keep_BS, segments.row_lengths):
+        row_S[slice(n) if segments._side == "right" else slice(len(row_S) - n, None)] = True
+    return keep_BS
+
+
+def position_array(segments: Segments) -> Array:
+    """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
+    B, S = segments._shape
+    count_S, positions_BS = np.arange(S), np.empty(segments._shape, np.int64)
+    if not segments.packed and segments.padding_side in ("none", "right"):
+        positions_BS[:] = count_S
+        return positions_BS
+    spans = segments.spans
+    positions_BS[:, : max((start for _, start, _ in spans), default=0)] = 0
+    for (b, start, _), (next_b, next_start, _) in zip(spans, (*spans[1:], (B, 0, 0))):
+        end = next_start if next_b == b else S
+        positions_BS[b, start:end] = count_S[: end - start]
+    for b in segments.empty_rows if segments._side else (*segments.hole_rows, *segments.empty_rows):
+        positions_BS[b] = arrays.positions_with_holes(segments.array[b])
+    return positions_BS
+
+
+def counts_as(segments: Segments, positions_BS: Array) -> bool:
+    """Are these its `position_ids`, at every place?"""
+    plain = not segments.packed and segments.padding_side in ("none", "right")
+    return bool((positions_BS == (np.arange(segments.shape[1]) if plain else position_array(segments))).all())

@@ -1,24 +1,47 @@
-"""Profiles of hypothesis: `ci` (the default, the same examples each time), `dev`, and `fuzz`, which looks further.
+"""The seed, and the profiles of hypothesis. Small tensors, so one thread.
 
-HYPOTHESIS_PROFILE chooses. Small tensors, so one thread.
+COLLATE_NPU_SEED repeats a run: examples, the producers' batches, and what the quick run takes of families and entries
+follow from it. Where none is given it comes from the clock; it stands in the header and below failures.
+HYPOTHESIS_PROFILE is `fast`, `full` (the default) or `fuzz`, which looks further. Under `fast` no test draws more than
+its 30 examples, whatever it asks for itself.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Slow generation is judged by the whole run, not by one loaded machine; examples need no database to be found again.
-common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=200, derandomize=True, **common)
-settings.register_profile("dev", max_examples=30, **common)
+from collate_npu import releases
+
+os.environ.setdefault("COLLATE_NPU_SEED", str(time.time_ns() // 1000 % 1_000_000))  # xdist's workers inherit it
+SEED = os.environ["COLLATE_NPU_SEED"]
+PROFILE = os.environ.setdefault("HYPOTHESIS_PROFILE", "full")
+# Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
+common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fast", max_examples=30, **common)
+settings.register_profile("full", max_examples=100, **common)
 settings.register_profile("fuzz", max_examples=2500, **common)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(PROFILE)
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.hypothesis_seed = config.option.hypothesis_seed or SEED
+
+
+def pytest_report_header() -> str:
+    return f"seed: COLLATE_NPU_SEED={SEED} repeats what this run draws, profile {PROFILE}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"drawn with COLLATE_NPU_SEED={SEED} HYPOTHESIS_PROFILE={PROFILE}")
 
 
 def no_models() -> str:
@@ -37,11 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := no_models()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if PROFILE == "fast":
+        draw_little({item.function for item in items if isinstance(item, pytest.Function)})
+
+
+def draw_little(functions: set) -> None:
+    """No more examples than the profile says; hypothesis has no other place for what a test asks for itself."""
+    for function in functions:
+        own = getattr(function, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples > settings.default.max_examples:
+            function._hypothesis_internal_use_settings = settings(own, max_examples=settings.default.max_examples)
 
 
 @pytest.fixture(scope="module")
 def newest_transformers():
     """Routes for transformers depend on the release installed; the rules of older ones are tested by their number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 23))
+        patch.setitem(releases._FOUND, "transformers", "5.23.0")
         yield

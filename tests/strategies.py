@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from collate_npu import Pattern, Segments
+from collate_npu.collate import Layout
 from collate_npu.masks.patterns import Prefix
 
 PAD = 7
@@ -143,3 +144,10 @@ def own_ids(sample: dict[str, Any]) -> list[int]:
     if "seq_lengths" in sample:
         return [n for n, length in enumerate(sample["seq_lengths"], start=1) for _ in range(length)]
     return list(sample.get("attention_mask", [1] * L))
+
+
+def laid_out(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a PaddingCollator by name, those of its `Layout` in one."""
+    own = {field.name for field in fields(Layout)} & settings.keys()
+    held = Layout(**{name: settings[name] for name in own})
+    return {name: value for name, value in settings.items() if name not in own} | ({"layout": held} if own else {})

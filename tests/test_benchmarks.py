@@ -12,8 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command
-from benchmarks import agreement, measure, peers, report, timing
+from benchmarks import __main__ as command, agreement, measure, peers, report, timing
 from benchmarks.groups import collate, dataloader, derive, growth
 from benchmarks.timing import Case, Contestant, Pace, Row
 
@@ -63,10 +62,8 @@ def test_an_output_that_differs_ends_the_run_and_a_peer_that_raises_is_absent():
 def test_one_changed_token_is_a_difference(key):
     theirs = {"input_ids": [[1, 2], [3, 0]], "labels": [[1, 2], [3, -100]], "attention_mask": [[1, 1], [1, 0]]}
     theirs = {name: torch.tensor(rows) for name, rows in theirs.items()}
-    ours = {
-        "input_ids": theirs["input_ids"].clone(), "labels": theirs["labels"].clone(), "attention_mask": None,
-        "attention_mask_2d": theirs["attention_mask"].bool(),
-    }  # fmt: skip
+    ours = {name: theirs[name].clone() for name in ("input_ids", "labels")}
+    ours |= {"attention_mask": None, "attention_mask_2d": theirs["attention_mask"].bool()}
     agreement.same_batch(ours, theirs)
     theirs[key][1, 0] += 1
     with pytest.raises(AssertionError, match=f"{key} differs"):
@@ -83,6 +80,7 @@ def test_a_missed_target_is_printed(capsys, against, ratio, met):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # the peers'
 def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
@@ -100,13 +98,13 @@ def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
             assert {"TRL", "ms-swift template", "twinkle"} <= {one.name for one in (*rows, *absent)}
 
 
+@pytest.mark.slow
 @pytest.mark.models
 def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):
     pytest.importorskip("transformers")
     command.main(["--quick", "--only", "adapter", "--json", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())
-    assert {row["group"] for row in found["rows"]} == {"adapter"}
-    assert found["torch threads"] == 1
+    assert ({row["group"] for row in found["rows"]}, found["torch threads"]) == ({"adapter"}, 1)
     assert found["versions"]["torch"] == torch.__version__
     assert "8x4096, right" in capsys.readouterr().out
 

@@ -8,24 +8,23 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from house import FILES, KNOWN, PACKAGE, module_of, names_of, ours, room_of, tree_of
 
 import collate_npu
 
-PACKAGE = Path(collate_npu.__file__).parent
-
 ORDER = (
     ("errors", "debug"),
+    ("releases",),
+    ("arrays",),
     ("keys",),
-    ("host",),
-    ("rows",),
     ("segments",),
     ("masks",),
     ("outputs", "parallel", "kernels"),
     ("consumers",),
     ("collate",),
+    ("proof",),
     ("integrations",),
     ("testing",),
     ("tools",),
@@ -47,33 +46,6 @@ FOREIGN = [
     "fla",
     "flash_attn",
 ]
-
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def module_of(path):
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
-KNOWN = {module_of(path) for path in FILES}
-
-
-def names_of(node):
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "imports are absolute"
-        # `from collate_npu import padding` names a module, `from collate_npu.collate.padding import x` lives in one
-        whole = [f"{node.module}.{alias.name}" for alias in node.names]
-        return [name if name.removeprefix("collate_npu.") in KNOWN else node.module for name in whole]
-    return []
-
-
-def ours(path):
-    """The modules of the package that a file imports, at its top or in any function."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    names = [name for node in nodes for name in names_of(node) if name.split(".")[0] == "collate_npu"]
-    return sorted({name.removeprefix("collate_npu").removeprefix(".") for name in names})
 
 
 def loaded_by(code):
@@ -103,7 +75,7 @@ def test_all_public_names_load_no_framework():
 
 
 def test_the_command_line_and_env_import_without_torch():
-    loaded = loaded_by("import collate_npu.__main__, collate_npu.tools.env")
+    loaded = loaded_by("import collate_npu.__main__, collate_npu.releases, collate_npu.tools.env")
     assert loaded.isdisjoint([*FOREIGN, "torch", "numpy"])
     pytest.importorskip("typer")
     assert loaded_by("import collate_npu.tools.cli").isdisjoint(["torch", "numpy", "transformers"])
@@ -127,21 +99,21 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_every_module_has_its_place_in_the_order():
-    assert {module_of(path).split(".")[0] for path in FILES} <= {*RANK, "__init__"}
+    assert {room_of(path) for path in FILES} <= {*RANK, "__init__"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_modules_import_only_those_before_them(path):
-    room = module_of(path).split(".")[0]
-    if room == "__init__":
-        assert {name.split(".")[0] for name in ours(path)} <= {*CORE, "integrations", "tools"}
-        return
-    for name in ours(path):
-        # what is above the core may take public names from the package itself
-        if name:
-            assert RANK[name.split(".")[0]] <= RANK[room], f"{room} imports {name}"
-        else:
-            assert RANK[room] > RANK["collate"], f"{room} imports the package: {name or 'collate_npu'}"
+def above(path):
+    """What a file imports that does not stand before it. Above the core, public names come from the package itself."""
+    if room_of(path) == "__init__":
+        return [name for name in ours(path) if name.split(".")[0] not in {*CORE, "proof", "integrations", "tools"}]
+    rank = RANK[room_of(path)]
+    return [
+        name or "collate_npu" for name in ours(path) if (RANK[name.split(".")[0]] if name else RANK["collate"] + 1) > rank
+    ]
+
+
+def test_modules_import_only_those_before_them():
+    assert {module_of(path): names for path in FILES if (names := above(path))} == {}
 
 
 def test_no_two_modules_import_each_other():
@@ -160,19 +132,21 @@ def top_level(tree):
             yield node
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if module_of(path).split(".")[0] in {*CORE, "__init__"}], ids=module_of
-)
-def test_the_core_imports_torch_and_numpy_alone(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    roots = {name.split(".")[0] for node in top_level(tree) for name in names_of(node)}
-    assert roots <= {"torch", "numpy", "collate_npu", "__future__", *sys.stdlib_module_names}
+def test_the_core_imports_torch_and_numpy_alone():
+    allowed = {"torch", "numpy", "collate_npu", "__future__", *sys.stdlib_module_names}
+    foreign = {
+        module_of(path): roots
+        for path in FILES
+        if room_of(path) in {*CORE, "__init__"}
+        if (roots := {name.split(".")[0] for node in top_level(tree_of(path)) for name in names_of(node)} - allowed)
+    }
+    assert foreign == {}
 
 
 def test_public_names_are_what_the_package_says():
     """Three lists agree: what type checkers import, where names live, and what `import *` brings."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    checked = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    body = tree_of(PACKAGE / "__init__.py").body
+    checked = next(node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     homes = {
         alias.name: node.module.removeprefix("collate_npu.")
         for node in checked.body

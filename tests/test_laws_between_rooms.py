@@ -1,6 +1,6 @@
 """Laws 9, 10 and 13: what a collator knew comes out of the door, nothing shares memory, no pattern is replaced.
 
-Law 11 (two sources that differ raise) is in masks/test_find.py, law 12 (every remedy works) in test_remedies.py.
+Law 11 (two sources that differ raise) is in masks/test_find.py, law 12 (every remedy works) in test_refusals.py.
 Legend: B rows, S width.
 """
 
@@ -13,23 +13,13 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from strategies import laid_out
 from torch import Tensor
 
-from collate_npu import (
-    AmbiguousMaskError,
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    Segments,
-    UnsupportedFormError,
-    dense,
-    split_batch,
-    varlen,
-    wrap_collator,
-)
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, split_batch, wrap_collator
+from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
+from collate_npu.masks import dense, varlen
 from collate_npu.masks.find import segments_from_batch
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
@@ -92,7 +82,7 @@ FLAT_SHAPES = st.fixed_dictionaries(
 
 @given(strategies.features(), FLAT_SHAPES)
 def test_law_9_the_door_gives_back_a_flat_row(features, settings):
-    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
     width = batch["input_ids"].shape[1]
     expected = flat_truth(features, width, settings["sequence_multiple"] or 1)
     assert segments_from_batch(batch) == segments_from_batch(batch, padding_free=True) == expected
@@ -102,7 +92,7 @@ def test_law_9_the_door_gives_back_a_flat_row(features, settings):
 @given(strategies.features(), FLAT_SHAPES)
 def test_law_9_a_flat_row_goes_through_a_wrapped_collator_and_an_adapter(features, settings):
     """Both give it back, with the offsets that came: alignment and offsets of one length survive."""
-    inner = PaddingCollator(pad_token_id=7, padding_free=True, **settings)
+    inner = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))
     batch, wrapped = inner(features), wrap_collator(inner)(features)
     adapted, segments = BatchAdapter(DENSE, consumer="megatron", padding_free=True).with_segments(batch)
     assert segments_from_batch(wrapped) == segments_from_batch(adapted) == segments == segments_from_batch(batch)
@@ -117,7 +107,7 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
     """Whatever of them arrives: the others are made of it, and the longest is not below any place."""
     model = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
     adapter = BatchAdapter(model, consumer="transformers", padding_free=True)
-    batch = PaddingCollator(pad_token_id=7, padding_free=True, **settings)(features)
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
     others = [("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")] if "cu_seqlens_padded" in batch else []
     for left_out in ((), ("max_length_q", "max_length_k", "cu_seq_lens_k"), *others):
         out = adapter({key: value for key, value in batch.items() if key not in left_out})
@@ -183,7 +173,7 @@ def test_law_10_nothing_a_collator_hands_out_shares_memory(features, side, mode)
     check_nothing_shares(PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode)(features), inputs)
     check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True)(features), inputs)
     static = {"sequence_multiple": 4, "padding": (160,), "max_sequences": 16}
-    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True, **static)(features), inputs)
+    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(static))(features), inputs)
 
 
 @given(strategies.segments(), st.sampled_from(["megatron", "transformers", "verl", "verl_npu"]))
@@ -210,8 +200,7 @@ def test_law_10_segments_never_change(segments):
             name: getattr(segments, name)
             for name in ("ids", "keep", "indices", "last_indices", "position_ids", "cu_seqlens")
         }
-        form = varlen(segments)
-        parts |= {"varlen": form.cu_seqlens, "seq_idx": form.seq_idx, "dense": dense(segments)}
+        parts |= {"varlen": varlen(segments).cu_seqlens, "dense": dense(segments)}
         for value in parts.values():
             scribble(value)
         assert torch.equal(segments.ids, before)
@@ -246,7 +235,7 @@ def attention_of(mask, segments, consumer):
     strategies.attentions(),
     st.sampled_from(["keep", "masked", "bias"]),
     st.sampled_from(["megatron", "transformers"]),
-    st.sampled_from([{}, {"pattern": "causal"}]),
+    st.sampled_from([None, "causal", "its own"]),
     st.booleans(),
     st.booleans(),
 )
@@ -255,22 +244,13 @@ def test_law_13_a_pattern_is_never_replaced(attention, polarity, consumer, decla
     mask = dense(segments, polarity=polarity, pattern=pattern)
     batch = {"input_ids": segments.ids.long(), "attention_mask": mask}
     batch |= {"attention_mask_2d": segments.keep, "segment_ids": segments.ids} if beside else {}
-    settings = {"consumer": consumer, **declared}
+    settings = {"consumer": consumer, "pattern": pattern if declared == "its own" else declared}
     way = wrap_collator(lambda _: batch, model=DENSE, **settings) if wrapped else BatchAdapter(DENSE, **settings)
     try:
         out = way([] if wrapped else batch)
     except CollateError:
-        assert not beside or pattern.reaches(segments.longest_span) or consumer == "transformers"
+        undeclared = declared != "its own" and pattern.reaches(segments.longest_span)
+        assert not beside or undeclared or consumer == "transformers"
         return
     found = attention_of(out["attention_mask"], segments, consumer)
-    assert torch.equal(found[segments.keep], dense(segments, pattern=pattern)[:, 0][segments.keep])
-
-
-@given(strategies.attentions(), st.sampled_from(["keep", "masked", "bias"]))
-def test_law_13_a_declared_pattern_arrives_as_it_came(attention, polarity):
-    segments, pattern = attention
-    batch = {"input_ids": segments.ids.long(), "segment_ids": segments.ids}
-    batch["attention_mask"] = dense(segments, polarity=polarity, pattern=pattern)
-    out = BatchAdapter(DENSE, consumer="megatron", pattern=pattern)(batch)
-    found = attention_of(out["attention_mask"], segments, "megatron")
     assert torch.equal(found[segments.keep], dense(segments, pattern=pattern)[:, 0][segments.keep])

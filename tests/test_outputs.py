@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import strategies
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments, last_token, per_sequence, repad, to_nested, unpad
-from collate_npu.outputs import ignore_first_labels, shift_labels
+from collate_npu import CollateError, Segments, last_token, repad, unpad
+from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
 
 
 def output_of(segments, *trailing):
@@ -73,13 +72,6 @@ def test_gradients_reach_real_tokens_alone(segments):
     assert torch.equal(x.grad, segments.keep[:, :, None].expand_as(x).to(x.dtype))
 
 
-def test_the_last_token_of_a_row_that_ends_in_its_pad_id():
-    segments = Segments.from_lengths([2, 4])
-    ids = torch.tensor([[5, 2, 2, 2], [2, 6, 2, 2]])
-    assert last_token(torch.arange(8).view(2, 4), segments).tolist() == [1, 7]
-    assert last_token(ids, segments).tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("verb", [unpad, last_token, per_sequence, to_nested])
 def test_a_shard_is_not_the_output(verb):
     with pytest.raises(CollateError, match=r"output: got float32 \[2, 3, 8\].*\[2, 5\].*gather_sequence"):
@@ -89,12 +81,6 @@ def test_a_shard_is_not_the_output(verb):
 def test_repad_takes_what_unpad_gave():
     with pytest.raises(CollateError, match=r"repad: got float32 \[7\].*8 real tokens"):
         repad(torch.zeros(7), Segments.from_lengths([3, 5]))
-
-
-def test_rows_of_padding_have_no_last_token():
-    with pytest.raises(CollateError) as raised:
-        last_token(torch.zeros(3, 2), Segments.from_lengths([0, 2, 0]))
-    assert "row 0: got padding alone\n  row 2: got padding alone" in str(raised.value)
 
 
 # --- labels

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
 
@@ -107,15 +106,10 @@ def test_padding_side_is_the_place_of_padding(ids):
     assert side == ("none" if full else "right" if right else "left" if left and not empty_row_left else "mixed")
 
 
-@given(strategies.sided())
+@given(strategies.sided() | strategies.free(packed=False))
 def test_from_keep_is_the_inverse_of_keep(segments):
     for keep in (segments.keep, segments.keep.long(), segments.keep.tolist(), segments.keep.to(torch.uint8).numpy()):
         assert Segments.from_keep(keep) == segments
-
-
-@given(strategies.segment_ids(packed=False))
-def test_from_keep_keeps_holes(ids):
-    assert Segments.from_keep(torch.tensor(ids)).ids.tolist() == ids
 
 
 @given(strategies.segment_ids(), st.permutations([3, 9, 1, 40, 2, 8, 11, 5]))
@@ -132,9 +126,9 @@ def test_from_cu_seqlens_is_the_inverse_of_cu_seqlens(lengths, extra):
         assert Segments.from_cu_seqlens(offsets, segments.shape[1]) == segments
 
 
-@given(strategies.packed_lengths(rows=3, sequences=3))
-def test_from_position_ids_is_the_inverse_of_position_ids_without_padding(lengths):
-    segments = Segments.from_lengths([[n for row in lengths for n in row]])
+@given(strategies.packed_lengths(rows=1))
+def test_from_position_ids_is_the_inverse_of_position_ids(lengths):
+    segments = Segments.from_lengths(lengths)
     assert Segments.from_position_ids(segments.position_ids) == segments
 
 
@@ -157,34 +151,6 @@ def test_segments_survive_pickling(ids):
 
 
 # --- examples
-
-
-def test_lengths_three_and_five():
-    right = Segments.from_lengths([3, 5])
-    left = Segments.from_lengths([3, 5], side="left")
-    assert right.ids.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert left.ids.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-    assert right.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert left.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert (right.padding_side, left.padding_side) == ("right", "left")
-    assert right.cu_seqlens_host == left.cu_seqlens_host == (0, 3, 8)
-
-
-def test_packed_row_with_a_tail():
-    segments = Segments.from_lengths([[3, 5]], width=10)
-    assert segments.ids.tolist() == [[1, 1, 1, 2, 2, 2, 2, 2, 0, 0]]
-    assert segments.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]
-    assert segments.lengths == ((3, 5),)
-    assert segments.spans == ((0, 0, 3), (0, 3, 8))
-    assert segments.packed
-
-
-def test_hole_and_gap():
-    segments = Segments.from_ids([[4, 4, 0, 4, 0, 9, 9]])
-    assert segments.ids.tolist() == [[1, 1, 0, 1, 0, 2, 2]]
-    assert segments.padding_side == "mixed"
-    assert segments.spans == ((0, 0, 4), (0, 5, 7))
-    assert segments.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
 
 
 def test_sequences_of_no_tokens_leave_no_trace():
@@ -265,7 +231,4 @@ def test_what_is_no_segmentation_is_refused(build, told):
 def test_padding_is_counted_over_all_places(segments):
     assert segments.num_padding == int((segments.ids == 0).sum())
     assert segments.padding_share == segments.num_padding / segments.ids.numel()
-
-
-def test_a_batch_without_places_has_no_share_of_padding():
     assert Segments.from_lengths([[]], 0).padding_share == 0

@@ -13,7 +13,8 @@ from benchmarks import agreement, peers
 from benchmarks.inputs import lengths_of
 from benchmarks.peers import rival
 from benchmarks.timing import Absent, Case, Contestant
-from collate_npu import Segments, dense
+from collate_npu import Segments
+from collate_npu.masks import dense
 
 SIZES = ((4, 512), (8, 2048), (4, 4096))
 FASTER = dict(zip(SIZES, (8, 5.5, 7)))

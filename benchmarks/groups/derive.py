@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.inputs import lengths_of
 from benchmarks.timing import Case, Contestant
-from collate_npu import Segments, dense, derive_segments
+from collate_npu import Segments, derive_segments
+from collate_npu.masks import dense
 
 SIZES = ((4, 512), (8, 2048), (4, 4096))
 DECLARED = dict(zip(SIZES, (3, 40, 50)))

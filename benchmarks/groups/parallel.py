@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.peers import rival
 from benchmarks.timing import Case, Contestant
-from collate_npu import Segments, dense
+from collate_npu import Segments
+from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, join_shards, query_rows, split_batch, split_tensor
 
 RANK = 1

@@ -8,8 +8,9 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from math import lcm
 from typing import Any, Literal
 
@@ -17,36 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.collate import padding
-from collate_npu.collate.columns import Features
-from collate_npu.collate.features import Samples, read_features
+from collate_npu.arrays import Side, whole_number
+from collate_npu.collate.features import Features, Samples, read_features
+from collate_npu.collate.padding import concatenate_values, flatten_rows, pad_rows, stack_values
 from collate_npu.collate.transport import shipped
-from collate_npu.collate.wire import (
-    MaskMode,
-    adapter_of,
-    check_mode,
-    check_tensors,
-    finish_batch,
-    pattern_of,
-    predicts_next,
-    with_offsets,
-)
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer, ConsumerName
+from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.host import whole_number
-from collate_npu.keys import KEYS, Key, of_kind
-from collate_npu.masks.forms import MAX_MASK_BYTES
-from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
-from collate_npu.parallel.documents import place_documents
-from collate_npu.rows import Side
-from collate_npu.segments import Segments
+from collate_npu.parallel.documents import place_documents, with_fills
+from collate_npu.segments import Segments, of_lengths
 
 
 @dataclass(frozen=True)
-class PaddingCollator:
+class PaddingCollator(Emitter):
     """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
 
     Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids`,
@@ -63,17 +48,8 @@ class PaddingCollator:
 
     `padding_free=True` puts all samples in one flat row with its offsets. `max_length` is a limit, and with
     `padding="max_length"` the width, of a flat row too; `padding=(4096, 8192)` takes the narrowest of these widths that
-    fits. Longer rows raise, nothing is cut. Labels are not shifted yet (unless `labels_shifted`), so the first label of
-    every sequence is ignored: alone, nothing predicts it.
-
-    Two settings are for flat rows alone. `sequence_multiple=64` pads each sequence behind its tokens, which is exact for
-    causal layers, and the row to a multiple of it too. `max_sequences=N` gives the offsets one length, N + 1, and
-    `max_length_q/k` one value, the width: with fixed widths all batches have the same shapes, as graphs and compilers
-    want. The rest of the row is one tail, cut into the sequences that are missing (`masks.places.with_tail`). A model
-    known to have attention alone gets its last offset again instead. `sequence_multiple=4`, `padding=(8, 16)`,
-    `max_sequences=4`::
-
-        1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
+    fits. Longer rows raise, nothing is cut. Labels are not shifted yet, unless the `layout` says so: the first label of
+    every sequence is ignored, because alone nothing predicts it.
 
     >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
     >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
@@ -88,164 +64,135 @@ class PaddingCollator:
 
     tokenizer: Any = None
     _: KW_ONLY
-    pad_token_id: int | None = None
-    padding_side: Side | None = None
+    padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
-    label_pad_token_id: int = -100
-    padding_free: bool = False
-    separator_id: int = -100
-    attention_mask: MaskMode = "auto"
-    consumer: ConsumerName | Consumer | None = None
-    return_tensors: str = "pt"
-    padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
-    pattern: str | Pattern | None = None
-    labels_shifted: bool = False
-    allow_empty: bool = False
-    keys: Mapping[str, Key] = field(default_factory=lambda: KEYS, repr=False)
-    max_mask_bytes: int = MAX_MASK_BYTES
-    sequence_multiple: int | None = None
-    max_sequences: int | None = None
-    model: InitVar[Any] = None
-    model_type: InitVar[str | None] = None
-    _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
+    pad_token_id: int | None = None
+    padding_side: Side | None = None
 
-    def __post_init__(self, model: Any, model_type: str | None) -> None:
-        check_mode(self.attention_mask, self.consumer, self.return_tensors, padding_free=self.padding_free)
+    def __post_init__(self, model: Any) -> None:
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
         object.__setattr__(self, "padding_side", self.padding_side or "right")
         _check_padding(self)
-        if self.pad_token_id is None and (not self.padding_free or _pads_flat_rows(self)):
+        wider = (self.pad_to_multiple_of, self.layout.sequence_multiple, self.layout.max_sequences)
+        padded = not self.padding_free or any(wider) or isinstance(self.padding, tuple)
+        if self.pad_token_id is None and padded:
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        object.__setattr__(self, "_adapter", adapter_of(self, model, model_type))
-        if self.sequence_multiple and not pattern_of(self).causal:
-            rule = f"Padding behind a sequence is in the sequence for kernels, and {pattern_of(self)} attention looks ahead."
+        self._settle(model)
+        if self.layout.sequence_multiple and not self._attends.causal:
+            rule = f"Padding behind a sequence is in the sequence for kernels, and {self._attends} attention looks ahead."
             remedy = "Leave it out; pad_to_multiple_of pads the row behind all of them."
-            raise UnsupportedFormError(explain("sequence_multiple", str(self.sequence_multiple), rule, remedy))
+            raise UnsupportedFormError(explain("sequence_multiple", str(self.layout.sequence_multiple), rule, remedy))
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row.
 
         `features` is a list of samples, an Arrow table, a dict of columns, or flat tokens beside `seq_lengths`.
         """
-        check_tensors(return_tensors or self.return_tensors)
-        samples = read_features(features, allow_empty=self.allow_empty, keys=self.keys)
+        if return_tensors not in (None, "pt"):
+            raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
+        samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        return shipped(finish_batch(self, batch, segments, padding_free=self.padding_free))
+        return shipped(self._finished(batch, segments, padding_free=self.padding_free))
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     side: Side = collator.padding_side or "right"
     width = _width(collator, samples.lengths)
-    batch: dict[str, Any] = {}
-    for key, column in samples.columns.items():
-        if samples.kinds[key] == "tokens":
-            fill, whole = _fill(collator, key), collator.keys[key].whole
-            batch[key] = padding.pad_rows(key, column, width=width, side=side, fill=fill, whole=whole)
-        elif samples.kinds[key] == "axes":
-            batch[key] = padding.pad_positions(column, width=width, side=side)
-        else:
-            batch[key] = _other(collator, key, column, samples)
-    if samples.segment_ids is None:
-        segments = Segments.laid_out([[n] for n in samples.lengths], width, side)
-    else:
-        segments = Segments.from_ids(padding.pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
-    if collator._adapter is None and "position_ids" not in batch and not of_kind(batch, "vision"):
-        batch["position_ids"] = segments.position_ids
+    batch = _laid_out(collator, samples, samples.columns, partial(pad_rows, width=width, side=side))
     filled = samples.segment_ids is None
-    if samples.kinds.get("labels") == "tokens" and not (filled and segments.padding_side in ("none", "right")):
-        batch["labels"] = _ignored(collator, batch["labels"], segments, filled=filled)
+    if samples.segment_ids is None:
+        segments = of_lengths([[n] for n in samples.lengths], width, side)
+    else:
+        segments = Segments.from_ids(pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
+    if collator._adapter is None and "position_ids" not in batch and "vision" not in samples.kinds.values():
+        batch["position_ids"] = segments.position_ids
+    if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
+        return batch, segments
+    # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
+    if not filled:  # what a sample's own mask calls padding has its label still
+        batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
+    elif segments.padding_side not in ("none", "right"):
+        labels_BS = batch["labels"].numpy()
+        for b, start, _ in segments.spans:
+            if start:
+                labels_BS[b, start] = collator.label_pad_token_id
     return batch, segments
 
 
-def _ignored(collator: PaddingCollator, labels: Tensor, segments: Segments, *, filled: bool) -> Tensor:
-    """Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
-
-    Padding is `filled` already, but for what a sample's own mask calls padding.
-    """
-    if not predicts_next(collator) or labels.ndim != 2:
-        return labels
-    if not filled:
-        return ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)
-    labels_BS = labels.numpy()
-    for b, start, _ in segments.spans:
-        if start:
-            labels_BS[b, start] = collator.label_pad_token_id
-    return labels
+def _laid_out(
+    collator: PaddingCollator, samples: Samples, columns: Mapping[str, list[Any]], lay: Callable[..., Tensor]
+) -> dict[str, Any]:
+    """Each key as one tensor, what has one value a token by `lay`: positions of several axes `[axes, L]` too."""
+    batch: dict[str, Any] = {}
+    fills = _fills(collator)
+    for key, column in columns.items():
+        kind = samples.kinds[key]
+        if kind == "tokens":
+            rule = collator.keys[key]
+            fill = fills.get(rule.fill, 0) if isinstance(rule.fill, str) else rule.fill
+            batch[key] = lay(key, column, fill=fill, whole=rule.whole)
+        elif kind == "axes":
+            rows = [np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1)) for row in column]
+            batch[key] = lay(key, rows, whole=True).movedim(-1, 0).contiguous()
+        elif kind == "vision":
+            batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit)
+        elif kind == "targets":
+            batch[key] = torch.as_tensor(np.stack([np.asarray(row, np.float32) for row in column]))
+        else:
+            batch[key] = stack_values(column)
+    return batch
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     """One row of real tokens; what padding does in the samples is left out, alignment comes at the end or is placed."""
-    ids, lengths = samples.segment_ids, samples.lengths
+    ids, lengths, columns = samples.segment_ids, samples.lengths, samples.columns
     if ids is not None:
         lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
+        by_token = {key: column for key, column in columns.items() if samples.kinds[key] in ("tokens", "axes")}
+        real = {key: [np.asarray(row)[..., i > 0] for row, i in zip(column, ids)] for key, column in by_token.items()}
+        columns = columns | real
     _check_max_length(collator, samples.lengths)
     places, width = _places(collator, lengths)
     written = width if places is None else sum(lengths)
-    batch: dict[str, Any] = {}
-    for key, column in samples.columns.items():
-        if samples.kinds[key] == "tokens":
-            rows = column if ids is None else [np.asarray(row)[i > 0] for row, i in zip(column, ids)]
-            fill, whole = _fill(collator, key), collator.keys[key].whole
-            batch[key] = padding.flatten_rows(key, rows, width=written, fill=fill, whole=whole)
-        elif samples.kinds[key] == "axes":
-            axes = column if ids is None else [np.asarray(row)[:, i > 0] for row, i in zip(column, ids)]
-            batch[key] = padding.flatten_positions(axes, width=written)
-        else:
-            batch[key] = _other(collator, key, column, samples)
-    segments = Segments.laid_out([lengths], written)
+    batch = _laid_out(collator, samples, columns, partial(flatten_rows, width=written))
+    segments = of_lengths([lengths], written)
     if places is not None:
-        batch, segments = place_documents(batch, segments, places, keys=_filled(collator, batch))
-    batch = with_offsets(batch, segments, places, longest=width if collator.max_sequences else None)
+        batch, segments = place_documents(batch, segments, places, keys=with_fills(collator.keys, _fills(collator)))
+    batch = with_offsets(batch, segments, places, longest=width if collator.layout.max_sequences else None)
     labels = batch.get("labels")
-    if labels is not None and predicts_next(collator) and samples.kinds["labels"] == "tokens":
-        labels[0, [start for _, start, _ in segments.spans]] = collator.separator_id
+    if labels is not None and collator._predicts_next and samples.kinds["labels"] == "tokens":
+        labels[0, [start for _, start, _ in segments.spans]] = collator.layout.separator_id
     return batch, segments
 
 
 def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | None, int]:
     """What each sequence of a flat row takes up, None where they stand side by side, and the width of the row."""
-    multiple, count = collator.sequence_multiple or 1, collator.max_sequences
-    if collator.sequence_multiple is None and count is None:
-        return None, _flat_width(collator, sum(lengths), f"{sum(lengths)} tokens in all")
+    multiple, count = collator.layout.sequence_multiple or 1, collator.layout.max_sequences
     held = aligned(lengths, multiple)
     repeats = collator._adapter is not None and collator._adapter.model.needs_mask_2d is False
     tail = least_room(len(held), count, multiple=multiple, repeats=repeats)
-    got = f"{sum(lengths)} tokens" + (f", {sum(held)} with their alignment" if multiple > 1 else " in all")
-    got += f", and a tail of {tail} for max_sequences" if tail else ""
-    width = _flat_width(collator, sum(held) + tail, got)
-    return with_tail(
-        held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=pattern_of(collator).causal
-    ), width
+    width = _aligned(collator, sum(held) + tail)
+    if sum(held) + tail > width:
+        got = f"{sum(lengths)} tokens" + (f", {sum(held)} with their alignment" if multiple > 1 else " in all")
+        got += f", and a tail of {tail} for max_sequences" if tail else ""
+        rule = f"padding={collator.padding!r} makes the flat row {width} tokens wide at most."
+        remedy = "Raise " + ("max_length" if collator.padding == "max_length" else "the widths")
+        raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
+    if collator.layout.sequence_multiple is None and count is None:
+        return None, width
+    causal = collator._attends.causal
+    return with_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 
 
-def _filled(collator: PaddingCollator, batch: Mapping[str, Any]) -> dict[str, Key]:
-    """The keys of a batch with a number for what padding holds, but for positions, which count on."""
-    rules = {key: collator.keys[key] for key in batch if key in collator.keys}
-    counted = {key: rule for key, rule in rules.items() if rule.fill in ("next", "last")}
-    return {key: replace(rule, fill=_fill(collator, key)) for key, rule in rules.items()} | counted
-
-
-def _other(collator: PaddingCollator, key: str, column: list[Any], samples: Samples) -> Any:
-    if samples.kinds[key] == "vision":
-        return padding.concatenate_values(key, column, unit=collator.keys[key].unit)
-    if samples.kinds[key] == "targets":
-        return torch.as_tensor(np.stack([np.asarray(row, np.float32) for row in column]))
-    return padding.stack_values(key, column)
-
-
-def _fill(collator: PaddingCollator, key: str) -> float:
-    """What padding holds: the pad id, the ignored label, or a number; positions of padding are 0."""
-    fill = collator.keys[key].fill
-    if fill == "pad":
-        return collator.pad_token_id or 0
-    if fill == "pad_type":
-        return getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
-    return collator.label_pad_token_id if fill == "ignored" else 0 if isinstance(fill, str) else fill
+def _fills(collator: PaddingCollator) -> dict[str, float]:
+    """What padding holds, by the name a key has for it; positions of padding count on, or are 0."""
+    pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
+    return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.label_pad_token_id}
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
@@ -260,25 +207,14 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
     return width
 
 
-def _flat_width(collator: PaddingCollator, needed: int, got: str) -> int:
-    """A flat row as wide as what stands in it, or the width asked for."""
-    width = _aligned(collator, needed)
-    if needed > width:
-        rule = f"padding={collator.padding!r} makes the flat row {width} tokens wide at most."
-        remedy = "Raise " + ("max_length" if collator.padding == "max_length" else "the widths")
-        raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
-    return width
-
-
 def _aligned(collator: PaddingCollator, longest: int) -> int:
     """The width for rows of up to `longest` tokens; of several given, the narrowest that fits, else the widest."""
-    multiple = lcm(collator.pad_to_multiple_of or 1, collator.sequence_multiple or 1)
+    multiple = lcm(collator.pad_to_multiple_of or 1, collator.layout.sequence_multiple or 1)
     if isinstance(collator.padding, tuple):
-        widths = sorted(padding.round_up(width, multiple) for width in collator.padding)
+        widths: list[int] = sorted(-(-width // multiple) * multiple for width in collator.padding)
         return next((width for width in widths if width >= longest), widths[-1])
-    limit = collator.max_length
-    fixed = limit if collator.padding == "max_length" and limit is not None else longest
-    return padding.round_up(fixed, multiple)
+    fixed = collator.max_length if collator.padding == "max_length" else None
+    return -(-(fixed or longest) // multiple) * multiple
 
 
 def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
@@ -289,26 +225,18 @@ def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
         raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
-def _pads_flat_rows(collator: PaddingCollator) -> bool:
-    settings = (collator.pad_to_multiple_of, collator.sequence_multiple, collator.max_sequences)
-    return any(settings) or isinstance(collator.padding, tuple)
-
-
 def _check_padding(collator: PaddingCollator) -> None:
-    for name in ("pad_token_id", "max_length", "pad_to_multiple_of", "sequence_multiple", "max_sequences"):
-        if getattr(collator, name) is not None:
-            whole_number(name, getattr(collator, name), least=int(name != "pad_token_id"))
+    own = {name: getattr(collator.layout, name) for name in ("sequence_multiple", "max_sequences")}
+    named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
+    for name, value in {**named, **own}.items():
+        if value is not None:
+            whole_number(name, value, least=int(name != "pad_token_id"))
+            if name in own and not collator.padding_free:
+                rule = "It is for flat rows; padded rows have pad_to_multiple_of."
+                raise CollateError(explain(name, repr(value), rule, "Leave it out, or set padding_free=True."))
     if collator.padding_side not in ("left", "right"):
         rule = "Padding goes to one side."
         raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
-    _check_widths(collator)
-    for name in ("sequence_multiple", "max_sequences"):
-        if getattr(collator, name) is not None and not collator.padding_free:
-            rule = "It is for flat rows; padded rows have pad_to_multiple_of."
-            raise CollateError(explain(name, repr(getattr(collator, name)), rule, "Leave it out, or set padding_free=True."))
-
-
-def _check_widths(collator: PaddingCollator) -> None:
     if isinstance(collator.padding, Iterable) and not isinstance(collator.padding, str):
         widths = tuple(whole_number("padding", width, least=1) for width in collator.padding)
         object.__setattr__(collator, "padding", widths)

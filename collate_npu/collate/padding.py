@@ -19,10 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import Array, Side
 from collate_npu.errors import CollateError, explain_rows, shape_of
-from collate_npu.rows import Side
 
-Array = npt.NDArray[Any]
 Row = Sequence[Any] | Array | Tensor
 
 _LISTS = frozenset((list, tuple))
@@ -41,6 +40,11 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
 
 
+def rank_of(row: Any) -> int:
+    """Dimensions of what may be one value a token; a list of lists has two."""
+    return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 1 + int(bool(len(row)) and is_ragged(row[0]))
+
+
 def are_ragged(column: Sequence[Any]) -> bool:
     """`is_ragged` of every value; lists and flat arrays are told at a glance."""
     return set(map(type, column)) <= _LISTS or are_flat(column) or all(map(is_ragged, column))
@@ -55,13 +59,8 @@ def are_lists(rows: Sequence[Any]) -> bool:
 
 def are_flat(rows: Sequence[Any]) -> bool:
     """Is every row an array `[L]` of numbers?"""
-    return (
-        set(map(type, rows)) == {np.ndarray} and {row.ndim for row in rows} == {1} and _numbers({row.dtype for row in rows})
-    )
-
-
-def _numbers(dtypes: set[np.dtype[Any]], kinds: str = "iubf") -> bool:
-    return all(dtype.kind in kinds for dtype in dtypes)
+    arrays = set(map(type, rows)) == {np.ndarray}
+    return arrays and {row.ndim for row in rows} == {1} and {row.dtype.kind for row in rows} <= set("iubf")
 
 
 def on_host(rows: list[Any]) -> list[Any]:
@@ -98,21 +97,6 @@ def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
     return list(_arrays(key, on_host(list(rows)), whole=True))
 
 
-def pad_positions(rows: Sequence[Row], *, width: int, side: Side = "right") -> Tensor:
-    """Multi-axis positions (mRoPE), rows of `[axes, length]`, to `[axes, B, width]`, 0 at padding."""
-    padded = pad_rows("position_ids", [_tokens_first(row) for row in rows], width=width, side=side, whole=True)
-    return padded.movedim(-1, 0).contiguous()
-
-
-def flatten_positions(rows: Sequence[Row], *, width: int) -> Tensor:
-    """Multi-axis positions of samples that stand in one row, `[axes, 1, width]`, 0 in the tail."""
-    return flatten_rows("position_ids", list(map(_tokens_first, rows)), width=width, whole=True).movedim(-1, 0).contiguous()
-
-
-def _tokens_first(row: Row) -> Array:
-    return np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1))
-
-
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """Raise where a row of this key has another length than the row's `input_ids`."""
     found = list(map(len, rows))
@@ -140,15 +124,11 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
             elif end != start:
                 out[start:end] = row
     except struct.error:
-        raise _no_numbers(key, rows) from None
+        bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
+        rule = f"{key} holds whole numbers of at most 64 bits."
+        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
     out[end:] = fill
     return out
-
-
-def _no_numbers(key: str, rows: Sequence[Any]) -> CollateError:
-    bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
-    rule = f"{key} holds whole numbers of at most 64 bits."
-    return CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built."))
 
 
 def _pack(out: memoryview, start: int, row: Any) -> None:
@@ -168,8 +148,10 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
         except (ValueError, struct.error):
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
-    if not _numbers({row.dtype for row in arrays}, "ib" if whole else "ibf"):
-        bad += [(b, _kind(row)) for b, row in enumerate(arrays) if not _is_number(row, whole)]
+    if not {row.dtype.kind for row in arrays} <= set("ib" if whole else "ibf"):
+        started = "{} starting {}"
+        kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
+        bad += [(b, kind) for b, (row, kind) in enumerate(zip(arrays, kinds)) if not _is_number(row, whole)]
     if bad:
         rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
         raise CollateError(explain_rows(key, sorted(bad), rule, "Convert them where the sample is built."))
@@ -194,10 +176,6 @@ def _from_tensor(row: Tensor) -> Array:
 def _is_number(row: Array, whole: bool) -> bool:
     wraps = row.dtype.kind == "u" and row.dtype.itemsize == 8 and row.size and row.max() > np.iinfo(np.int64).max
     return not row.size or (row.dtype.kind in ("iub" if whole else "iubf") and not wraps)
-
-
-def _kind(row: Array) -> str:
-    return f"{shape_of(row)} starting {row.reshape(-1)[:3].tolist()}"
 
 
 def _trailing(key: str, arrays: Sequence[Array]) -> tuple[int, ...]:
@@ -226,15 +204,10 @@ def _first_bad(row: Any) -> str:
     return ""
 
 
-def stack_values(key: str, values: Sequence[Any]) -> Any:
+def stack_values(values: Sequence[Any]) -> Any:
     """One value a sample: numbers and 0-d tensors become `[B]`, everything else a list of B."""
-    if all(
-        isinstance(v, (bool, int, float, np.number)) or (isinstance(v, (Tensor, np.ndarray)) and v.ndim == 0) for v in values
-    ):
-        return torch.as_tensor(
-            np.asarray([v.item() if isinstance(v, (Tensor, np.ndarray, np.number)) else v for v in values])
-        )
-    return list(values)
+    numbers = [v.item() if isinstance(v, np.number) or (isinstance(v, _HELD) and v.ndim == 0) else v for v in values]
+    return torch.as_tensor(np.asarray(numbers)) if all(isinstance(v, (bool, int, float)) for v in numbers) else list(values)
 
 
 def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Tensor:
@@ -242,11 +215,10 @@ def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Ten
 
     A value of rank `unit` is one image or clip, and becomes a row of its own.
     """
-    tensors = {
-        b: torch.as_tensor(np.asarray(value) if isinstance(value, list) else value)
-        for b, value in enumerate(values)
-        if value is not None
+    held = {
+        b: np.asarray(value) if isinstance(value, list) else value for b, value in enumerate(values) if value is not None
     }
+    tensors = {b: torch.as_tensor(value) for b, value in held.items()}
     try:
         return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in tensors.values()])
     except RuntimeError as error:

@@ -17,24 +17,15 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.data import get_worker_info
 
-from collate_npu.host import Array
+from collate_npu.arrays import Array
 
 # Measured with two workers on two cores. A longer message takes the pipe longer than shared memory takes; a longer tensor
 # that no narrower type holds is faster in a storage of torch's own, which the receiver keeps and does not copy.
 INLINE_BYTES = 1 << 19
 
-_HELD: dict[torch.dtype, np.dtype[Any]] = {
-    torch.bool: np.dtype("?"),
-    torch.uint8: np.dtype("u1"),
-    torch.int8: np.dtype("i1"),
-    torch.int16: np.dtype("i2"),
-    torch.int32: np.dtype("i4"),
-    torch.int64: np.dtype("i8"),
-    torch.float16: np.dtype("f2"),
-    torch.bfloat16: np.dtype("i2"),  # its bits: numpy has no such type
-    torch.float32: np.dtype("f4"),
-    torch.float64: np.dtype("f8"),
-}
+_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_HELD: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES}
+_HELD[torch.bfloat16] = np.dtype("int16")  # its bits: numpy has no such type
 _NARROW = [(np.dtype(kind), np.iinfo(kind)) for kind in ("i1", "i2", "i4")]
 
 # A tensor's key, dtype, shape, its numpy dtype in the buffer, and its first byte there.
@@ -114,10 +105,8 @@ def _narrowest(array: Array) -> np.dtype[Any]:
     return next((kind for kind, limits in _NARROW if limits.min <= least and most <= limits.max), array.dtype)
 
 
-def _leaves(batch: Shipment) -> tuple[list[Any], list[Any]]:
-    return list(batch.values()), list(batch)
-
-
 ForkingPickler.register(Shipment, _pack)
 # torch's tree_map knows types exactly: it would take a subclass of dict for a leaf.
-_pytree.register_pytree_node(Shipment, _leaves, lambda values, keys: Shipment(zip(keys, values)))
+_pytree.register_pytree_node(
+    Shipment, lambda batch: (list(batch.values()), list(batch)), lambda values, keys: Shipment(zip(keys, values))
+)

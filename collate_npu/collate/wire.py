@@ -10,93 +10,122 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.collate.layout import Layout
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import dense, none_is_exact, offsets_of
-from collate_npu.masks.hazards import say_hazards_of_tokens
+from collate_npu.masks.hazards import hazards_of_tokens, say_hazards
+from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import Bidirectional, Pattern
-from collate_npu.masks.places import own_places, places_of
+from collate_npu.masks.places import own_places
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 
-class Emitter(Protocol):
-    """The settings both collators share."""
+@dataclass(frozen=True, kw_only=True)
+class Emitter:
+    """The settings both collators share, and what they do to a batch that is laid out."""
+
+    model: InitVar[Any] = None
+    consumer: ConsumerName | Consumer | None = None
+    attention_mask: MaskMode = "auto"
+    pattern: str | Pattern | None = None
+    padding_free: bool = False
+    label_pad_token_id: int = -100
+    keys: Mapping[str, Key] = field(default_factory=lambda: KEYS, repr=False)
+    layout: Layout = field(default_factory=Layout)
+    _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
+    """Of the consumer named, or told by the model, which is not kept."""
+
+    def _settle(self, model: Any, model_type: str | None = None) -> None:
+        """Make the adapter. Raises for settings that contradict each other."""
+        told = model_type is not None or consumer_of(model) is not None or self.consumer is not None
+        if model is not None and not told:
+            rule = "A config or a plain module does not say who reads the batch."
+            raise CollateError(explain("consumer", "None", rule, "Pass consumer= ('transformers', 'megatron', ...)."))
+        mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
+        if mode not in get_args(MaskMode):
+            rule, remedy = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'.", "'auto' suits most trainers."
+        elif self.consumer is not None and mode not in ("auto", "omit"):
+            rule = "The consumer decides the form of its mask."
+        elif self.padding_free and mode in ("4d", "2d"):
+            rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
+        if rule:
+            raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
+        settings: dict[str, Any] = {"consumer": self.consumer, "padding_free": self.padding_free, "pattern": self.pattern}
+        settings |= {"keys": self.keys, "max_mask_bytes": self.layout.max_mask_bytes, "model_type": model_type}
+        object.__setattr__(self, "_adapter", BatchAdapter(model, **settings) if told else None)
 
     @property
-    def attention_mask(self) -> MaskMode: ...
-    @property
-    def padding_free(self) -> bool: ...
-    @property
-    def consumer(self) -> ConsumerName | Consumer | None: ...
-    @property
-    def pattern(self) -> str | Pattern | None: ...
-    @property
-    def label_pad_token_id(self) -> int: ...
-    @property
-    def labels_shifted(self) -> bool: ...
-    @property
-    def max_mask_bytes(self) -> int: ...
-    @property
-    def keys(self) -> Mapping[str, Key]: ...
-    @property
-    def _adapter(self) -> BatchAdapter | None: ...
+    def _attends(self) -> Pattern:
+        """The attention the batch is for: declared, told by the model, or plain causal."""
+        return Pattern.of(self.pattern or "causal") if self._adapter is None else self._adapter.pattern
 
+    @property
+    def _predicts_next(self) -> bool:
+        """Are labels those of the next token, not moved yet? Bidirectional attention predicts tokens in place."""
+        return not self.layout.labels_shifted and not isinstance(self._attends, Bidirectional)
 
-def finish_batch(collator: Emitter, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
-    """The finished batch: `attention_mask` and `attention_mask_2d` as the collator's mode or its consumer wants them."""
-    adapter = collator._adapter
-    if adapter is not None:
-        out = adapter.render(batch, segments, padding_free=padding_free)
-    elif padding_free:
-        out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)} | {"attention_mask": None}
-    else:
-        out = batch | {"attention_mask": _mask(collator, segments), KEEP_KEY: segments.keep}
-        out.pop(SEGMENT_KEY, None)
-        if segments.packed or segments.empty_rows:  # a 2D mask says neither where sequences part nor that a row is empty
-            out[SEGMENT_KEY] = segments.ids
-    if collator.attention_mask == "omit":
-        _check_omitted(collator, out, segments)
-        out.pop("attention_mask", None)
-    if debug.ON:
-        say_hazards_of_tokens(batch, segments)
-        if adapter is None:
-            asked = f"attention_mask={collator.attention_mask!r}"
-            why = "offsets say it" if padding_free else f"{asked}; {none_is_exact(segments, pattern_of(collator)).why}"
-            say_batch("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
-    return out
+    def _finished(self, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
+        """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them."""
+        if self._adapter is not None:
+            out = self._adapter.render(batch, segments, padding_free=padding_free)
+        elif padding_free:
+            out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)}
+            out["attention_mask"] = None
+        else:
+            out = {**batch, "attention_mask": self._mask(segments), KEEP_KEY: segments.keep}
+            out.pop(SEGMENT_KEY, None)
+            if segments.packed or segments.empty_rows:  # a 2D mask says neither where sequences part nor that a row is empty
+                out[SEGMENT_KEY] = segments.ids
+        if self.attention_mask == "omit":
+            exact = none_is_exact(segments, self._attends)
+            if self._adapter is not None and out.get("attention_mask") is not None and not exact:
+                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
+                raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
+            out.pop("attention_mask", None)
+        if debug.ON:
+            say_hazards(hazards_of_tokens(Sources.of(batch), segments))
+            if self._adapter is None:
+                asked = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
+                why = "offsets say it" if padding_free else asked
+                say_batch("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
+        return out
 
+    def _mask(self, segments: Segments) -> Tensor | None:
+        if self.attention_mask in ("2d", "omit"):
+            return segments.keep
+        exact = none_is_exact(segments, self._attends)
+        if self.attention_mask == "none" and not exact:
+            rule = f"attention_mask='none' was asked for, and {exact.why}."
+            raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
+        if exact and self.attention_mask != "4d":
+            return None
+        _warn_of_neutral_form()
+        return dense(segments, polarity="masked", pattern=self._attends, max_mask_bytes=self.layout.max_mask_bytes)
 
-def _check_omitted(collator: Emitter, out: dict[str, Any], segments: Segments) -> None:
-    exact = none_is_exact(segments, pattern_of(collator))
-    if collator._adapter is not None and out.get("attention_mask") is not None and not exact:
-        rule = f"{collator._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
-        raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
-
-
-def _mask(collator: Emitter, segments: Segments) -> Tensor | None:
-    if collator.attention_mask in ("2d", "omit"):
-        return segments.keep
-    exact = none_is_exact(segments, pattern_of(collator))
-    if collator.attention_mask == "none" and not exact:
-        rule = f"attention_mask='none' was asked for, and {exact.why}."
-        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
-    if exact and collator.attention_mask != "4d":
-        return None
-    _warn_of_neutral_form()
-    return dense(segments, polarity="masked", pattern=pattern_of(collator), max_mask_bytes=collator.max_mask_bytes)
+    def _labels_ignored(self, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
+        """The labels of padding and the first of every sequence; targets that are not one a token stay as they are."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or not self._predicts_next:
+            return batch
+        if labels.is_floating_point() or tuple(labels.shape) != segments.shape:
+            return batch
+        return batch | {"labels": ignore_first_labels(labels, segments, ignore_index=self.label_pad_token_id)}
 
 
 @cache
@@ -110,49 +139,6 @@ def _warn_of_neutral_form() -> None:
     )
 
 
-def pattern_of(collator: Emitter) -> Pattern:
-    """The attention the batch is for: declared, told by the model, or plain causal."""
-    return Pattern.of(collator.pattern or "causal") if collator._adapter is None else collator._adapter.pattern
-
-
-def adapter_of(collator: Emitter, model: Any, model_type: str | None) -> BatchAdapter | None:
-    """The adapter of the consumer a collator names, or its model tells; the model itself is not kept."""
-    if collator.consumer is None and model_type is None and (model is None or consumer_of(model) is None):
-        if model is None:
-            return None
-        rule = "A config or a plain module does not say who reads the batch."
-        raise CollateError(explain("consumer", "None", rule, "Pass consumer= ('transformers', 'megatron', ...)."))
-    return BatchAdapter(
-        model,
-        model_type=model_type,
-        consumer=collator.consumer,
-        padding_free=collator.padding_free,
-        pattern=collator.pattern,
-        keys=collator.keys,
-        max_mask_bytes=collator.max_mask_bytes,
-    )
-
-
-def check_mode(mode: str, consumer: object, return_tensors: str, *, padding_free: bool = False) -> None:
-    """Raise for settings that contradict each other."""
-    if mode not in get_args(MaskMode):
-        rule = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'."
-        raise CollateError(explain("attention_mask", repr(mode), rule, "'auto' suits most trainers."))
-    if consumer is not None and mode not in ("auto", "omit"):
-        rule = "The consumer decides the form of its mask."
-        raise CollateError(explain("attention_mask", repr(mode), rule, "Leave it at 'auto'."))
-    if padding_free and mode in ("4d", "2d"):
-        rule = "A padding-free row has offsets and no mask."
-        raise CollateError(explain("attention_mask", repr(mode), rule, "Leave it at 'auto', or set padding_free=False."))
-    check_tensors(return_tensors)
-
-
-def check_tensors(return_tensors: str) -> None:
-    """Raise for batches of anything but torch's tensors."""
-    if return_tensors != "pt":
-        raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
-
-
 def with_offsets(
     batch: Mapping[str, Any], segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None
 ) -> dict[str, Any]:
@@ -162,7 +148,7 @@ def with_offsets(
     Raises where images stand in the row and no positions say where.
     """
     if places is None and with_role(batch, "padded_offsets"):
-        places = places_of(batch, segments) or own_places(segments)
+        places = places_of(Sources.of(batch), segments) or own_places(segments)
         longest = max((int(batch[key]) for key in with_role(batch, "longest") if batch[key] is not None), default=None)
     told, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
@@ -172,21 +158,3 @@ def with_offsets(
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
         raise UnsupportedFormError(explain("position_ids", f"no axes beside {', '.join(vision)}", rule, remedy))
     return {**batch, **told}
-
-
-def ignore_labels(collator: Emitter, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """Ignore the labels of padding and the first of every sequence; targets that are not one a token stay as they are.
-
-    Bidirectional attention predicts tokens in place, so its labels stay.
-    """
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not predicts_next(collator):
-        return batch
-    if tuple(labels.shape) != segments.shape:
-        return batch
-    return batch | {"labels": ignore_first_labels(labels, segments, ignore_index=collator.label_pad_token_id)}
-
-
-def predicts_next(collator: Emitter) -> bool:
-    """Are labels those of the next token, not moved yet?"""
-    return not collator.labels_shifted and not isinstance(pattern_of(collator), Bidirectional)

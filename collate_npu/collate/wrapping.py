@@ -7,105 +7,68 @@ Legend: B batch rows, S width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
+from collate_npu.arrays import Array, Side, host_tensor
+from collate_npu.collate.features import sample_segment_ids
+from collate_npu.collate.layout import Layout
+from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.collate.wire import MaskMode, adapter_of, check_mode, finish_batch, ignore_labels, with_offsets
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer, ConsumerName
+from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.host import Array, host_array, host_tensor
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.find import find_segments, segments_from_batch, token_shape
-from collate_npu.masks.forms import MAX_MASK_BYTES
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.find import agreed, segments_from_batch
 from collate_npu.masks.polarity import Polarity, check_polarity
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
-from collate_npu.rows import Side
 from collate_npu.segments import Segments
 
 Features = Sequence[Mapping[str, Any]]
 
 
-def wrap_collator(
-    inner: Callable[..., Mapping[str, Any]],
-    *,
-    polarity: Polarity | None = None,
-    attention_mask: MaskMode = "auto",
-    consumer: ConsumerName | Consumer | None = None,
-    pattern: str | Pattern | None = None,
-    model: Any = None,
-    model_type: str | None = None,
-    label_pad_token_id: int = -100,
-    labels_shifted: bool = False,
-    padding_free: bool = False,
-    keys: Mapping[str, Key] = KEYS,
-    max_mask_bytes: int = MAX_MASK_BYTES,
-) -> WrappedCollator:
+@dataclass(frozen=True)
+class WrappedCollator(Emitter):
     """Middleware: the batch of any collator in, ours out; picklable if `inner` is.
 
     The inner batch may carry a 2D mask, a 4D mask (of the `polarity` and `pattern` declared, or proved), both, or none.
     Samples tell their lengths, own masks, packing ids and `seq_lengths`. Where the batch holds whole samples, this counts,
     and the masks of the batch must agree with it. A flat, padding-free row stays one and gets all its offsets;
-    `padding_free=True` makes one of every batch, packed rows included. The other arguments are those of `PaddingCollator`.
+    `padding_free=True` makes one of every batch, packed rows included. The others are those of `PaddingCollator`; of
+    its `Layout` only what concerns labels and bytes.
 
     >>> theirs = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
     >>> batch = wrap_collator(lambda samples: theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
     >>> {key: list(value.shape) for key, value in batch.items()}
     {'input_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     """
-    return WrappedCollator(
-        inner,
-        polarity=polarity,
-        attention_mask=attention_mask,
-        consumer=consumer,
-        pattern=pattern,
-        label_pad_token_id=label_pad_token_id,
-        labels_shifted=labels_shifted,
-        padding_free=padding_free,
-        keys=keys,
-        max_mask_bytes=max_mask_bytes,
-        model=model,
-        model_type=model_type,
-    )
-
-
-@dataclass(frozen=True)
-class WrappedCollator:
-    """What `wrap_collator` returns."""
 
     inner: Callable[..., Mapping[str, Any]]
     _: KW_ONLY
-    polarity: Polarity | None
-    attention_mask: MaskMode
-    consumer: ConsumerName | Consumer | None
-    pattern: str | Pattern | None
-    label_pad_token_id: int
-    labels_shifted: bool
-    padding_free: bool
-    keys: Mapping[str, Key] = field(repr=False)
-    max_mask_bytes: int
-    model: InitVar[Any]
-    model_type: InitVar[str | None]
-    _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
+    polarity: Polarity | None = None
+    model_type: InitVar[str | None] = None
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
-        check_mode(self.attention_mask, self.consumer, "pt", padding_free=self.padding_free)
         check_polarity(self.polarity)
-        object.__setattr__(self, "_adapter", adapter_of(self, model, model_type))
+        for field in fields(Layout):
+            asked = getattr(self.layout, field.name)
+            if asked == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
+                continue
+            rule = "A wrapped collator takes the rows as the inner one lays them out."
+            remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
+            raise CollateError(explain(f"layout.{field.name}", repr(asked), rule, remedy))
+        self._settle(model, model_type)
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         inner = dict(self.inner(features, *args, **kwargs))
-        batch = {key: value for key, value in inner.items() if value is not None}
+        batch = Sources({key: value for key, value in inner.items() if value is not None})
         _check_tokens(batch)
         masked = any(key in batch for key in of_kind(KEYS, "truth"))
         if not masked and _is_flat(batch, samples):
@@ -114,17 +77,17 @@ class WrappedCollator:
         else:
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
             whole, segments = _flattened(batch, segments, self.keys) if flat else (batch, segments)
-        out = finish_batch(self, ignore_labels(self, whole, segments), segments, padding_free=flat)
+        out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
             _check_second_rows(batch, out)
         return shipped(out)
 
-    def _masked(self, batch: Mapping[str, Any], samples: _Samples) -> Segments:
+    def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Through the door, with what the samples tell as one more source where they stand whole in the batch."""
         told = [] if SEGMENT_KEY in batch else samples.standing(batch)
         for known in told:
             try:
-                return self._found({**batch, SEGMENT_KEY: known.ids})
+                return self._found(batch | {SEGMENT_KEY: known.ids})
             except CollateError:
                 continue
         segments = self._found(batch)
@@ -132,9 +95,12 @@ class WrappedCollator:
             _refuse_disagreement(segments, told)
         return segments
 
-    def _found(self, batch: Mapping[str, Any]) -> Segments:
+    def _found(self, batch: Sources) -> Segments:
         declared = self.pattern if self._adapter is None else self._adapter.declared
-        return find_segments(batch, polarity=self.polarity, pattern=declared, padding_free=False)
+        return agreed(batch, polarity=self.polarity, pattern=declared, padding_free=False)
+
+
+wrap_collator = WrappedCollator
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +115,16 @@ class _Samples:
     def segment_ids(self) -> list[Array]:
         return [np.ones(len(row), np.int32) for row in self.token_ids] if self.own is None else self.own
 
-    def standing(self, batch: Mapping[str, Any]) -> list[Segments]:
+    def standing(self, batch: Sources) -> list[Segments]:
         """The Segments by the samples, for each side on which all of them stand whole; none where the ids were changed."""
-        if batch.get("input_ids") is None or token_shape(batch)[0] != len(self.token_ids):
+        if batch.get("input_ids") is None or batch.shape()[0] != len(self.token_ids):
             return []
-        ids_BS = host_array("input_ids", batch["input_ids"])
+        ids_BS = batch.array("input_ids")
         sides: tuple[Side, Side] = ("right", "left")
-        found = [self._padded(ids_BS.shape[1], side) for side in sides if self._stand(ids_BS, side)]
+        standing = (side for side in sides if all(_stands(ids_BS[b], row, side) for b, row in enumerate(self.token_ids)))
+        width, own = ids_BS.shape[1], self.segment_ids
+        found = [Segments.from_ids(pad_rows("attention_mask", own, width=width, side=side)) for side in standing]
         return found[:1] if len(found) == 2 and found[0] == found[1] else found
-
-    def _stand(self, ids_BS: Array, side: Side) -> bool:
-        return all(_stands(ids_BS[b], row, side) for b, row in enumerate(self.token_ids))
-
-    def _padded(self, width: int, side: Side) -> Segments:
-        if self.own is None:
-            return Segments.laid_out([[len(row)] for row in self.token_ids], width, side)
-        return Segments.from_ids(pad_rows("attention_mask", self.own, width=width, side=side))
 
     def real(self) -> list[Array]:
         """Token ids of each sample without its own padding."""
@@ -182,7 +142,7 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
 def _check_tokens(batch: Mapping[str, Any]) -> None:
     if not with_role(batch, "tokens", "segment_ids", "keep"):
         rule = "The rows of this batch are put together behind the collator."
-        remedy = "Leave that collator as it is, and call collate_npu.integrations.trl.adapt_forward(model)."
+        remedy = "Leave that collator as it is, and call collate_npu.adapt(model)."
         raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
 
 
@@ -191,10 +151,8 @@ def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None
     second = [key for key in batch if str(key).lower().endswith("_input_ids")]
     added = [key for key in out if key not in batch and key not in ("attention_mask", KEEP_KEY)]
     if second and added:
-        rule = (
-            f"The batch has rows of its own under {second[0]}, which a trainer may run with {', '.join(added)} of the first."
-        )
-        remedy = "Pad right; or leave that collator, and call collate_npu.integrations.trl.adapt_forward(model)."
+        rule = f"The batch has rows of its own under {second[0]}, which a trainer may run with {', '.join(added)}."
+        remedy = "Pad right; or leave that collator, and call collate_npu.adapt(model)."
         raise UnsupportedFormError(explain(second[0], shape_of(batch[second[0]]), rule, remedy))
 
 
@@ -207,7 +165,7 @@ def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
     return bool(with_role(batch, "offsets", "padded_offsets")) or len(rows) > 1 or whole
 
 
-def _flat_segments(batch: Mapping[str, Any], samples: _Samples) -> Segments:
+def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
     """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence.
 
     Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand
@@ -215,9 +173,9 @@ def _flat_segments(batch: Mapping[str, Any], samples: _Samples) -> Segments:
     """
     if with_role(batch, "padded_offsets"):
         return segments_from_batch(batch, padding_free=True)
-    ids_S = host_array("input_ids", batch["input_ids"])[0]
+    ids_S = batch.array("input_ids")[0]
     for key in with_role(batch, "offsets"):
-        if batch[key] is not None and (placed := _at_offsets(ids_S, host_array(key, batch[key]), samples)) is not None:
+        if batch[key] is not None and (placed := _at_offsets(ids_S, batch.array(key), samples)) is not None:
             return placed
     joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
     for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):
@@ -273,14 +231,13 @@ def _refuse_disagreement(segments: Segments, told: list[Segments]) -> None:
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
 
 
-def _align(batch: Mapping[str, Any], samples: _Samples) -> Segments:
+def _align(batch: Sources, samples: _Samples) -> Segments:
     """Where each sample stands in its row of a batch that carries no mask; the side is the batch's, not a row's."""
     found = samples.standing(batch)
     if len(found) == 1:
         return found[0]
-    rule = "No key says which tokens are padding, and the samples' ids stand " + (
-        "at both ends alike." if found else "at neither end of their rows."
-    )
+    where = "at both ends alike" if found else "at neither end of their rows"
+    rule = f"No key says which tokens are padding, and the samples' ids stand {where}."
     remedy = "Let the inner collator emit attention_mask, or use PaddingCollator."
     got = f"{shape_of(batch.get('input_ids'))} without a mask"
     raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collate_npu import debug
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
@@ -20,20 +21,15 @@ from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
-from collate_npu.masks.find import find_segments
+from collate_npu.masks.find import agreed
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
+from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.masks.places import places_of
 from collate_npu.masks.polarity import Polarity, check_polarity
-from collate_npu.parallel import (
-    ContextParallel,
-    check_recurrent_split,
-    cu_seqlens_of,
-    query_rows,
-    ranks_agree,
-    split_batch,
-)
-from collate_npu.segments import Segments
+from collate_npu.masks.sources import Sources
+from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree, split_batch
+from collate_npu.releases import MEGATRON_PARALLEL
+from collate_npu.segments import Segments, ready
 
 
 class BatchAdapter:
@@ -98,7 +94,7 @@ class BatchAdapter:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
         if size > 1 and self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
             rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
-            remedy = "Give each rank rows of its own, or use Megatron's context parallelism (megatron-core 0.18 or newer)."
+            remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
     @classmethod
@@ -136,12 +132,18 @@ class BatchAdapter:
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
         out, segments = self._rendered(batch)
-        return out, segments.ready()
+        return out, ready(segments)
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(self.context_parallel):
-            segments = find_segments(batch, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
-            return self.render(batch, segments), segments
+            sources = Sources.of(batch)
+            segments = agreed(sources, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
+            out = self._routed(sources, segments, None)
+            if debug.ON and self.padding_free and self.model.needs_mask_2d and self.context_parallel is None:
+                from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
+
+                say_batch(self.consumer.name, out, segments)
+        return out, segments
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
         """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
@@ -150,37 +152,51 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        case = self._case(segments, padding_free)
-        device = _device(batch)
+        return self._routed(Sources.of(batch), segments, padding_free)
+
+    def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """The masks of such rows without a batch, split as `render` splits them.
+
+        >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
+        >>> {key: list(value.shape) for key, value in adapter.masks(Segments.from_lengths([1, 3], side="left")).items()}
+        {'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
+        """
+        out = self._routed(Sources.of({}), segments, None, torch.device(device))
+        return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
+
+    def _routed(
+        self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
+    ) -> dict[str, Any]:
+        case, batch = self._case(segments, padding_free), sources
+        device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
-        positions = positions_for(self.consumer, case, batch)
+        positions = positions_for(self.consumer, case, sources)
         if positions is not None:
             out[KEY] = positions.to(device)
         if self.consumer.reads_offsets(case):
-            out |= {key: value for key, value in _offsets(batch, segments, device).items() if out.get(key) is None}
+            out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
             _drop_unread(out)
-        self._set_masks(out, self._route(case), case, device)
+        chosen = self._route(case)
+        out.pop("attention_mask", None)
+        mask = out[self.consumer.key] = self._mask(chosen, case, device)
+        if chosen.keeps_mask_2d:
+            out[KEEP_KEY] = segments.keep.to(device)
         if self.context_parallel is None:
             return out
-        whole = out[self.consumer.key]  # a dense mask was built for this rank's queries
-        dense_key = self.consumer.key if isinstance(whole, Tensor) and whole.ndim == 4 else None
-        parts = {key: value for key, value in out.items() if key != dense_key}
-        self._check_split(case)
-        return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
-
-    def _check_split(self, case: Case) -> None:
-        scheme, cp = self.consumer.recurrent_scheme, self.context_parallel
-        if cp is not None and scheme is not None and self.model.needs_mask_2d:
+        scheme = self.consumer.recurrent_scheme
+        if scheme is not None and self.model.needs_mask_2d:
             heads = recurrent_heads(self.model.config)
-            check_recurrent_split(cp, scheme, case.segments, padding_free=case.padding_free, heads=heads)
+            check_recurrent_split(self.context_parallel, scheme, segments, padding_free=case.padding_free, heads=heads)
+        built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
+        parts = {key: value for key, value in out.items() if key != built}
+        return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
 
         >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
-        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it',
-              why_2d='recurrent layers read it')
+        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
         """
         return self._route(self._case(segments, padding_free))
 
@@ -194,12 +210,6 @@ class BatchAdapter:
             raise _no_model("Beside recurrent layers such a batch needs another form, or has none.")
         return self.consumer.route(case)
 
-    def _set_masks(self, out: dict[str, Any], chosen: Route, case: Case, device: torch.device) -> None:
-        out.pop("attention_mask", None)
-        out[self.consumer.key] = self._mask(chosen, case, device)
-        if chosen.keeps_mask_2d:
-            out[KEEP_KEY] = case.segments.keep.to(device)
-
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
         segments = case.segments
         if chosen.form == "none":
@@ -207,7 +217,10 @@ class BatchAdapter:
         if chosen.form == "keep_2d":
             return segments.keep.to(device, self.consumer.keep_dtype)
         if chosen.form == "block_mask":
-            return self._block_mask(segments, device)
+            if self.context_parallel is not None:
+                rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
+                raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
+            return block_mask(segments, pattern=self.pattern, device=device, max_mask_bytes=self.max_mask_bytes)
         eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
         polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
         keep = None if case.padding_free else segments.keep.to(device)
@@ -221,43 +234,23 @@ class BatchAdapter:
         cp = self.context_parallel
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        form = dense(
-            segments,
-            polarity=polarity,
-            pattern=pattern,
-            rows=rows,
-            device=device,
-            max_mask_bytes=self.max_mask_bytes,
-        )
+        most = self.max_mask_bytes
+        form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=device, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
-
-    def _block_mask(self, segments: Segments, device: torch.device) -> Any:
-        if self.context_parallel is not None:
-            rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
-            raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
-        return block_mask(segments, pattern=self.pattern, device=device, max_mask_bytes=self.max_mask_bytes)
 
 
 def _reader(model: Any, model_type: str | None) -> str:
     """The consumer that the model itself tells."""
-    read = None if model is None else consumer_of(model)
-    if read == "megatron":
-        return kernel_of(unwrap(model))
-    if read is not None:
-        return read
-    if model is None and model_type is not None:
-        return "megatron"
-    rule = "A config, or needs_mask_2d alone, does not say who reads the batch." if model is not None else "Nobody is named."
-    remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
-    raise CollateError(explain("consumer", "None", rule, remedy))
+    read = consumer_of(model) if model is not None or model_type is None else "megatron"
+    if read is None:
+        rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."
+        remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
+        raise CollateError(explain("consumer", "None", rule, remedy))
+    return kernel_of(unwrap(model)) if read == "megatron" and model is not None else read
 
 
 def _no_model(rule: str) -> CollateError:
     return CollateError(explain("BatchAdapter", "no model", rule, "Pass model=, model_type= or needs_mask_2d=."))
-
-
-def _device(batch: Mapping[str, Any]) -> torch.device:
-    return next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
 
 
 def _drop_unread(out: dict[str, Any]) -> None:
@@ -268,7 +261,7 @@ def _drop_unread(out: dict[str, Any]) -> None:
         out.pop(key, None)
 
 
-def _offsets(batch: Mapping[str, Any], segments: Segments, device: torch.device) -> dict[str, Any]:
-    told = offsets_of(segments, places_of(batch, segments))
+def _offsets(sources: Sources, segments: Segments, device: torch.device) -> dict[str, Any]:
+    told = offsets_of(segments, places_of(sources, segments))
     read = {key: value for key, value in told.items() if key not in (KEY, "seq_lens", "cu_seqlens", "cu_seqlens_padded")}
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in read.items()}

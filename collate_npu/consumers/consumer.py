@@ -1,6 +1,6 @@
 """Consumer: one model stack as an executable description: what it reads, what it refuses, and where that is written.
 
-The adapter runs it, and README's table is made of it. A new stack is one file beside this one that holds a `Consumer`;
+The adapter runs it, and the guide's table is made of it. A new stack is one file beside this one that holds a `Consumer`;
 nothing else lists them. Legend: B batch, S width.
 """
 
@@ -10,18 +10,18 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
 from collate_npu import debug
+from collate_npu.arrays import once
 from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
-from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
-from collate_npu.consumers.routes import WHY_2D, Keeps, MaskForm, Route
+from collate_npu.consumers.routes import Keeps, MaskForm, Route, say_route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
@@ -29,9 +29,8 @@ from collate_npu.parallel import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
-Answer = TypeVar("Answer")
 ConsumerName = Literal[
-    "megatron", "transformer_engine", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "torchtitan",
+    "megatron", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "torchtitan", "transformer_engine",
     "transformers", "verl", "verl_npu",
 ]  # fmt: skip
 """The names of `consumers()`, for type checkers: a misspelt one is an error before anything runs."""
@@ -50,8 +49,6 @@ class Model:
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
     """The position of a sequence's first token."""
-    rope_limit: int | None = None
-    """The position from which its rotary frequencies follow the longest row."""
     reads_dense: bool = True
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
@@ -77,11 +74,11 @@ class Model:
         if needs_2d is None and (model is not None or model_type is not None):
             needs_2d = needs_mask_2d(model if model is not None else model_type)
         read: dict[str, Any] = {}
-        if consumer_of(model) == "transformers" or type(config).__module__.startswith("transformers."):
+        asked = consumer_of(model) == "transformers"
+        if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
-            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "rope_limit": rope_limit(model)}
-        if consumer_of(model) == "transformers" and needs_2d:
-            read["boundaries_unread"] = why_boundaries_unread(model)
+            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
@@ -95,13 +92,11 @@ class Model:
         """The config, or what knows the model's type alone."""
         return SimpleNamespace(model_type=self.model_type) if self.config is None else self.config
 
-    def ask(self, question: Callable[..., Answer], *details: Any) -> Answer:
+    def ask(self, question: Callable[..., Any], *details: Any) -> Any:
         """What the config says, asked once: reading a config takes longer than collating a row."""
-        key = question, *details
-        if key not in self._asked:
-            self._asked[key] = question(self.named, *details)
-        answer: Answer = self._asked[key]
-        return answer
+        if (question, details) not in self._asked:
+            self._asked[question, details] = question(self.named, *details)
+        return self._asked[question, details]
 
     @property
     def said(self) -> str:
@@ -109,20 +104,10 @@ class Model:
         own = self.config is not None and hasattr(text_config(self.config), "_attn_implementation")
         return f"model {self.model_type or 'not named'}{f' on {self.attn_implementation}' if own else ''}"
 
-    @property
-    def aux_loss(self) -> bool:
-        """Does a router's loss read the mask (`output_router_logits`)?"""
-        return self.config is not None and bool(getattr(text_config(self.config), "output_router_logits", False))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One batch on one model: what a description decides on.
-
-    >>> left = Case(segments=Segments.from_lengths([3, 5], side="left"), model=Model(needs_mask_2d=True))
-    >>> left.plain, left.inside, left.recurrent, bool(left.exact)
-    (True, True, True, False)
-    """
+    """One batch on one model: what a description decides on."""
 
     segments: Segments
     model: Model = Model()
@@ -130,7 +115,7 @@ class Case:
     padding_free: bool = False
     context_parallel: ContextParallel | None = None
 
-    @cached_property
+    @once
     def exact(self) -> Verdict:
         """May the mask be left out?"""
         return none_is_exact(self.segments, self.pattern)
@@ -157,7 +142,7 @@ Test = Callable[[Case], str | bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form the consumer reads, and when it gets it; the first that applies is taken.
+    """A form the consumer reads, in words for the guide, and when it gets it; the first that applies is taken.
 
     >>> Form(form="keep", reads="bool [B, 1, S, S], True attends").when(Case(segments=Segments.from_lengths([3])))
     True
@@ -165,23 +150,18 @@ class Form:
 
     form: MaskForm
     reads: str
-    """In words, for README."""
     when: Test = lambda case: True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What has no right form here. `rule` may name the reason as `{why}`.
+    """What has no right form here: `of` says it in words for the guide, and `rule` may name the reason as `{why}`.
 
     >>> PACKED_RECURRENT.of
     'several sequences in a row, on recurrent layers'
-    >>> case = Case(segments=Segments.from_lengths([[3, 2]]), model=Model(needs_mask_2d=True))
-    >>> PACKED_RECURRENT.when(case)
-    'rows [0] hold several sequences'
     """
 
     of: str
-    """In words, for README."""
     when: Test
     rule: str
     remedy: str
@@ -199,14 +179,7 @@ class Consumer:
     ... )
     >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
     >>> ours.route(Case(segments=left, model=recurrent))
-    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]', why_2d='recurrent layers read it')
-    >>> ours.route(Case(segments=Segments.from_lengths([[3, 2]]), model=recurrent))
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.UnsupportedFormError: attention_mask: got Segments(B=1, S=5, lengths=[3+2], padding='none'). A
-        recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and rows [0] hold
-        several sequences. Give each sequence its own row, or use padding_free=True where its recurrent layers read
-        offsets.
+    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
     """
 
     name: str
@@ -232,6 +205,8 @@ class Consumer:
     """Does this batch need every key of a flat row, whichever of them arrived?"""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
     """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
+    here: Callable[[], bool] = lambda: False
+    """Is its stack installed? `collate-npu env` tells what it refuses."""
     source: str
 
     def __reduce__(self) -> Any:
@@ -246,14 +221,15 @@ class Consumer:
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy))
         if case.padding_free and not self.masks_flat_row(case):
             why = "padding free: offsets carry the boundaries, and there is no padding"
-            chosen = Route(form="none", keeps_mask_2d=False, why=why, why_2d="a flat row has no padding")
+            chosen = Route(form="none", keeps_mask_2d=False, why=why)
         else:
-            form, why = next((form, why) for form in self.forms if (why := form.when(case)))
-            kept = {"recurrent": case.recurrent, "always": True, "never": False}[self.keeps_mask_2d]
-            why_2d, why = WHY_2D[self.keeps_mask_2d, kept], why if isinstance(why, str) else form.reads
-            chosen = Route(form=form.form, keeps_mask_2d=kept, why=why, why_2d=why_2d)
+            form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
+            kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
+            chosen = Route(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
         if debug.ON:
-            chosen.say(f"consumer {self.name}, {case.model.said}", self.key, case.segments, case.context_parallel)
+            reads_2d = "this consumer always reads it" if self.keeps_mask_2d == "always" else "recurrent layers read it"
+            reader = f"consumer {self.name}, {case.model.said}"
+            say_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)
         return chosen
 
 
@@ -284,19 +260,12 @@ def route(
     pattern: str | Pattern = "causal",
     padding_free: bool = False,
 ) -> Route:
-    """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right.
-
-    Device is never a reason; the consumer's kernel is.
-
-    >>> [route("megatron", Segments.from_lengths([3, 5], side=side)).form for side in ("right", "left")]
-    ['none', 'masked']
-    """
+    """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right."""
     case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
     return consumer_named(consumer).route(case)
 
 
-def packed_rows(case: Case) -> str:
-    """A recurrent layer in padded rows that hold several sequences: no mask stops its state."""
+def _packed_rows(case: Case) -> str:
     if case.padding_free or not (case.recurrent and case.segments.packed):
         return ""
     return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
@@ -304,15 +273,15 @@ def packed_rows(case: Case) -> str:
 
 PACKED_RECURRENT = Refusal(
     of="several sequences in a row, on recurrent layers",
-    when=packed_rows,
+    when=_packed_rows,
     rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
 )
 
 
 def _holes(case: Case) -> str:
-    rows = [] if case.padding_free or not case.recurrent else list(case.segments.hole_rows)
-    return f"rows {rows[:8]} have padding between their tokens" if rows else ""
+    rows = list(case.segments.hole_rows)[:8]
+    return f"rows {rows} have padding between their tokens" if rows and case.recurrent and not case.padding_free else ""
 
 
 HOLES_RECURRENT = Refusal(
@@ -326,16 +295,3 @@ HOLES_RECURRENT = Refusal(
 def not_exact(case: Case) -> str:
     """Why None is wrong; "" where it is exact, or the row is flat."""
     return "" if case.padding_free or case.exact else case.exact.why
-
-
-def table() -> str:
-    """The consumers as the table of the README, in Markdown."""
-    lines = ["| consumer | what it is given | `attention_mask_2d` | what is refused | source |", "|---|---|---|---|---|"]
-    kept = {"recurrent": "kept for recurrent layers", "always": "kept", "never": "taken out"}
-    for consumer in consumers().values():
-        forms = "; ".join(form.reads for form in consumer.forms)
-        forms = forms if consumer.key == "attention_mask" else f"under `{consumer.key}`: {forms}"
-        refused = "; ".join(refusal.of for refusal in consumer.refuses) or "nothing"
-        cells = (f"`{consumer.name}`", forms, kept[consumer.keeps_mask_2d], refused, consumer.source)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

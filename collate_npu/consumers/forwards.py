@@ -34,16 +34,13 @@ def position_rule(model: Any) -> PositionRule:
     classes = _classes(model)
     if not any("position_ids" in _parameters(cls) for cls in classes):
         return "none"
-    sources = [_source(module) for module in {cls.__module__: None for cls in classes}]
-    if any(_FOUR_ROWS in source for source in sources):
+    if _say(classes, "position_ids.shape[0] == 4"):
         return "axes"
-    counts_ids = any("def create_position_ids_from_input_ids" in source for source in sources)
-    return "padding_idx" if counts_ids and config_of(model).model_type not in _COUNTS_PLACES else "places"
+    counts_ids = _say(classes, "def create_position_ids_from_input_ids")
+    # evolla's protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
+    return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
 
 
-_FOUR_ROWS = "position_ids.shape[0] == 4"
-# Its protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
-_COUNTS_PLACES = frozenset({"evolla"})
 # Counted from 2 whatever the pad id is: modeling_nystromformer.py:60, modeling_yoso.py:239, modeling_mra.py:477,
 # and modeling_mpnet.py:61 (`self.padding_idx = 1`).
 _FIRST_POSITION = dict.fromkeys(("nystromformer", "yoso", "mra", "mpnet"), 2)
@@ -65,22 +62,19 @@ def reads_dense_mask(model: Any) -> bool:
     """
     if getattr(config_of(model), "model_type", "") in _READS_2D_TOO:
         return False
-    sources = [_source(cls.__module__) for cls in _classes(unwrap(model))]
-    return any(name in source for source in sources for name in ("masking_utils", _HELPER))
+    return _say(_classes(unwrap(model)), "masking_utils", "_prepare_4d_causal_attention_mask_with_cache_position")
 
 
 # ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
 # (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
 _READS_2D_TOO = frozenset({"bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model"})
-_HELPER = "_prepare_4d_causal_attention_mask_with_cache_position"
 
 
 def _classes(model: Any) -> list[type]:
     """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
     if not is_transformers(model):
-        configs = {id(config): config for config in (model, text_config(model))}.values()
-        classes = [cls for config in configs for cls in _classes_of(config.__class__)]
-        if not classes:
+        whole, text = model.__class__, text_config(model).__class__
+        if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in _classes_of(config_class)]):
             got = f"{type(model).__name__}, which has no class there"
             raise CollateError(explain("model", got, _READ, "Pass the model itself."))
         return classes
@@ -108,6 +102,12 @@ _READ = "How a model counts positions is read from the code of its class in tran
 
 def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.forward).parameters
+
+
+def _say(classes: list[type], *texts: str) -> bool:
+    """Does a modeling file of these classes hold one of the texts?"""
+    sources = map(_source, {cls.__module__: None for cls in classes})
+    return any(text in source for source in sources for text in texts)
 
 
 @cache

@@ -9,21 +9,18 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from collate_npu.consumers import models
 from collate_npu.consumers.forwards import position_rule
 from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, windows
+from collate_npu.releases import LFM2_MASKED, ZAMBA2_MASKED, Since
 
-MODELS_IGNORING_MASK: dict[str, tuple[tuple[int, int] | None, str]] = {
-    "recurrent_gemma": (
-        None,
-        "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)",
-    ),
+MODELS_IGNORING_MASK: dict[str, tuple[Since | None, str]] = {
+    "recurrent_gemma": (None, "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)"),
     "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
     "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
-    "lfm2": ((5, 0), "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
-    "zamba2": ((5, 0), "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
+    "lfm2": (LFM2_MASKED, "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
+    "zamba2": (ZAMBA2_MASKED, "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
 }
-"""Model type -> (first transformers release that masks its recurrent layers, or None; why earlier ones do not)."""
+"""Model type -> (the release that masks its recurrent layers, or None; why earlier ones do not)."""
 
 
 def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, longest: int = sys.maxsize) -> str:
@@ -36,38 +33,27 @@ def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, l
     text = text_config(config)
     names = {getattr(config, "model_type", ""), getattr(text, "model_type", ""), *layer_kinds(text)}
     recurrent = needs_mask_2d(text)
-    reasons = [_found(_MIXING, names)]
+    tables = [_MIXING]
+    reasons = []
     if where != "right":
-        reasons += [_ignoring(names), _bias_leak(text) if recurrent else "", _found(_COUNTING_PLACES, names)]
+        ignoring = {name: why for name, (mended, why) in MODELS_IGNORING_MASK.items() if not (mended and mended.holds())}
+        tables += [ignoring, _COUNTING_PLACES]
+        reasons += [_bias_leak(text) if recurrent else ""]
         reasons += [_NO_POSITIONS if names & _ABSOLUTE and position_rule(model) == "none" else ""]
     if where == "holes":
+        tables += [_COUNTING_HOLES]
         sizes = [size for size in windows(text) if size < longest]
-        reasons += [
-            HOLE_IN_A_STATE if recurrent else "",
-            _CUT.format(sizes[0]) if sizes else "",
-            _found(_COUNTING_HOLES, names),
-        ]
-    return next(filter(None, reasons), "")
-
-
-def _found(table: dict[str, str], names: set[str]) -> str:
-    return next((why for name, why in table.items() if name in names), "")
-
-
-def _ignoring(names: set[str]) -> str:
-    found = (MODELS_IGNORING_MASK[name] for name in names if name in MODELS_IGNORING_MASK)
-    return next((why for mended, why in found if mended is None or models.transformers_version() < mended), "")
+        reasons += [HOLE_IN_A_STATE if recurrent else "", _CUT.format(sizes[0]) if sizes else ""]
+    listed = (why for table in tables for name, why in table.items() if name in names)
+    return next(listed, "") or next(filter(None, reasons), "")
 
 
 def _bias_leak(config: Any) -> str:
     """Masked tokens enter these projections as zeros and leave them as the bias; behind the scan one does no harm."""
     harmless = "mamba_proj_bias" if getattr(config, "model_type", "") == "nemotron_h" else ""
-    fields = [name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name != harmless]
-    return (
-        f"with {fields[0]}=True the projection into its recurrent layers turns masked padding into its bias"
-        if fields
-        else ""
-    )
+    fields = (name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name != harmless)
+    leak = "with {}=True the projection into its recurrent layers turns masked padding into its bias"
+    return next(map(leak.format, fields), "")
 
 
 # mamba, mamba2, falcon_mamba, nemotron_h; bamba, falcon_h1, granitemoehybrid, jamba, zamba; lfm2, lfm3; zamba2. The bias of
@@ -111,14 +97,10 @@ def width_dependence(model: Any) -> int | None:
     Source: modeling_deepseek_v32.py:228-241, modeling_glm5_next.py:863-889.
     """
     config = text_config(config_of(model))
-    if (heads := getattr(config, "index_n_heads", None)) is None or heads >= _HEADS_WITHOUT_TIES:
+    heads, topk = getattr(config, "index_n_heads", None), getattr(config, "index_topk", None)
+    if heads is None or heads >= 8 or topk is None:
         return None
-    rates = getattr(config, "compress_rates", None) or {}
-    topk = getattr(config, "index_topk", None)
-    return None if topk is None else topk * int(rates.get("compressed_sparse_attention", 1))
-
-
-_HEADS_WITHOUT_TIES = 8
+    return int(topk * (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention", 1))
 
 
 def rope_limit(model: Any) -> int | None:
@@ -127,26 +109,19 @@ def rope_limit(model: Any) -> int | None:
     They follow the highest position of the tensor, padding included, so that such a model must be given `position_ids`
     wherever the width passes the limit. Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
     """
-    config = text_config(config_of(model))
-    kinds = {kind for kind in map(_rope_type, _ropes(config)) if kind in _BY_LENGTH}
-    limits = [each.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) for each in _ropes(config)]
+    config, original = text_config(config_of(model)), "original_max_position_embeddings"
+    if not {"longrope", "dynamic"} & {each["rope_type"] for each in _ropes(config)}:
+        return None
+    limits = [each.get(original) or getattr(config, original, None) for each in _ropes(config)]
     whole = [size for size in [*limits, getattr(config, "max_position_embeddings", None)] if isinstance(size, int)]
-    return min(whole, default=None) if kinds else None
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_BY_LENGTH = ("longrope", "dynamic")
+    return min(whole, default=None)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """The rotary settings, one for each kind of layer where a config has several: `rope_scaling` is that of 4.x."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [each for each in settings.values() if isinstance(each, dict)]
-    return nested or [settings]
-
-
-def _rope_type(settings: dict[str, Any]) -> Any:
-    return settings.get("rope_type", settings.get("type"))
+    return [{"rope_type": each.get("type"), **each} for each in nested or [settings]]
 
 
 def why_lengths_clash(model: Any, lengths: Iterable[int]) -> str:
@@ -154,6 +129,6 @@ def why_lengths_clash(model: Any, lengths: Iterable[int]) -> str:
     limit, sizes = rope_limit(model), set(lengths)
     if limit is None or max(sizes, default=0) <= limit or len(sizes) == 1:
         return ""
-    if min(sizes) > limit and all(_rope_type(each) != "dynamic" for each in _ropes(text_config(config_of(model)))):
+    if min(sizes) > limit and all(each["rope_type"] != "dynamic" for each in _ropes(text_config(config_of(model)))):
         return ""
     return f"a sequence longer than {limit} changes the rotary frequencies of every other one in its batch"

@@ -12,20 +12,19 @@ from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Co
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
+from collate_npu.releases import MEGATRON_PACKED, installed
 from collate_npu.segments import Segments
 
+_LOCAL = "else bool [B, 1, S, S], True = blocked: its local kernels"
 MEGATRON = Consumer(
     name="megatron",
     forms=(
         Form(form="none", reads="None where exact", when=lambda case: bool(case.exact) and case.exact.why),
-        Form(
-            form="masked",
-            reads="else bool [B, 1, S, S], True = blocked: its local kernels",
-            when=lambda case: case.exact.why,
-        ),
+        Form(form="masked", reads=_LOCAL, when=lambda case: case.exact.why),
     ),
     refuses=(PACKED_RECURRENT, HOLES_RECURRENT),
     recurrent_scheme="head_exchange_zigzag",
+    here=lambda: bool(installed("megatron")),
     source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
     "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
 )
@@ -44,6 +43,7 @@ TRANSFORMER_ENGINE = Consumer(
         ),
     ),
     recurrent_scheme="head_exchange_zigzag",
+    here=lambda: bool(installed("megatron") and installed("transformer-engine")),
     source="megatron-core core/extensions/transformer_engine.py:2307-2315, core/transformer/enums.py:40-48, "
     "core/fusions/fused_softmax.py:285-290",
 )
@@ -79,11 +79,10 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     """Raise where None is wrong and nothing reads a mask: neither this attention kernel nor `recurrent` layers of
     megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
     exact = none_is_exact(segments)
-    if exact:
-        return
-    route(kernel, segments)
-    if recurrent:
+    if not exact:
+        route(kernel, segments)
+    if recurrent and not exact:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
-        remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from 0.18 on). On "
-        remedy += "mcore-bridge: mcore_bridge.install()."
+        remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from "
+        remedy += f"{MEGATRON_PACKED} on). On mcore-bridge: mcore_bridge.install()."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))

@@ -11,14 +11,30 @@ With one rank a row, read and run in core_r0.12.1 (2.3.0, 26.0.0, 26.1.0), 0.14.
 
 "..." the card refuses it, unless rows are 2048 long. Under context parallelism causal rings run the triangle in mode 3, and
 general ones read a list of blocks that MindSpeed cuts of one mask for all rows. `kernel_of_settings` says which it is.
+
+MindSpeed-LLM's Qwen3-Next, read in c77308a1 (master) and ad615b3b (26.1.0), whose files are the same::
+
+                        mcore (tasks/models/transformer)               fsdp2 (models/qwen3_next)
+    full attention      MindSpeed's: None = the causal triangle        always the causal triangle, mode 2
+    recurrent layers    mask a rank-2 mask, ignore a rank-4 one        never get a mask
+    a flat row          packed_seq_params ignored                      actual_seq_len read, but not by the convolution
+    context parallel    refused by MindSpeed-LLM itself                recurrent layers wrong in silence
+
+The one mask of mcore goes to attention too, which takes no rank-2 mask: nothing serves both but None. Under cp_type=ulysses,
+the only one allowed, fsdp2 computes chunks 0 1 2 3 of a row in the order 0 2 3 1 (run between two processes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
+
+import torch
 
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
@@ -56,6 +72,7 @@ MINDSPEED = Consumer(
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, _WINDOW, NOT_EXACT),
     recurrent_scheme="head_exchange_zigzag",
+    here=lambda: installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
     "core/transformer/flash_attention/generate_mask/adaptor.py:26-31",
 )
@@ -76,8 +93,44 @@ MINDSPEED_DENSE = Consumer(
     ),
     splits_rows=False,
     opens_empty_rows=True,
+    here=lambda: installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/backend.py:24-26, 90-106; "
     "core/context_parallel/get_batch_utils.py:180-203",
+)
+
+
+_FLAT = Refusal(
+    of="flat rows of several sequences, on recurrent layers",
+    when=lambda case: case.padding_free and case.recurrent and case.segments.packed,
+    rule="MindSpeed-LLM's Gated DeltaNet convolves from one sequence of a flat row into the next: it passes seq_idx=None.",
+    remedy="Give each sequence its own row, padded right (padding_free=False; no reset_attention_mask).",
+)
+_PACKED = replace(PACKED_RECURRENT, remedy=_FLAT.remedy)
+_LLM_NOT_EXACT = replace(
+    NOT_EXACT,
+    rule="MindSpeed-LLM computes plain causal attention and an unmasked recurrence, and here {why}.",
+    remedy="Pad right with one sequence a row.",
+)
+
+MINDSPEED_LLM = Consumer(
+    name="mindspeed_llm",
+    forms=(Form(form="none", reads="None; its recurrent layers ignore a dense mask"),),
+    refuses=(_PACKED, _FLAT, _LLM_NOT_EXACT),
+    keeps_mask_2d="never",
+    not_shared="its layer refuses context parallelism itself (qwen3_next_gated_deltanet_attention.py:218-221)",
+    source="MindSpeed-LLM c77308a1 tasks/models/transformer/qwen3_next_gated_deltanet_attention.py:47-57, 217-221, 361-362, "
+    "401-410; core/transformer/custom_dot_product_attention.py:205-206",
+)
+
+MINDSPEED_LLM_FSDP2 = Consumer(
+    name="mindspeed_llm_fsdp2",
+    forms=(Form(form="keep_2d", reads="the 2D mask, int64, which its router's loss alone reads"),),
+    refuses=(_PACKED, _FLAT, _LLM_NOT_EXACT),
+    keep_dtype=torch.int64,
+    keeps_mask_2d="never",
+    not_shared="its loader hands out contiguous slices, which its layer takes for zigzag and puts out of order "
+    "(fsdp2/train/trainer.py:526-565, fsdp2/distributed/context_parallel/gdn_context_parallel.py:150-151)",
+    source="MindSpeed-LLM c77308a1 fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843, 1239-1248, 1281-1291, 1463-1468",
 )
 
 
@@ -123,13 +176,14 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
             remedy = "Set attention_mask_type=causal, and pad right or use padding_free=True."
             raise UnsupportedFormError(explain("attention_mask_type", "general", rule, remedy))
         return "mindspeed"
-    reader = "local" if _is_local(settings) else te or transformer_engine()
-    if reader == "own":
-        if slow and not general:
-            rule = "Without flash attention MindSpeed hands its kernel a mask that the card refuses, or raises."
-            raise UnsupportedFormError(explain("use_flash_attn", "False", rule, "Set use_flash_attn=True."))
-        return "mindspeed_dense" if general else "mindspeed"
-    return "mindspeed_dense" if reader == "local" and slow else "mindspeed"
+    backend = getattr(settings, "attention_backend", None)
+    local = "local" in (getattr(settings, "transformer_impl", None), getattr(backend, "name", backend))
+    reader = "local" if local else te or transformer_engine()
+    if reader == "own" and slow and not general:
+        rule = "Without flash attention MindSpeed hands its kernel a mask that the card refuses, or raises."
+        raise UnsupportedFormError(explain("use_flash_attn", "False", rule, "Set use_flash_attn=True."))
+    reads_dense = general if reader == "own" else reader == "local" and slow
+    return "mindspeed_dense" if reads_dense else "mindspeed"
 
 
 def layout_of_settings(settings: Any) -> Layout:
@@ -137,16 +191,13 @@ def layout_of_settings(settings: Any) -> Layout:
 
     Source: MindSpeed 0.16.0 core/context_parallel/get_batch_utils.py:112-136, 244-277. Raises for its other algorithms.
     """
+    known: dict[str, Layout] = {"megatron_cp_algo": "zigzag", "ulysses_cp_algo": "ulysses"}
     algorithm = getattr(settings, "context_parallel_algo", None) or "megatron_cp_algo"
-    if algorithm not in _LAYOUTS:
-        rule = f"The layouts known here are those of {' and '.join(_LAYOUTS)}."
-        raise UnsupportedFormError(
-            explain("context_parallel_algo", algorithm, rule, "Use one of them, or context_parallel=.")
-        )
-    return _LAYOUTS[algorithm]
-
-
-_LAYOUTS: dict[str, Layout] = {"megatron_cp_algo": "zigzag", "ulysses_cp_algo": "ulysses"}
+    if algorithm not in known:
+        rule = f"The layouts known here are those of {' and '.join(known)}."
+        remedy = "Use one of them, or context_parallel=."
+        raise UnsupportedFormError(explain("context_parallel_algo", algorithm, rule, remedy))
+    return known[algorithm]
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
@@ -159,6 +210,52 @@ def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
     return ""
 
 
-def _is_local(settings: Any) -> bool:
-    backend = getattr(settings, "attention_backend", None)
-    return "local" in (getattr(settings, "transformer_impl", None), getattr(backend, "name", backend))
+# --- its start: the adaptor has to patch before anybody takes Megatron's functions and classes
+#
+# It puts stand-ins for TransformerEngine and about a hundred functions in place, each in its own module and, under the same
+# name, wherever a loaded module has it (patch_utils.py:108-131 of 0.16.0; alike in 2.3.0 to 0.18.0). What was taken before
+# under another name, subclassed, or decided (`HAVE_TE`) stays as it was, without an error.
+
+ADAPTOR = "mindspeed.megatron_adaptor"
+FIRST = f"`import {ADAPTOR}` first, right after torch: before megatron, mcore_bridge, transformer_engine and their users"
+_TE_FLAGS = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")
+"""Modules whose `HAVE_TE` is True where the adaptor came first (megatron-core 0.16.1 under MindSpeed 0.16.0, run)."""
+_OWN = (
+    "megatron", "mindspeed", "mindspeed_llm", "megatron_adaptor", "transformer_engine", "torch", "torch_npu", "collate_npu",
+)  # fmt: skip
+"""Packages that may hold an original: they are patched from inside, or hold it on purpose."""
+_LISTED = 5
+
+
+def start_problem() -> str:
+    """What is wrong with MindSpeed's start in this process, and what to do; "" where nothing is, or it is not installed.
+
+    Imports nothing, and costs one look at every name of every loaded module (0.2 s).
+
+    >>> start_problem()  # Megatron is not imported here
+    ''
+    """
+    if "megatron.core" not in sys.modules or not installed():
+        return ""
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    patches = dict(getattr(manager, "patches_info", {}))
+    applied = {name: patch for name, patch in patches.items() if patch.is_applied and patch.orig_func is not None}
+    replaced = {id(p.orig_func): name for name, p in applied.items() if p.orig_func is not p.final_patch_func}
+    if not replaced:
+        return f"Megatron is imported, MindSpeed is installed, and its adaptor has not run: {FIRST}."
+    flags = [name for name in _TE_FLAGS if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
+    late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
+    more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
+    return f"MindSpeed's adaptor ran too late: {'; '.join(late[:_LISTED])}{more}. {FIRST}." if late else ""
+
+
+def _held(replaced: dict[int, str]) -> Iterator[str]:
+    """Names in the modules of others that still are, or derive from, what MindSpeed has replaced in Megatron."""
+    megatron = {key: name for key, name in replaced.items() if name.split(".")[0] in ("megatron", "transformer_engine")}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.split(".")[0] not in _OWN:
+            for name, value in list(vars(module).items()):
+                defined_here = isinstance(value, type) and value.__module__ == module.__name__
+                lineage = value.__mro__ if defined_here else (value,)
+                if found := next((megatron[id(one)] for one in lineage if id(one) in megatron), ""):
+                    yield f"{module.__name__}.{name} holds the original of {found}"

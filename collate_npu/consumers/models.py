@@ -7,93 +7,72 @@ transformers' config class once. How it counts positions: forwards.py; where pad
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.releases import MASK_MAPPING
+
+Stack = Literal["transformers", "megatron", "torchtitan"]
 
 
-@cache
-def transformers_version() -> tuple[int, ...]:
-    """Major and minor of the installed transformers, without importing it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return tuple(int(part) for part in version("transformers").split(".")[:2])
-    except PackageNotFoundError:
-        return (1 << 30,)  # a config of something that only looks like transformers
-
-
-def consumer_of(model: Any) -> Literal["transformers", "megatron", "torchtitan"] | None:
-    """The stack whose code runs this module, wrapped or not; None for a config, a plain module, a name.
-
-    Told by the modules its base classes were defined in, so that nothing is imported.
-    """
-    return _BASES.get(_known_base(unwrap(model)))
+def consumer_of(model: Any) -> Stack | None:
+    """The stack whose code runs this module, wrapped or not, by where its base classes come from; else None."""
+    return _stack(unwrap(model))
 
 
 def is_transformers(model: Any) -> bool:
     """Is this module itself, unwrapped, one of transformers'?"""
-    return _known_base(model) == ("transformers", "PreTrainedModel")
+    return _stack(model) == "transformers"
+
+
+def _stack(model: Any) -> Stack | None:
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__}
+    return next((stack for stack, names in _BASES.items() if any((stack, name) in bases for name in names)), None)
+
+
+# torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol. megatron-core:
+# transformer/module.py:29, which Float16Module and its DDP derive from too.
+_BASES: dict[Stack, tuple[str, ...]] = {
+    "transformers": ("PreTrainedModel",),
+    "megatron": ("MegatronModule",),
+    "torchtitan": ("Decoder", "BaseModel", "ModelProtocol"),
+}
 
 
 def unwrap(model: Any) -> Any:
     """The model inside DDP, FSDP, DeepSpeed, Float16Module (`module`), torch.compile (`_orig_mod`), PEFT, and the value
     head of TRL before 1.0 (`pretrained_model`; trl 0.24 models/modeling_base.py)."""
-    while (inner := _inner(model)) is not None and inner is not model:
-        model = inner
-    return model
-
-
-def _inner(model: Any) -> Any:
     if is_transformers(model):
-        return None
+        return model
     if callable(base := getattr(model, "get_base_model", None)):
-        return base()
-    names = ("_orig_mod", "module", "pretrained_model")
-    return next((inner for name in names if (inner := getattr(model, name, None)) is not None), None)
-
-
-# Base class -> stack. torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol.
-# megatron-core: transformer/module.py:29, which Float16Module and its DDP derive from too.
-_BASES: dict[tuple[str, str], Literal["transformers", "megatron", "torchtitan"]] = {
-    ("transformers", "PreTrainedModel"): "transformers",
-    ("megatron", "MegatronModule"): "megatron",
-    ("torchtitan", "Decoder"): "torchtitan",
-    ("torchtitan", "BaseModel"): "torchtitan",
-    ("torchtitan", "ModelProtocol"): "torchtitan",
-}
-
-
-def _known_base(model: Any) -> tuple[str, str]:
-    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
-    return next((base for base in bases if base in _BASES), ("", ""))
+        inner = base()
+    else:
+        held = (getattr(model, name, None) for name in ("_orig_mod", "module", "pretrained_model"))
+        inner = next((each for each in held if each is not None), model)
+    return model if inner is model else unwrap(inner)
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
 
-    Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and before
-    transformers 5.13, whose hybrid models take no mapping. Source: transformers 5.23 masking_utils.py:1532-1545.
+    Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and for releases
+    whose hybrid models take no mapping (`MASK_MAPPING`).
     """
-    if transformers_version() < (5, 13):
-        rule = "transformers takes a mapping of masks from 5.13 on, and a 4D mask alone never reaches recurrent layers."
+    if not MASK_MAPPING.holds():
+        rule = f"transformers takes a mapping from {MASK_MAPPING} on, and a 4D mask alone never reaches recurrent layers."
         remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
     kinds = set(layer_kinds(text_config(config)))
-    unknown = sorted(kinds - _ATTENTION_KEYS - _RECURRENT_KEYS)
-    if unknown or not kinds & _ATTENTION_KEYS:
+    unknown = sorted(kinds - {"full_attention", "linear_attention", "conv"})
+    if unknown or "full_attention" not in kinds:
         rule = "A mapping is known for full_attention beside linear_attention or conv."
-        remedy = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
-        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, remedy))
-    return {kind: "recurrent" if kind in _RECURRENT_KEYS else "attention" for kind in sorted(kinds)}
+        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
+    return {kind: "attention" if kind == "full_attention" else "recurrent" for kind in sorted(kinds)}
 
 
-_ATTENTION_KEYS = frozenset({"full_attention"})
-_RECURRENT_KEYS = frozenset({"linear_attention", "conv"})
+_BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
 
 # A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
@@ -115,16 +94,25 @@ def needs_mask_2d(model: Any) -> bool:
     (True, False)
     """
     if isinstance(model, str):
-        return family_needs_mask_2d(_config_of_type(model))
+        try:
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+            return family_needs_mask_2d(CONFIG_MAPPING[model]())
+        except (ImportError, KeyError):
+            rule = "A name is looked up in the config registry of the installed transformers, which has no such one."
+            raise CollateError(explain("model_type", repr(model), rule, "Pass the model or its config.")) from None
     config = text_config(config_of(model))
     if config is None or isinstance(config, torch.nn.Module):
         arrived, rule = f"{type(config).__name__} without a config", "A model's config says which layers it has."
         raise CollateError(explain("model", arrived, rule, "Pass the config itself, or the model's type as a string."))
     if kinds := layer_kinds(config):
         return any(map(RECURRENT_KIND.search, kinds))
-    if hasattr(config, "linear_attention_freq"):
-        return _megatron_is_recurrent(config)
-    return family_needs_mask_2d(config)
+    if not hasattr(config, "linear_attention_freq"):
+        return family_needs_mask_2d(config)
+    # Every Megatron config carries the sizes of linear attention, used or not, so only its switches tell.
+    freq, variant = config.linear_attention_freq, getattr(config, "experimental_attention_variant", None) or ""
+    layers = any(freq) if isinstance(freq, (list, tuple)) else bool(freq)
+    return layers or bool(RECURRENT_KIND.search(variant)) or bool(getattr(config, "is_hybrid_model", False))
 
 
 def family_needs_mask_2d(config: Any) -> bool:
@@ -150,38 +138,15 @@ def config_of(model: Any) -> Any:
     return getattr(model, "config", model)
 
 
-def _config_of_type(model_type: str) -> Any:
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[model_type]()
-    except (ImportError, KeyError):
-        rule = "A name is looked up in the config registry of the installed transformers, which has no such one."
-        raise CollateError(explain("model_type", repr(model_type), rule, "Pass the model or its config.")) from None
-
-
 def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
     """The kinds of layer a config lists under this name; none where it lists none."""
     kinds = getattr(config, name, None)
     return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
 
 
-def _megatron_is_recurrent(config: Any) -> bool:
-    # Every Megatron config carries the sizes of linear attention, used or not, so only its switches tell.
-    freq = config.linear_attention_freq
-    variant = getattr(config, "experimental_attention_variant", None) or ""
-    return bool(
-        (any(freq) if isinstance(freq, (list, tuple)) else freq)
-        or RECURRENT_KIND.search(variant)
-        or getattr(config, "is_hybrid_model", False)
-    )
-
-
 def recurrent_heads(config: Any) -> tuple[int, ...]:
-    """The numbers of key and of value heads of Gated DeltaNet layers, which ranks may share out; () where not said.
-
-    Source: transformers 5.23 configuration_qwen3_next.py, megatron-core 0.19.2 transformer_config.py:1368-1382.
-    """
+    """The numbers of key and of value heads of Gated DeltaNet layers, which ranks may share out; () where not said."""
+    # transformers 5.23 configuration_qwen3_next.py, megatron-core 0.19.2 transformer_config.py:1368-1382
     names = ("linear_num_key_heads", "linear_num_value_heads")
     return tuple(n for name in names if isinstance(n := getattr(text_config(config), name, None), int))
 
@@ -207,24 +172,19 @@ def attention_windows(model: Any) -> dict[str, int | None]:
     for kind, sizes in found.items():
         if len(sizes) > 1:
             rule = "A mapping has one mask for each kind of layer."
-            remedy = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
-            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
+            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, _BY_2D))
     return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 
 
 def _windows(config: Any) -> dict[str, set[int]]:
     if not (kinds := set(layer_kinds(config))):
         return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
-    return {kind: _sizes(config, *_fields(kind)) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
+    windowed = {kind for kind in kinds if "sliding" in kind or "compressed" in kind or kind == "window_attention"}
+    fields = {"chunked_attention": ("attention_chunk_size",), **dict.fromkeys(windowed, _WINDOW_FIELDS)}
+    return {kind: _sizes(config, *fields.get(kind, ())) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
 
 
 _WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
-
-
-def _fields(kind: str) -> tuple[str, ...]:
-    if kind == "chunked_attention":
-        return ("attention_chunk_size",)
-    return _WINDOW_FIELDS if "sliding" in kind or "compressed" in kind or kind == "window_attention" else ()
 
 
 def _sizes(config: Any, *names: str) -> set[int]:
@@ -246,10 +206,13 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     Read from their `is_causal`. Of 214 causal and masked families of 5.23, 168 say it and none says it wrongly. Where no
     layer says it (BERT in 4.57), masked language models that are not told to decode look at both sides.
     """
-    said = {part.is_causal for part in _parts(unwrap(model)) if isinstance(getattr(part, "is_causal", None), bool)}
-    if not said and is_transformers(unwrap(model)):
+    module = unwrap(model)
+    if not is_transformers(module):
+        return None
+    said = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    if not said:
         return "bidirectional" if is_encoder(config_of(model)) else None
-    return {True: "causal", False: "bidirectional"}.get(said.pop()) if len(said) == 1 else None  # type: ignore[return-value]
+    return None if len(said) > 1 else "causal" if said.pop() else "bidirectional"
 
 
 def is_encoder(config: Any) -> bool:
@@ -260,7 +223,3 @@ def is_encoder(config: Any) -> bool:
         return False
     decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
     return getattr(config, "model_type", "") in MASKED and not decodes
-
-
-def _parts(model: Any) -> Iterable[Any]:
-    return model.modules() if is_transformers(model) else ()

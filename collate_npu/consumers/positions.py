@@ -7,84 +7,74 @@ padding, packing), and then as that model counts: RoBERTa's family from `padding
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from collate_npu.consumers.consumer import Case, Consumer
+from collate_npu.consumers.leaks import rope_limit
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.host import host_tensor
-from collate_npu.keys import of_kind
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import repad, unpad
 
 KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
 
 
-def positions_for(consumer: Consumer, case: Case, batch: Mapping[str, Any]) -> Tensor | None:
+def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | None:
     """`position_ids` of this batch for this consumer; None where they are left out."""
-    given = (
-        None if batch.get(KEY) is None else batch[KEY] if isinstance(batch[KEY], Tensor) else host_tensor(KEY, batch[KEY])
-    )
+    given = sources.get(KEY)
+    if given is not None and not isinstance(given, Tensor):
+        given = torch.from_numpy(sources.array(KEY))
     rule = case.model.positions
     if not consumer.counts_positions:
-        return given if given is not None or _has_axes(case, batch) else case.segments.position_ids
-    derived = given is None or _derived(given, case)
+        return given if given is not None or _has_axes(case, sources) else case.segments.position_ids
+    derived = given is None or _derived(torch.from_numpy(sources.array(KEY)), case)
     if rule == "axes" and (case.padding_free or case.segments.packed):
-        return _axes(case, None if derived else given, batch)
+        return _axes(case, None if derived else given, sources)
     if not derived:
         return given
-    if rule == "none" or (rule == "axes" and _has_axes(case, batch)):
+    if rule == "none" or (rule == "axes" and _has_axes(case, sources)):
         return None
-    if rule == "padding_idx":
-        return _by_ids(case, batch) if case.segments.packed or _pads_with_text(case, batch) else None
+    if rule == "padding_idx":  # some padding may be filled with another id than the one this model does not count
+        padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
+        foreign = bool((padding != case.model.first_position - 1).any())
+        return _by_ids(case, sources) if case.segments.packed or foreign else None
     if given is not None and case.model.first_position == 0:
         return given
-    wide = case.model.rope_limit is not None and case.segments.shape[1] > case.model.rope_limit
+    limit = case.model.ask(rope_limit)
+    wide = limit is not None and case.segments.shape[1] > limit
     needed = case.inside or case.segments.packed or case.padding_free or wide
-    if not needed:
-        return None
-    counted = case.segments.position_ids
-    return counted.add_(case.model.first_position) if case.model.first_position else counted
+    return case.segments.position_ids.add_(case.model.first_position) if needed else None
 
 
-def _pads_with_text(case: Case, batch: Mapping[str, Any]) -> bool:
-    """Is some padding filled with another id than the one this model does not count?"""
-    padding = host_tensor("input_ids", batch["input_ids"])[~case.segments.keep]
-    return bool((padding != case.model.first_position - 1).any())
-
-
-def _by_ids(case: Case, batch: Mapping[str, Any]) -> Tensor:
+def _by_ids(case: Case, sources: Sources) -> Tensor:
     """As RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that very id left at it."""
     padding_idx, segments = case.model.first_position - 1, case.segments
-    counts_T = (unpad(host_tensor("input_ids", batch["input_ids"]), segments) != padding_idx).long()
+    counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
     counted_T = counts_T.cumsum(0)
     before_N = (counted_T - counts_T)[segments.cu_seqlens[:-1].long()]
     inside_T = counted_T - before_N.repeat_interleave(torch.tensor(segments.sequence_lengths))
     return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
 
 
-def _derived(given: Any, case: Case) -> bool:
+def _derived(positions: Tensor, case: Case) -> bool:
     """Are these the positions that follow from the Segments, as a collator adds them?"""
-    positions = host_tensor(KEY, given)
     keep = case.segments.keep
     return positions.shape == keep.shape and torch.equal(positions[keep], case.segments.position_ids[keep])
 
 
-def _has_axes(case: Case, batch: Mapping[str, Any]) -> bool:
+def _has_axes(case: Case, sources: Sources) -> bool:
     """Images or clips in padded rows: the model derives several axes from the 2D mask, and one row would replace them."""
-    return not case.padding_free and bool(of_kind(batch, "vision"))
+    return not case.padding_free and bool(sources.named["vision"])
 
 
-def _axes(case: Case, own: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
+def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
-    text = case.segments.position_ids[None]
-    if own is None and of_kind(batch, "vision"):
+    if own is None and sources.named["vision"]:
         rule = "Where images stand among tokens cannot be told from a flat or packed row."
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
         raise UnsupportedFormError(explain(KEY, "none beside images", rule, remedy))
-    if own is None:
-        return text.repeat(4, 1, 1)
-    return own if len(own) == 4 and own.ndim == 3 else torch.cat([text, own if own.ndim == 3 else own.repeat(3, 1, 1)])
+    text = case.segments.position_ids
+    axes = text if own is None else own
+    axes = axes if axes.ndim == 3 else axes.repeat(3, 1, 1)
+    return axes if len(axes) == 4 else torch.cat([text[None], axes])

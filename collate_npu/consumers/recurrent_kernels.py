@@ -13,8 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,18 +37,14 @@ _DISPATCH = {"func_name", "package", "implementation", "is_new_implementation", 
 """Variables of transformers' own wrapper around such a function, 5.19 and later (5.16 did not keep the name)."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCall:
-    """A function called in a layer's forward that gives way to a kernel."""
+class KernelCall(NamedTuple):
+    """A function called in a layer's forward that gives way to a kernel: `chunk_gated_delta_rule` of the package `fla`,
+    transformers' wrapper of it, and what `use_kernels=True` put in its place."""
 
     kernel: str
-    """Its name in its package: `chunk_gated_delta_rule`."""
     package: str
-    """Where transformers looks for it: `fla`."""
     function: Callable[..., Any]
-    """transformers' wrapper."""
     of_hub: Callable[..., Any] | None
-    """What `use_kernels=True` put in its place."""
 
 
 def why_boundaries_unread(model: Any) -> str:
@@ -72,28 +67,23 @@ def _why_unread(call: KernelCall) -> str:
 
 def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
     """Every such function in the layers of a transformers module, wrapped or not; none before transformers 5.19."""
-    forwards = dict.fromkeys(_bare(layer.forward) for layer in unwrap(model).modules())
-    return tuple(call for forward in forwards if inspect.isfunction(forward) for call in _calls(forward))
+    # below the wrappers of transformers, accelerate's hooks and torch.compile
+    bare = [inspect.unwrap(layer.forward) for layer in unwrap(model).modules()]
+    forwards = filter(inspect.isfunction, dict.fromkeys(getattr(function, "__func__", function) for function in bare))
+    calls = (_call_of(forward.__globals__.get(name)) for forward in forwards for name in forward.__code__.co_names)
+    return tuple(call for call in calls if call is not None)
 
 
-def _bare(forward: Any) -> Any:
-    """The function below the wrappers of transformers, accelerate's hooks and torch.compile."""
-    function = inspect.unwrap(forward)
-    return getattr(function, "__func__", function)
-
-
-def _calls(forward: Any) -> list[KernelCall]:
-    named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
-    pairs = [(found, function) for found in named if (function := _wrapper(found)) is not None]
-    around = [(variables_of(function), function, _of_hub(found)) for found, function in pairs]
-    return [KernelCall(held["func_name"], held["package"], function, of_hub) for held, function, of_hub in around]
-
-
-def _wrapper(found: Any) -> Callable[..., Any] | None:
-    """transformers' wrapper itself. Where the package `kernels` is installed, it stands in a module made of it."""
+def _call_of(found: Any) -> KernelCall | None:
+    """Where the package `kernels` is installed, transformers' wrapper stands in a module made of it, and `_replace_forward`
+    (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to that, or its own again."""
+    function, of_hub = found, None
     if isinstance(found, nn.Module):
-        found = variables_of(type(found).forward).get("func")
-    return found if variables_of(found).keys() >= _DISPATCH else None
+        own, bound = type(found).forward, vars(found).get("forward")
+        function = variables_of(own).get("func")
+        of_hub = None if bound is None or bound.__func__ is own else bound.__func__
+    held = variables_of(function)
+    return KernelCall(held["func_name"], held["package"], function, of_hub) if held.keys() >= _DISPATCH else None
 
 
 def variables_of(function: Any) -> dict[str, Any]:
@@ -101,9 +91,3 @@ def variables_of(function: Any) -> dict[str, Any]:
     if not inspect.isfunction(function):
         return {}
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
-
-
-def _of_hub(found: Any) -> Callable[..., Any] | None:
-    """`_replace_forward` (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to it, or its own again."""
-    bound = vars(found).get("forward") if isinstance(found, nn.Module) else None
-    return None if bound is None or bound.__func__ is type(found).forward else bound.__func__

@@ -9,21 +9,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.arrays import PaddingSide
 from collate_npu.keys import KEEP_KEY
 from collate_npu.parallel import ContextParallel
-from collate_npu.rows import PaddingSide
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
 Keeps = Literal["recurrent", "always", "never"]
 
-WHY_2D: Mapping[tuple[Keeps, bool], str] = {
-    ("recurrent", True): "recurrent layers read it",
-    ("recurrent", False): "no recurrent layer is here to read it",
-    ("always", True): "this consumer always reads it",
-    ("never", False): "this consumer never reads it",
-}
-"""Why `attention_mask_2d` stays or not, by when a consumer keeps it and whether it does."""
 _SPELLED: Mapping[MaskForm, str] = {
     "none": "None",
     "keep_2d": "the 2D mask, True or 1 = real",
@@ -44,20 +37,19 @@ class Route:
     """Does `attention_mask_2d` stay in the batch?"""
     why: str
     """Why this form."""
-    why_2d: str
-    """Why `attention_mask_2d` stays, or not."""
 
-    def say(self, reader: str, key: str, segments: Segments, cp: ContextParallel | None) -> None:
-        """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
-        lines = (
-            f"{reader}",
-            f"{key}: {_SPELLED[self.form]} ({self.why})",
-            f"attention_mask_2d: {'stays' if self.keeps_mask_2d else 'taken out'} ({self.why_2d})",
-            f"the first such batch: {shape_said(segments)}",
-            f"context parallelism: {cp or 'none'}",
-        )
-        taken = (reader, self.form, self.keeps_mask_2d, self.why_2d, segments.padding_side, segments.packed, cp)
-        debug.say(taken, "\n  ".join(lines))
+
+def say_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
+    """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
+    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
+    lines = (
+        reader,
+        f"{key}: {_SPELLED[route.form]} ({route.why})",
+        f"attention_mask_2d: {kept}",
+        f"the first such batch: {shape_said(segments)}",
+        f"context parallelism: {cp or 'none'}",
+    )
+    debug.say((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
 
 
 def say_batch(
@@ -65,18 +57,12 @@ def say_batch(
 ) -> None:
     """The same for a finished batch of a stack whose route no consumer chooses."""
     key = "attention_masks" if "attention_masks" in out else "attention_mask"
-    kept = KEEP_KEY in out
-    form = _form_of(out.get(key))
-    why_2d = "whoever reads this batch needs it" if kept else "nobody here reads it"
-    Route(form=form, keeps_mask_2d=kept, why=why, why_2d=why_2d).say(reader, key, segments, cp)
-
-
-def _form_of(full: Any) -> MaskForm:
+    full = out.get(key)
+    form: MaskForm = "mapping" if isinstance(full, Mapping) else "block_mask" if hasattr(full, "mask_mod") else "none"
     if isinstance(full, Tensor):
-        return "keep_2d" if full.ndim == 2 else "masked"
-    if isinstance(full, Mapping):
-        return "mapping"
-    return "block_mask" if hasattr(full, "mask_mod") else "none"
+        form = "keep_2d" if full.ndim == 2 else "masked"
+    route = Route(form=form, keeps_mask_2d=KEEP_KEY in out, why=why)
+    say_route(reader, key, route, segments, cp, "whoever reads this batch needs it")
 
 
 def shape_said(segments: Segments) -> str:

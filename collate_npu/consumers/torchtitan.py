@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-
-
-def _reaches_state(case: Case) -> bool:
-    return not case.padding_free and case.recurrent and case.inside
-
+from collate_npu.consumers.consumer import PACKED_RECURRENT, Consumer, Form, Refusal
+from collate_npu.releases import installed
 
 TORCHTITAN = Consumer(
     name="torchtitan",
@@ -17,12 +13,13 @@ TORCHTITAN = Consumer(
         PACKED_RECURRENT,
         Refusal(
             of="padding before a token, on recurrent layers",
-            when=_reaches_state,
+            when=lambda case: not case.padding_free and case.recurrent and case.inside,
             rule="torchtitan's recurrent layers read cu_seqlens, and padding before a token reaches their state.",
             remedy="Pad right, or pack the rows: integrations.torchtitan.get_attention_masks makes their offsets.",
         ),
     ),
     keeps_mask_2d="never",
     not_shared="torchtitan 0.3 has no context parallelism for GatedDeltaNet (models/qwen3_5/parallelize.py:61-66)",
+    here=lambda: bool(installed("torchtitan")),
     source="torchtitan models/common/attention.py:85-87, 468-508",
 )

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from collate_npu.consumers import models
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.leaks import HOLE_IN_A_STATE, rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
-from collate_npu.consumers.models import attention_windows, layer_masks, windows
+from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, SINGLE_ROW_MASKED, installed
 
 
 def _by_2d(case: Case) -> str:
@@ -74,6 +74,10 @@ def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 
 
+def _by_kind(case: Case) -> str:
+    return _needs_dense(case) if list(patterns_by_kind(case)) != [""] else ""
+
+
 def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     if size is None or size >= case.segments.longest_span:
         return case.pattern
@@ -94,82 +98,73 @@ does not tell: Mamba-2 and Inkling ask in the layer, and drop the keys on the wa
 modeling_inkling.py:231). Measured on every hybrid family of 5.23 with reference kernels: in all the others states run on."""
 
 
-def _flat_state(case: Case) -> str:
-    """Why the state of a recurrent layer runs from one sequence of a flat row into the next, whatever is installed."""
-    if not _flat_and_recurrent(case):
+def why_state_runs_on(case: Case) -> str:
+    """Why a recurrent layer computes a flat row wrong although it is told its offsets: its state runs from one sequence into
+    the next, for lack of a question in its code, or of a kernel that reads the answer."""
+    if not (case.padding_free and case.recurrent and case.segments.packed):
         return ""
     family = case.model.model_type
     if not family:
         return "nobody said which model it is"
     if family not in _STATES_READ_OFFSETS:
         return f"the recurrent layers of {family} do not ask where a sequence begins"
-    if models.transformers_version() < (5, 19):
-        return "before transformers 5.19 nobody can see what its recurrent layers ask for, and in most they do not ask"
-    if case.model.boundaries_unread is None and models.transformers_version() < (5, 20):
-        return "before 5.20 transformers trains on where a kernel is missing, and a config does not tell"
-    return ""
-
-
-def why_state_runs_on(case: Case) -> str:
-    """Why a recurrent layer computes a flat row wrong although it is told its offsets."""
-    return _flat_state(case) or _missing_kernel(case)
-
-
-def _missing_kernel(case: Case) -> str:
-    return case.model.boundaries_unread or "" if _flat_and_recurrent(case) else ""
-
-
-def _flat_and_recurrent(case: Case) -> bool:
-    return case.padding_free and case.recurrent and case.segments.packed
+    if not KERNELS_TOLD.holds():
+        hidden = "nobody can see what its recurrent layers ask for, and in most they do not ask"
+        return f"before transformers {KERNELS_TOLD} {hidden}"
+    if case.model.boundaries_unread is None and not MISSING_KERNEL_RAISES.holds():
+        return f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, and a config does not tell"
+    return case.model.boundaries_unread or ""
 
 
 def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     if case.padding_free or case.segments.padding_side == "none":
         return ""
-    holes = bool(case.segments.hole_rows)
-    where: Literal["holes", "left", "right"] = "holes" if holes else "left" if case.inside else "right"
-    longest = case.segments.longest_span
-    why = why_padding_leaks(case.model.named, where, longest=longest) if holes else case.model.ask(why_padding_leaks, where)
-    return why or (HOLE_IN_A_STATE if holes and case.recurrent else "")
+    if not case.segments.hole_rows:
+        return str(case.model.ask(why_padding_leaks, "left" if case.inside else "right"))
+    why = why_padding_leaks(case.model.named, "holes", longest=case.segments.longest_span)
+    return why or (HOLE_IN_A_STATE if case.recurrent else "")
 
 
-def _single_row(case: Case) -> bool:
-    one_row = case.segments.shape[0] == 1 and case.inside
-    return not case.padding_free and case.recurrent and one_row and models.transformers_version() < (5, 15)
+def _one_row_inside(case: Case) -> bool:
+    alone = case.recurrent and not case.padding_free and case.inside and case.segments.shape[0] == 1
+    return alone and not SINGLE_ROW_MASKED.holds()
 
 
 def _width(case: Case) -> str:
     """Sequences whose indexer would choose other keys than alone, because the tensor is wider than they are."""
     limit = case.model.ask(width_dependence)
-    wider = any(n > (limit or 0) and n != case.segments.shape[1] for n in case.segments.sequence_lengths)
-    return f"which keys its indexer chooses of more than {limit} depends on the width" if limit is not None and wider else ""
+    if limit is None or not any(n > limit and n != case.segments.shape[1] for n in case.segments.sequence_lengths):
+        return ""
+    return f"which keys its indexer chooses of more than {limit} depends on the width"
 
 
 def _clash(case: Case) -> str:
-    limited = case.model.config is not None and case.model.ask(rope_limit) is not None
-    return why_lengths_clash(case.model.config, case.segments.sequence_lengths) if limited else ""
+    limited = case.model.ask(rope_limit) is not None
+    return why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
 
 
-def _dropped_window(case: Case) -> str:
-    flash = case.model.attn_implementation.startswith("flash") and find_spec("torch_npu") is not None
-    return _short_window(case) if flash else ""
-
-
-def _short_window(case: Case) -> str:
-    """The model's window, where some sequence is longer than it."""
-    sizes = () if case.model.config is None else windows(case.model.config)
-    return f"some layers look back {sizes[0]} places" if sizes and sizes[0] < case.segments.longest_span else ""
-
-
-def _window_on_flex(case: Case) -> str:
-    flex = case.model.attn_implementation == "flex_attention" and _needs_dense(case)
-    return _short_window(case) if flex else ""
+def _lost_window(case: Case) -> str:
+    """Where the model's own window is dropped, and some sequence is longer than it."""
+    implementation = case.model.attn_implementation
+    where = ""
+    if implementation.startswith("flash") and find_spec("torch_npu") is not None:
+        where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
+    elif implementation == "flex_attention" and _needs_dense(case):
+        where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
+    sizes = windows(case.model.config) if where and case.model.config is not None else ()
+    return f"{where}, and some layers look back {sizes[0]} places" if sizes and sizes[0] < case.segments.longest_span else ""
 
 
 def _unreadable(case: Case) -> str:
     implementation, why = case.model.attn_implementation, _needs_dense(case)
-    return f"{why}, on {implementation}" if why and implementation not in ("sdpa", "eager", "flex_attention") else ""
+    reads = ("sdpa", "eager") if case.recurrent else ("sdpa", "eager", "flex_attention")
+    return f"{why}, on {implementation}" if why and implementation not in reads else ""
+
+
+def _routers_loss(case: Case) -> str:
+    read = case.model.config is not None and getattr(text_config(case.model.config), "output_router_logits", False)
+    return _needs_dense(case) if read and case.recurrent else ""
 
 
 def _unplaced(case: Case) -> str:
@@ -179,37 +174,26 @@ def _unplaced(case: Case) -> str:
     return why_padding_leaks(case.model.config, "right") or ("" if case.model.reads_dense else "it builds its own masks")
 
 
+_FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
     forms=(
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
-        Form(
-            form="block_mask",
-            reads="for packed rows and other patterns a BlockMask on flex_attention",
-            when=_on("flex_attention"),
-        ),
-        Form(
-            form="mapping",
-            reads="{kind of layer: mask} where layers differ (recurrent, windows)",
-            when=lambda case: _needs_dense(case) if list(patterns_by_kind(case)) != [""] else "",
-        ),
+        Form(form="block_mask", reads=_FLEX, when=_on("flex_attention")),
+        Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
         Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers of families that read no offsets, of unknown models, of configs before 5.20",
-            when=_flat_state,
+            of="flat rows on recurrent layers of families that read no offsets, of unknown models, without the kernels that "
+            "read them, as on every NPU (a model is asked; with a config alone nothing is looked at, and transformers "
+            f"{MISSING_KERNEL_RAISES} and later raise at the first forward), and of configs before {MISSING_KERNEL_RAISES}",
+            when=why_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
-            remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=.",
-        ),
-        Refusal(
-            of="flat rows on recurrent layers without the kernels that read offsets, as on every NPU (a model is asked; "
-            "with a config alone nothing is looked at, and transformers 5.20 and later raise at the first forward)",
-            when=_missing_kernel,
-            rule="Without CUDA kernels a state runs from one sequence of a flat row into the next: {why}.",
-            remedy="Give each sequence its own row (padding_free=False). Packed rows on an NPU: Megatron trainers alone "
-            "(ms-swift, MindSpeed). On CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm).",
+            remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=. A "
+            "missing kernel, on CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm). Packed "
+            "rows on an NPU: Megatron trainers alone (ms-swift, MindSpeed).",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
@@ -218,9 +202,9 @@ TRANSFORMERS = Consumer(
             remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both, where taken.",
         ),
         Refusal(
-            of="one row padded left on recurrent layers before 5.15",
-            when=_single_row,
-            rule="Before 5.15 transformers drops the mask of a single row in recurrent layers.",
+            of=f"one row padded left on recurrent layers before {SINGLE_ROW_MASKED}",
+            when=_one_row_inside,
+            rule=f"Before {SINGLE_ROW_MASKED} transformers drops the mask of a single row in recurrent layers.",
             remedy="Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers.",
         ),
         Refusal(
@@ -229,27 +213,22 @@ TRANSFORMERS = Consumer(
             rule="Alone a sequence has its own width, and {why}.",
             remedy="Batch sequences of one length, so that nothing is padded.",
         ),
-        Refusal(
-            of="sliding windows on flash attention where torch_npu is installed",
-            when=_dropped_window,
-            rule="transformers' NPU flash attention drops windows in silence (npu_flash_attention.py:54-104), and {why}.",
-            remedy="Use attn_implementation='sdpa', or rows no longer than the window.",
-        ),
         replace(
             PACKED_RECURRENT,
             remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
         ),
         Refusal(
-            of="windows on flex_attention in packed rows: one BlockMask goes to every layer",
-            when=_window_on_flex,
-            rule="A BlockMask goes to every layer as it is (masking_utils.py:833), and {why}.",
-            remedy="Use attn_implementation='sdpa' or 'eager', one sequence a row, or rows no longer than the window.",
+            of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "
+            "flex_attention",
+            when=_lost_window,
+            rule="The window of some layers would be lost: {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
         ),
         Refusal(
-            of="dense masks on flash attention",
+            of="dense masks on flash attention, and on flex_attention beside recurrent layers",
             when=_unreadable,
-            rule="This attention implementation reads a 2D mask or offsets, and {why}.",
-            remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True.",
+            rule="This attention reads a 2D mask, offsets, or a BlockMask that says nothing to recurrent layers, and {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
             of="dense masks and packed rows on models that take neither",
@@ -264,14 +243,8 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
-            of="other patterns on recurrent layers with flex_attention",
-            when=lambda case: case.recurrent and case.model.attn_implementation == "flex_attention" and _needs_dense(case),
-            rule="A BlockMask says nothing to recurrent layers, which then ignore padding, and {why}.",
-            remedy="Use attn_implementation='sdpa' or 'eager'.",
-        ),
-        Refusal(
             of="other patterns on recurrent layers with a router's loss",
-            when=lambda case: case.recurrent and case.model.aux_loss and _needs_dense(case),
+            when=_routers_loss,
             rule="The router's aux loss indexes a 2D mask, recurrent layers beside a 4D one need a mapping, and {why}.",
             remedy="Set output_router_logits=False, or keep plain causal attention.",
         ),
@@ -283,5 +256,6 @@ TRANSFORMERS = Consumer(
     masks_flat_row=_masked_flat_row,
     reads_offsets=_reads_offsets,
     patterns=patterns_by_kind,
+    here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

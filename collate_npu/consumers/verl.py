@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.consumers.mindspeed import NOT_EXACT
-
-
-def _more_than_2d(case: Case) -> bool:
-    return not case.padding_free and not case.plain
-
+from collate_npu.releases import installed
 
 VERL = Consumer(
     name="verl",
@@ -20,14 +14,14 @@ VERL = Consumer(
         HOLES_RECURRENT,
         Refusal(
             of="several sequences in a row, and patterns other than causal",
-            when=_more_than_2d,
+            when=lambda case: not case.padding_free and not case.plain,
             rule="verl's padded engine reads a [B, S] mask and causal attention.",
             remedy="Use its padding-free (thd) engine: padding_free=True.",
         ),
     ),
-    keep_dtype=torch.bool,
     keeps_mask_2d="always",
     recurrent_scheme="head_exchange_zigzag",
+    here=lambda: bool(installed("verl")) and not installed("torch_npu"),
     source="verl models/mcore/util.py:649-655, 775-848",
 )
 
@@ -37,5 +31,6 @@ VERL_NPU = Consumer(
     refuses=(PACKED_RECURRENT, NOT_EXACT),
     keeps_mask_2d="always",
     recurrent_scheme="head_exchange_zigzag",
+    here=lambda: bool(installed("verl") and installed("torch_npu")),
     source="verl 0.9.1 models/mcore/util.py:649-655, 768-770, 884-885; workers/engine/mindspeed/transformer_impl.py:40-54",
 )

@@ -1,7 +1,7 @@
 """axolotl 0.19.0: one line of its YAML, `plugins: [collate_npu.integrations.axolotl.CollatePlugin]`.
 
-axolotl makes its plugins by name and calls `post_trainer_create` with the trainer it built (train.py:607). Whatever
-collator it chose is wrapped there; the trainers of `rl:` make rows behind theirs, so there each forward is looked at.
+Whatever collator axolotl chose is wrapped in `post_trainer_create` (train.py:607); the trainers of `rl:` make rows behind
+theirs, so there each forward is looked at.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
+from collate_npu import adapt
 from collate_npu.collate.wrapping import WrappedCollator, wrap_collator
 from collate_npu.consumers.models import needs_mask_2d, unwrap
-from collate_npu.integrations.trl import adapt_forward
 
 PACKAGE, TESTED = "axolotl", "0.19.0"
 
@@ -29,7 +29,7 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
         """Wrap the collators of a trainer, or watch the forwards of one whose rows are made behind its collator."""
         if cfg.rl:
             for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-                adapt_forward(model)
+                adapt(model)
             return
         for name, packs in (("data_collator", cfg.sample_packing), ("eval_data_collator", cfg.eval_sample_packing)):
             if (inner := getattr(trainer, name, None)) is not None:

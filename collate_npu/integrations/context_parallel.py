@@ -24,10 +24,12 @@ from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
-from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import ignore_first_labels, shift_labels
 from collate_npu.parallel import ContextParallel
+from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments
 
 Backend = Literal["torch", "deepspeed"]
@@ -53,9 +55,8 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
     name = type(config_of(model)).__name__
     if needs_mask_2d(model):
         rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
-        remedy = (
-            "Use Megatron (its GatedDeltaNet gathers the row from megatron-core 0.18 on), or no sequence parallelism here."
-        )
+        remedy = f"Use Megatron (its GatedDeltaNet gathers the row from megatron-core {MEGATRON_PARALLEL} on), or no "
+        remedy += "sequence parallelism here."
         raise UnsupportedFormError(explain("model", name, rule, remedy))
     kinds = set(getattr(text_config(config_of(model)), "layer_types", None) or ()) - {"full_attention"}
     if kinds and backend == "torch":
@@ -80,8 +81,11 @@ def ready_batch(
     Raises `UnsupportedFormError` where causal attention without a mask is not exact, `CollateError` for the width.
     """
     segments = segments or segments_from_batch(batch)
-    _check_width(segments, size, backend)
     exact = none_is_exact(segments)
+    multiple = ContextParallel(size, 0, layout="zigzag" if backend == "torch" else "ulysses").multiple
+    if segments.shape[1] % multiple:
+        rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
+        raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
     if not exact:
         _check_documents(segments, backend, attn_implementation, exact.why)
     out = {key: value for key, value in batch.items() if key not in of_kind(batch, "truth")}
@@ -97,8 +101,9 @@ def ready_batch(
         out["attention_mask"] = segments.keep.to(torch.int64)
     if debug.ON:
         say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
-    device = batch["input_ids"].device if isinstance(batch.get("input_ids"), Tensor) else None
-    return {key: _owned(value, device) for key, value in out.items()}
+    device = getattr(batch.get("input_ids"), "device", None)
+    tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
+    return out | {key: x.clone(memory_format=torch.contiguous_format).to(device) for key, x in tensors.items()}
 
 
 def buffers_of(batch: Mapping[str, Any], *, keys: Mapping[str, Key] = KEYS) -> tuple[list[Tensor], list[int]]:
@@ -106,10 +111,10 @@ def buffers_of(batch: Mapping[str, Any], *, keys: Mapping[str, Key] = KEYS) -> t
 
     By the same rows of `keys` as `split_batch`, the 2D mask included, mRoPE positions by their last dimension.
     """
-    shape = token_shape(batch)
-    found = [(value, _dim_of(key, value, keys.get(key), shape)) for key, value in batch.items()]
-    split = [(value, dim) for value, dim in found if dim is not None]
-    return [value for value, _ in split], [dim for _, dim in split]
+    shape = Sources(batch).shape()
+    dims = {key: _dim_of(value, keys.get(key), shape) for key, value in batch.items()}
+    split = {key: dim for key, dim in dims.items() if dim is not None}
+    return [batch[key] for key in split], list(split.values())
 
 
 @contextmanager
@@ -168,33 +173,15 @@ def context_parallel_collator(
     return ContextParallelCollator(inner=inner, size=size, backend=backend, attn_implementation=implementation)
 
 
-def _check_width(segments: Segments, size: int, backend: Backend) -> None:
-    layout: Literal["zigzag", "ulysses"] = "zigzag" if backend == "torch" else "ulysses"
-    multiple = ContextParallel(size, 0, layout=layout).multiple
-    if segments.shape[1] % multiple:
-        rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
-        raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
-
-
 def _check_documents(segments: Segments, backend: Backend, attn_implementation: str, why: str) -> None:
     """Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see."""
-    lengths = (n for row in segments.lengths for n in row)
-    whole = all(stop - start == n for (_, start, stop), n in zip(segments.spans, lengths))
-    if whole and backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")):
+    if not segments.hole_rows and backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")):
         return
     rule = f"Under {backend} sequence parallelism every mask is dropped, and {why}."
-    remedy = "Pad right with one sequence a row."
-    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
 
 
-def _owned(value: Any, device: torch.device | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.clone(memory_format=torch.contiguous_format)
-    return copy if device is None else copy.to(device)
-
-
-def _dim_of(key: str, value: Any, rule: Key | None, shape: tuple[int, ...]) -> int | None:
+def _dim_of(value: Any, rule: Key | None, shape: tuple[int, ...]) -> int | None:
     if not isinstance(value, Tensor) or value.ndim < 2 or (rule is not None and rule.share == "replicate"):
         return None
     if rule is None or rule.share == "rows":

@@ -1,7 +1,7 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
-A patch belongs to its holders: it is in place while at least one of them holds it. Holding it twice is holding it once,
-so a plugin file may run again. What somebody else patched over ours stays as it is, and ours then calls the original.
+A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
+patched over ours stays as it is, and ours then calls the original.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ _ABSENT = object()
 """The owner has no such name of its own: it inherits it."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True)
 class _Patch:
-    """One function in place of another."""
+    """One function in place of another; `before` is what the owner itself holds, a `staticmethod` as such."""
 
     owner: Any
     name: str
     ours: Callable[..., Any]
     original: Callable[..., Any]
     before: Any
-    """What the owner itself holds under the name, a `staticmethod` as such."""
     everywhere: str
     wrapped: Any = None
     holders: set[str] = field(default_factory=set)
@@ -45,7 +44,7 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
             known.holders.add(holder)
             return
     original, before = getattr(owner, name), vars(owner).get(name, _ABSENT)
-    made = _Patch(owner=owner, name=name, ours=ours, original=original, before=before, everywhere=everywhere)
+    made = _Patch(owner, name, ours, original, before, everywhere)
     made.holders.add(holder)
 
     @wraps(original)

@@ -10,10 +10,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.integrations.delivery import check_delivery as check_delivery
-from collate_npu.integrations.delivery import guard_first_batch
-from collate_npu.integrations.delivery import received_masks as received_masks
 from collate_npu.keys import KEYS, of_kind
+from collate_npu.proof.delivery import guard_first_batch
 
 PACKAGE, TESTED = "transformers", "5.23.0"
 
@@ -22,10 +20,8 @@ COLUMNS = tuple(sorted(of_kind(KEYS, "tokens", "positions", "truth", "vision")))
 
 
 def declare_columns(trainer: Any, *names: str) -> None:
-    """Keep the collator's columns (and `names`) from a Trainer's `remove_unused_columns`, which is True by default.
-
-    It drops whatever the model's forward does not name, `seq_lengths` and `loss_scale` among it, before the collator sees
-    a sample (transformers 5.23 trainer.py `_set_signature_columns_if_needed`). Call it before `train()`.
+    """Keep the collator's columns (and `names`) from a Trainer's `remove_unused_columns`, which is True by default and drops
+    whatever the model's forward does not name (transformers 5.23 trainer.py). Call it before `train()`.
 
     >>> from transformers import Trainer, TrainingArguments
     >>> from collate_npu.testing import tiny_model

@@ -1,4 +1,4 @@
-"""TRL 1.16.0: a collator where the trainer takes one, `adapt_forward(trainer.model)` where it makes its batches itself.
+"""TRL 1.16.0: a collator where the trainer takes one, `adapt(trainer.model)` where it makes its batches itself.
 
 SFT on padded rows, DPO, KTO and reward trainers take `data_collator=wrap_collator(theirs, model=model)`. GRPO and RLOO
 collate nothing (grpo_trainer.py:964), ORPO and CPO join rows behind the collator (experimental/orpo/orpo_trainer.py:606),
@@ -14,49 +14,45 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.find import agreed
+from collate_npu.masks.sources import Sources
 
 PACKAGE, TESTED = "trl", "1.16.0"
 
 
-def adapt_forward(model: nn.Module, **settings: Any) -> RemovableHandle:
+def adapt(model: nn.Module, **settings: Any) -> RemovableHandle:
     """Let every batch go through `BatchAdapter(model, **settings)` on its way into `model(...)`; undone by `.remove()`.
 
-    Whatever the trainer put together is proved, made right for this model, or refused there. A single row without a mask
-    is read as a flat one. Steps of generation behind the prompt pass as they are. The trainer's own batch stays as it was,
-    so its counts of tokens stay too. Give it `trainer.model`, and `trainer.ref_model` where there is one. Works with any
-    trainer of transformers models. Costs a copy of the mask to the host each step: prefer a collator where one is taken.
+    Whatever the trainer put together is proved, made right for this model, or refused there; its own batch stays as it
+    was. A single row without a mask is read as a flat one. Steps of generation behind the prompt pass as they are. Works
+    with any trainer of transformers models. Costs a copy of the mask to the host each step: prefer a collator.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
-    >>> handle = adapt_forward(model)
+    >>> handle = adapt(model)
     >>> model(input_ids=torch.tensor([[256, 1], [2, 3]]), attention_mask=torch.tensor([[0, 1], [1, 1]])).logits.shape
     torch.Size([2, 2, 257])
-    >>> model(input_ids=torch.tensor([[256, 1], [2, 3]]))
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
-        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
-        wrap_collator emit it).
     >>> handle.remove()
     """
     adapter = BatchAdapter(model, **settings)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def adapt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
-        batch = {**dict(zip(names, args)), **kwargs}
+    def through_adapter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        batch = Sources({**dict(zip(names, args)), **kwargs})
         if _decodes(batch):
             return None
-        flat = batch.get("attention_mask") is None and token_shape(batch)[0] == 1
-        segments = segments_from_batch(batch, polarity=adapter.polarity, pattern=adapter.declared, padding_free=flat)
+        flat = batch.get("attention_mask") is None and batch.shape()[0] == 1
+        segments = agreed(batch, polarity=adapter.polarity, pattern=adapter.declared, padding_free=flat)
         return (), adapter.render(batch, segments, padding_free=flat)
 
-    return model.register_forward_pre_hook(adapt, with_kwargs=True)
+    return model.register_forward_pre_hook(through_adapter, with_kwargs=True)
 
 
-def _decodes(batch: dict[str, Any]) -> bool:
+def _decodes(batch: Sources) -> bool:
     """Is this a step of generation whose cache holds the tokens before it? Its mask, if any, covers those too."""
-    mask, width = batch.get("attention_mask"), token_shape(batch)[1]
+    mask, width = batch.get("attention_mask"), batch.shape()[1]
     cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
     return cached and (width == 1 or (mask is not None and mask.shape[-1] > width))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from collate_npu.errors import explain
+from collate_npu.errors import UnsupportedFormError, explain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Breach:
     """One rule that a call breaks. `silent`: the kernel takes the call and computes something else."""
 
@@ -21,3 +22,9 @@ class Breach:
 
     def __str__(self) -> str:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
+
+
+def refuse(kernel: str, found: Iterable[Breach]) -> None:
+    """Raise `UnsupportedFormError` with every breach, if there is one."""
+    if listed := "\n".join(map(str, found)):
+        raise UnsupportedFormError(f"{kernel}:\n{listed}")

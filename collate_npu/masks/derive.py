@@ -8,17 +8,14 @@ Legend: B batch, S width, H heads, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import host_tensor, whole_number
 from collate_npu.errors import (
     REMEDY_CARRY_2D,
     REMEDY_DECLARE_POLARITY,
-    RULE_SAME_TOKENS,
     AmbiguousMaskError,
     CollateError,
     PolarityError,
@@ -27,15 +24,14 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
-from collate_npu.host import host_tensor, whole_number
-from collate_npu.masks.evidence import Known, Reading, read_square
-from collate_npu.masks.patterns import Pattern, fill_band
+from collate_npu.masks.evidence import UnexplainedError
+from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import Bools, MaskValues, Polarity
-from collate_npu.masks.proof import UnexplainedError
+from collate_npu.masks.readings import Known, Reading, read_square
 from collate_npu.masks.square import Square
-from collate_npu.segments import Segments, Values
+from collate_npu.segments import Segments, Values, of_keep, ready
 
-KEY = "attention_mask"
+MASK_KEY = "attention_mask"
 
 
 def derive_segments(
@@ -66,23 +62,24 @@ def derive_segments(
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
 
-    >>> from collate_npu import Segments, dense
+    >>> from collate_npu import Segments
+    >>> from collate_npu.masks import dense
     >>> masked = dense(Segments.from_lengths([3, 5], side="left"), polarity="masked")
     >>> derive_segments(masked), derive_segments(~masked) == derive_segments(masked)
     (Segments(B=2, S=5, lengths=[3, 5], padding='left'), True)
     >>> derive_segments([[1, 1, 2, 2, 0]]).lengths
     ((2, 2),)
     """
-    full = host_tensor(KEY, attention_mask)
+    full = host_tensor(MASK_KEY, attention_mask)
     how = None if pattern is None else Pattern.of(pattern)
     if batch_size is not None:
         whole_number("batch_size", batch_size, least=1)
     if keep is None:
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
-        return read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments.ready()
-    truth = segments_from_2d("keep", keep, "keep")
+        return ready(read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments)
+    truth = read_keys("keep", host_tensor("keep", keep), "keep")
     known = Known(keep=truth.array != 0, pattern=how, prove=prove)
-    return read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments.ready()
+    return ready(read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments)
 
 
 def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int) -> Reading:
@@ -94,17 +91,18 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_si
     assert keep_BS is not None
     if full.ndim < 2 or full.shape[-1] != keep_BS.shape[-1] or full.shape[0] not in (1, len(keep_BS), keep_BS.shape[-1]):
         got = f"{shape_of(full)} beside tokens {list(keep_BS.shape)}"
-        raise CollateError(explain(KEY, got, RULE_SAME_TOKENS, "Build them together, and split them together."))
+        rule = "All masks of a batch describe the same tokens."
+        raise CollateError(explain(MASK_KEY, got, rule, "Build them together, and split them together."))
     values = MaskValues(full, polarity)
     if tuple(full.shape[:-1]) in ((len(keep_BS),), (len(keep_BS), 1, 1)) and not (full.ndim == 4 and full.shape[-1] == 1):
         found = _key_mask(values, keep_BS)
-        check_same_padding(Segments.kept(keep_BS), {KEY: found})
+        check_same_padding(of_keep(keep_BS), MASK_KEY, found)
         if found.packed and known.segments is not None and found != known.segments:
             rule = "Its packing ids part the rows at other places than the other sources of the batch."
-            raise CollateError(explain(KEY, repr(found), rule, "Keep one of them."))
+            raise CollateError(explain(MASK_KEY, repr(found), rule, "Keep one of them."))
         return Reading(known.segments or found, None)
     if full.shape[-2] != full.shape[-1]:
-        return _refuse_shape(full)
+        raise _no_shape(full)
     return _square(values, known, batch_size)
 
 
@@ -112,40 +110,35 @@ def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
     """A mask of keys alone may have either polarity here: one that tells the truth is right."""
     if values.packing_ids:
         return Segments.from_ids(values.raw)
-    polarities: tuple[Polarity, ...] = (values.declared,) if values.declared else ("keep", "masked")
-    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities]
-    return Segments.kept(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
+    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in _polarities(values)]
+    return of_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
-def segments_from_2d(key: str, value: Values, polarity: Polarity | None = None) -> Segments:
+def _polarities(values: MaskValues) -> tuple[Polarity, ...]:
+    return (values.declared,) if values.declared else ("keep", "masked")
+
+
+def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
     """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, or as declared, or packing ids `1 1 2 2 0`.
 
     Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
     """
-    held = host_tensor(key, value)
     if held.dtype == torch.bool and held.ndim == 2 and polarity == "keep":
-        return Segments.kept(held.numpy())
+        return of_keep(held.numpy())
     values = MaskValues(held, polarity, key)
     if values.full.ndim != 2:
-        return _refuse_shape(values.full)
+        raise _no_shape(values.full)
     return _from_keys(values)
 
 
-def check_same_padding(segments: Segments, others: dict[str, Segments]) -> None:
-    """Raise unless every other source of the same batch (a 2D mask, lengths) names the same padding; lists the rows."""
-    for name, other in others.items():
-        if other.shape != segments.shape:
-            got = f"{list(other.shape)} beside {list(segments.shape)}"
-            raise CollateError(explain(name, got, RULE_SAME_TOKENS, "Build them together, and split them together."))
-        wrong = np.flatnonzero(((other.array != 0) != (segments.array != 0)).any(axis=1))
-        if len(wrong):
-            rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
-            rule = "It disagrees with the other mask of the same batch about which tokens are real."
-            remedy = "Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths."
-            raise CollateError(explain_rows(name, rows, rule, remedy))
-
-
-# --- shapes
+def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
+    """Raise unless another source of the same rows (a 2D mask, lengths) names the same padding; lists the rows."""
+    wrong = np.flatnonzero(((other.array != 0) != (segments.array != 0)).any(axis=1))
+    if len(wrong):
+        rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
+        rule = "It disagrees with the other mask of the same batch about which tokens are real."
+        remedy = "Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths."
+        raise CollateError(explain_rows(name, rows, rule, remedy))
 
 
 def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
@@ -157,17 +150,21 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
     if len(shape) == 2:
         return _from_two_dims(values, batch_size, known)
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
-        return _repeat(Reading(_from_key_row(values), None), batch_size)
+        if values.declared is None:
+            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
+            raise PolarityError(explain(MASK_KEY, shape_of(full), rule, REMEDY_DECLARE_POLARITY))
+        return _repeat(Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
         return _repeat(_square(values, known, shape[0]), batch_size)
-    return _refuse_shape(full)
+    raise _no_shape(full)
 
 
 def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> Reading:
     rows, S = values.full.shape
-    if rows != S or values.low == values.high or values.high > 1:
+    low, high = values.range
+    if rows != S or low == high or high > 1:
         if batch_size not in (None, rows):
-            _refuse_batch(values.full, batch_size)
+            raise _of_other_rows(values.full, batch_size)
         return Reading(_from_keys(values), None)
     if batch_size not in (None, S):
         return _repeat(_square(values, known, 1), batch_size)
@@ -178,7 +175,7 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
     except PolarityError:
         pass
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
-    raise AmbiguousMaskError(explain(KEY, shape_of(values.full), rule, "Pass [B, 1, S, S], or attention_mask_2d."))
+    raise AmbiguousMaskError(explain(MASK_KEY, shape_of(values.full), rule, "Pass [B, 1, S, S], or attention_mask_2d."))
 
 
 def _from_keys(values: MaskValues) -> Segments:
@@ -188,61 +185,37 @@ def _from_keys(values: MaskValues) -> Segments:
             rule = "Numbers above 1 are packing ids, 0 = padding."
             raise PolarityError(explain(values.key, shape_of(values.full), rule, "Pass polarity=None."))
         return Segments.from_ids(values.raw)
-    if values.declared is None and not values.high and values.full.numel():
+    if values.declared is None and not values.range[1] and values.full.numel():
         got = f"{shape_of(values.full)} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
-    return Segments.kept(values.read(values.declared or "keep"))
-
-
-def _from_key_row(values: MaskValues) -> Segments:
-    """`[B, 1, 1, S]` holds keys alone, so nothing in it proves a polarity."""
-    if values.declared is None:
-        rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
-        raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
-    return Segments.kept(values.read(values.declared)[:, 0, 0])
+    return of_keep(values.read(values.declared or "keep"))
 
 
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
-
-    def read(polarity: Polarity) -> Reading:
-        return read_square(Square(values, polarity, batch_size), known)
-
-    if values.declared is None:
-        return _proved(values, known, read)
-    try:
-        return read(values.declared)
-    except UnexplainedError as error:
-        return _refuse_unexplained(values, known, {values.declared: error})
-
-
-def _proved(values: MaskValues, known: Known, read: Callable[[Polarity], Reading]) -> Reading:
     found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
-    polarities: tuple[Polarity, Polarity] = ("keep", "masked")
-    for polarity in polarities:
+    for polarity in _polarities(values):
         try:
-            found[polarity] = read(polarity)
+            found[polarity] = read_square(Square(values, polarity, batch_size), known)
         except AmbiguousMaskError as error:
             found[polarity] = error.with_traceback(None)  # whose frames would hold the whole matrix
         except UnexplainedError as error:
             failed[polarity] = error.with_traceback(None)
     if len(found) == 2 and found["keep"] == found["masked"]:
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
-    if len(found) == 2:
-        told = "; ".join(f"as '{name}' {_told(result)}" for name, result in found.items())
-        rule = f"Both readings are possible: {told}."
-        raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     if not found:
-        return _refuse_unexplained(values, known, failed)
-    ((name, result),) = found.items()
+        raise _unexplained(values, known, failed)
+    told = [f"as '{name}' {_told(result)}" for name, result in found.items()]
+    # where a pattern was declared, that may be what is wrong, and not the other reading
+    told += [f"as '{name}' it is {error.instead}" for name, error in failed.items() if error.instead is not None]
+    result = next(iter(found.values()))
+    if len(told) > 1 and (len(found) > 1 or isinstance(result, Reading)):
+        rule = f"Both readings are possible: {'; '.join(told)}."
+        raise PolarityError(explain(MASK_KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     if isinstance(result, AmbiguousMaskError):
         raise result
-    for other, unexplained in failed.items():
-        if unexplained.instead is not None:  # the declared pattern may be what is wrong, not the other reading
-            rule = f"Both readings are possible: as '{name}' {_told(result)}, as '{other}' it is {unexplained.instead}."
-            raise PolarityError(explain(KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
     return result
 
 
@@ -250,23 +223,23 @@ def _told(result: Reading | AmbiguousMaskError) -> str:
     return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result.segments!r}"
 
 
-def _refuse_unexplained(values: MaskValues, known: Known, failed: dict[Any, UnexplainedError]) -> NoReturn:
+def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
     rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
     instead = next((error.instead for error in failed.values() if error.instead is not None), None)
+    got = shape_of(values.full)
     if instead is not None:
-        rule = f"{shape_of(values.full)} is not {known.pattern} attention on these tokens; {instead} would explain it."
+        rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
         remedy = f"Pass pattern={spelled(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
-        raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
-    if known.keep is not None or known.segments is not None:
-        rule = f"{shape_of(values.full)} and the other sources of the batch describe no same tokens under one pattern."
+    elif known.keep is not None or known.segments is not None:
+        rule = f"{got} and the other sources of the batch describe no same tokens under one pattern."
         remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
-        raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
-    rule = f"{shape_of(values.full)} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-    remedy = (
-        f"{REMEDY_CARRY_2D} If the attention is custom, pass prove=False. If True means the opposite, pass polarity=. "
-        "If padding attends itself, neither helps: pass keep=."
-    )
-    raise AmbiguousMaskError(explain_rows(KEY, rows, rule, remedy))
+    else:
+        rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
+        remedy = (
+            f"{REMEDY_CARRY_2D} If the attention is custom, pass prove=False. If True means the opposite, pass polarity=. "
+            "If padding attends itself, neither helps: pass keep=."
+        )
+    return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy))
 
 
 def spelled(pattern: Pattern) -> str:
@@ -280,39 +253,29 @@ def _repeat(reading: Reading, batch_size: int | None) -> Reading:
         return reading
     if rows == 1 and batch_size:
         return Reading(Segments(np.repeat(reading.segments.array, batch_size, axis=0)), reading.pattern)
-    return _refuse_batch(reading.segments.ids, batch_size)
+    raise _of_other_rows(reading.segments.ids, batch_size)
 
 
-def _refuse_batch(full: Tensor, batch_size: int | None) -> NoReturn:
+def _of_other_rows(full: Tensor, batch_size: int | None) -> CollateError:
     rule = f"The batch has {batch_size} rows."
-    raise CollateError(explain(KEY, shape_of(full), rule, "Pass the mask of this batch, before any split."))
+    return CollateError(explain(MASK_KEY, shape_of(full), rule, "Pass the mask of this batch, before any split."))
 
 
 def _refuse_compressed(full: Tensor) -> None:
     """torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin doc:554-606."""
     if tuple(full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
-    top = full.reshape(-1, 2048)[:2048]
-    if _is_triangle(top, True) or _is_triangle(top, False):
+    below_QK = (full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
+    if below_QK.all() or not below_QK.any():
         rule = "It is torch_npu's compressed causal triangle, which holds no padding, or 2048 tokens without padding."
-        raise AmbiguousMaskError(explain(KEY, shape_of(full), rule, REMEDY_CARRY_2D))
+        raise AmbiguousMaskError(explain(MASK_KEY, shape_of(full), rule, REMEDY_CARRY_2D))
 
 
-def _is_triangle(top: Tensor, below: bool) -> bool:
-    """Are the values up to the diagonal those that are not 0 (`below`), or those behind it?"""
-    rows, given_QK = 256, np.empty((256, 2048), bool)
-    for low in range(0, 2048, rows):
-        fill_band(given_QK, low, None, below, not below)
-        if not np.array_equal((top[low : low + rows] != 0).numpy(), given_QK):
-            return False
-    return True
-
-
-def _refuse_shape(full: Tensor) -> NoReturn:
+def _no_shape(full: Tensor) -> CollateError:
     got = shape_of(full)
     if full.ndim in (3, 4):
         rule = f"{full.shape[-2]} query rows and {full.shape[-1]} keys: a context-parallel shard, or a KV cache."
         remedy = "Derive from the whole mask, before the split; self-attention has as many rows as keys."
-        raise AmbiguousMaskError(explain(KEY, got, rule, remedy))
+        return AmbiguousMaskError(explain(MASK_KEY, got, rule, remedy))
     rule = "Masks are [B,S], [B,1,1,S], [B,S,S], [S,S], [1,1,S,S], [B,1,S,S] or [B,H,S,S]."
-    raise UnsupportedFormError(explain(KEY, got, rule, "Reshape it, or pass attention_mask_2d."))
+    return UnsupportedFormError(explain(MASK_KEY, got, rule, "Reshape it, or pass attention_mask_2d."))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collate_npu.host import Array
+from collate_npu.arrays import Array
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
@@ -35,8 +35,8 @@ class Region(NamedTuple):
 
 def regions_of(segments: Segments) -> list[list[Region]]:
     """For each row of the batch its sequences; every query is in one region, unless the row is padding alone."""
-    spans, lengths, S = segments.spans, segments.sequence_lengths, segments.shape[1]
-    rows: list[list[Region]] = [[] for _ in range(segments.shape[0])]
+    spans, lengths, (B, S) = segments.spans, segments.sequence_lengths, segments.shape
+    rows: list[list[Region]] = [[] for _ in range(B)]
     for n, (b, start, end) in enumerate(spans):
         last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
         holes = segments.array[b, start:end] == 0 if end - start > lengths[n] else None

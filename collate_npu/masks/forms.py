@@ -11,7 +11,7 @@ Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens withou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -21,20 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.host import Array, host_array
+from collate_npu.arrays import Array, host_array
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.masks.fill import fill_rows, regions_of
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.polarity import Polarity
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, of_lengths
 
 MAX_MASK_BYTES = 4 << 30
 EVALUATED_BYTES = 21
 """Bytes a place that evaluating a predicate takes at its peak (tests measure it)."""
-
-
-# --- None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,6 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return self.ok
-
-
-_EXACT = Verdict(True, "causal attention, padding on the right only, one sequence a row")
 
 
 def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verdict:
@@ -77,10 +71,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     if segments.padding_side not in ("none", "right"):
         where = "on the left" if segments.padding_side == "left" else "before or between real tokens"
         return Verdict(False, f"padding stands {where}, so real tokens would attend it")
-    return _EXACT
-
-
-# --- dense
+    return Verdict(True, "causal attention, padding on the right only, one sequence a row")
 
 
 def dense(
@@ -118,11 +109,11 @@ def dense(
     pattern.check(segments.num_sequences)
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape
-    runs = [(0, 0, S)] if rows is None else list(_runs(_query_rows(rows, S)))
+    runs = [(0, 0, S)] if rows is None else _runs(_query_rows(rows, S))
     Q = sum(high - low for _, low, high in runs)
     check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
-    carrier, allowed, forbidden = _carrier(dtype, attend, blocked)
-    out_B1QK = np.empty((B, 1, Q, S), carrier)
+    allowed, forbidden = _carried(dtype, attend, blocked)
+    out_B1QK = np.empty((B, 1, Q, S), allowed.dtype)
     for (out_QK,), regions in zip(out_B1QK, regions_of(segments)):
         for at, low, high in runs:
             fill_rows(out_QK[at : at + high - low], low, regions, pattern, allowed, forbidden)
@@ -152,23 +143,19 @@ def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype,
 
 
 @cache
-def _carrier(dtype: torch.dtype, attend: float, blocked: float) -> tuple[Any, Any, Any]:
-    """numpy has no bfloat16: its bits travel as uint16."""
+def _carried(dtype: torch.dtype, attend: float, blocked: float) -> Array:
+    """Both values as numpy holds them, which has no bfloat16: its bits travel as uint16."""
     values = torch.tensor([attend, blocked], dtype=dtype)
-    bits = values.view(torch.uint16) if dtype == torch.bfloat16 else values
-    array = bits.numpy()
-    return array.dtype, array[0], array[1]
+    return (values.view(torch.uint16) if dtype == torch.bfloat16 else values).numpy()
 
 
-def _query_rows(rows: slice | Sequence[int] | Tensor | None, S: int) -> Array:
-    if rows is None or isinstance(rows, slice):
-        return np.arange(S)[rows or slice(None)]
+def _query_rows(rows: slice | Sequence[int] | Tensor, S: int) -> Array:
+    if isinstance(rows, slice):
+        return np.arange(S)[rows]
     picked = host_array("rows", rows)
     if (picked.dtype.kind not in "iu" and picked.size) or picked.ndim != 1:
         rule = "Query rows are a slice, or whole numbers [Q]."
-        raise CollateError(
-            explain("rows", f"{picked.dtype} {list(picked.shape)}", rule, "Pass rows.nonzero()[:, 0] of a bool.")
-        )
+        raise CollateError(explain("rows", shape_of(picked), rule, "Pass rows.nonzero()[:, 0] of a bool."))
     if picked.size and (picked.min() < 0 or picked.max() >= S):
         raise CollateError(explain("rows", f"{picked.min()}..{picked.max()}", f"Query rows lie in 0..{S - 1}.", "Clip."))
     return picked.astype(np.int64)
@@ -183,13 +170,10 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
         raise UnsupportedFormError(explain(what, f"{size / 2**30:.2f} GiB ({list(shape)})", rule, remedy))
 
 
-def _runs(query_rows: Array) -> Iterator[tuple[int, int, int]]:
+def _runs(query_rows: Array) -> list[tuple[int, int, int]]:
     """`(place in the output, first row, last row + 1)` of each stretch of neighbouring rows."""
-    if not len(query_rows):
-        return
     cuts = [0, *(np.flatnonzero(np.diff(query_rows) != 1) + 1).tolist(), len(query_rows)]
-    for low, high in pairwise(cuts):
-        yield low, int(query_rows[low]), int(query_rows[high - 1]) + 1
+    return [(low, int(query_rows[low]), int(query_rows[high - 1]) + 1) for low, high in pairwise(cuts) if low < high]
 
 
 # --- predicates: BlockMask, and dense on a device
@@ -252,58 +236,25 @@ def block_mask(
     return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 
 
-# --- varlen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Varlen:
-    """Offsets for kernels that take one flat row of sequences: cu_seqlens `0, 3, 8` for lengths 3 and 5.
-
-    >>> offsets = varlen(Segments.from_lengths([3, 5], side="left"))
-    >>> offsets.cu_seqlens.tolist(), offsets.cu_seqlens_host, offsets.max_length, offsets.num_sequences
-    ([0, 3, 8], (0, 3, 8), 5, 2)
-    >>> offsets.position_ids.tolist(), offsets.seq_idx.tolist()
-    ([[0, 1, 2, 0, 1, 2, 3, 4]], [[0, 0, 0, 1, 1, 1, 1, 1]])
-    """
-
-    cu_seqlens: Tensor
-    """int32 `[N + 1]`, leading 0 (flash-attn, fla; torch_npu's actual_seq_qlen is the same without the 0)."""
-    cu_seqlens_host: tuple[int, ...]
-    """The same numbers on the host, so that no kernel launch waits for the device."""
-    max_length: int
-    position_ids: Tensor
-    """int64 `[1, T]`."""
-    seq_idx: Tensor
-    """int32 `[1, T]`, 0-based number of the sequence (causal_conv1d, mamba)."""
-    num_sequences: int
-    """Real sequences; a padding tail counted in `cu_seqlens` is not one of them."""
-
-
-def varlen(segments: Segments, *, keep_tail: bool = False) -> Varlen:
-    """Offsets of the T real tokens, row after row, as `unpad` lays them out.
+def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
+    """The one flat row of the T real tokens, as `unpad` lays them out: its `cu_seqlens`, `cu_seqlens_host`, `max_length` and
+    `position_ids` are what kernels of flat rows take, and `ids - 1` their `seq_idx`.
 
     `keep_tail=True` is for one flat row with padding at its end, which stays in the tensor: the tail becomes one more
     sequence, so that neither kernels nor positions see it as part of the last. Raises where there is not one such row.
 
+    >>> offsets = varlen(Segments.from_lengths([3, 5], side="left"))
+    >>> offsets.cu_seqlens.tolist(), offsets.max_length, (offsets.ids - 1).tolist()
+    ([0, 3, 8], 5, [[0, 0, 0, 1, 1, 1, 1, 1]])
     >>> varlen(Segments.from_lengths([[3, 2]], width=8), keep_tail=True).cu_seqlens.tolist()
     [0, 3, 5, 8]
     """
-    lengths = list(segments.sequence_lengths)
-    num_sequences = len(lengths)
-    if keep_tail:
-        if segments.shape[0] != 1 or segments.padding_side not in ("none", "right"):
-            rule = "A tail can be kept only in one flat row whose padding stands at its end."
-            raise UnsupportedFormError(explain("varlen", repr(segments), rule, "unpad() first, and leave the tail out."))
-        lengths += [tail] if (tail := segments.shape[1] - sum(lengths)) else []
-    flat = Segments.from_lengths([lengths])
-    return Varlen(
-        cu_seqlens=flat.cu_seqlens,
-        cu_seqlens_host=flat.cu_seqlens_host,
-        max_length=flat.max_length,
-        position_ids=flat.position_ids,
-        seq_idx=flat.ids - 1,
-        num_sequences=num_sequences,
-    )
+    if not keep_tail:
+        return Segments.from_lengths([segments.sequence_lengths])
+    if segments.shape[0] != 1 or segments.padding_side not in ("none", "right"):
+        rule = "A tail can be kept only in one flat row whose padding stands at its end."
+        raise UnsupportedFormError(explain("varlen", repr(segments), rule, "unpad() first, and leave the tail out."))
+    return Segments.from_lengths([own_places(segments)])
 
 
 def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None) -> dict[str, Any]:
@@ -315,7 +266,7 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     entry for each place. `longest` stands in for the length of the longest, which it must not be below.
     """
     held = own_places(segments) if places is None else list(places)
-    flat = Segments.laid_out([held], sum(held))
+    flat = of_lengths([held], sum(held))
     physical, longest = _cumulated(held), max(longest or 0, flat.max_length)
     told = {
         "position_ids": flat.position_ids,

@@ -1,35 +1,37 @@
-"""Offsets: the sequences of one flat row by the numbers that kernels take, real and physical ones kept apart.
+"""Offsets: the sequences of a row by the numbers that kernels take, and by positions that begin again.
 
-Physical offsets say where sequences stand in the row, real ones how many tokens each has: `0 4 8` and `0 3 5` for two
-sequences of 3 and 2, each padded to 4 (Megatron's core/packed_seq_params.py). Legend: B rows, S width, N sequences.
+Physical offsets say where sequences stand in a flat row, real ones how many tokens each has: `0 4 8` and `0 3 5` for two
+sequences of 3 and 2, each padded to 4 (Megatron's core/packed_seq_params.py). Positions tell only where each run counts
+0, 1, 2 and some run is longer than a token: repeated or custom ones say nothing. Legend: B rows, S width, N sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from collate_npu.arrays import Array, sequence_starts
 from collate_npu.errors import CollateError, explain, explain_rows
-from collate_npu.host import Array, host_array
-from collate_npu.keys import KEYS, with_role
-from collate_npu.segments import Segments
+from collate_npu.masks.places import fitting_places
+from collate_npu.masks.sources import Sources
+from collate_npu.segments import Segments, keep_array, of_ids, of_lengths
 
 _REMEDY = "Keep one set of them, of this very batch: a collator or a split may have left old ones behind."
 
 
-def segments_from_offsets(batch: Mapping[str, Any], shape: tuple[int, int]) -> tuple[str, Segments] | None:
+def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str, Segments] | None:
     """The key that tells, and the `Segments` of the offsets, lengths and sequence numbers of a batch; None without any.
 
     Of a padded batch of several rows they say nothing of places: their lengths are checked where a mask tells the rest.
     Raises `CollateError` where two of them differ, or they do not fit the row.
     """
-    offsets = _read(batch)
-    lengths = _lengths(batch)
+    offsets, lengths = sources.offsets, sources.lengths
     B, S = shape
     if B != 1 or not offsets:
-        return _from_lengths(lengths, shape) if lengths is not None else None
+        rows = [] if lengths is None else _length_rows(sources, B)
+        whole = rows and all(sum(row) == S for row in rows)  # else a mask tells where they stand
+        return ("seq_lens", Segments.from_lengths(rows, S)) if whole else None
     name, physical, real = _kept_apart(offsets)
     if physical[-1] > S:
         rule = f"The row has {S} tokens."
@@ -37,62 +39,49 @@ def segments_from_offsets(batch: Mapping[str, Any], shape: tuple[int, int]) -> t
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
     if np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
-        return name, Segments.laid_out([real_N[held].tolist()], S)
+        return name, of_lengths([real_N[held].tolist()], S)
     ids_S = np.zeros(S, np.int64)
     for n, (start, length) in enumerate(zip(starts_N[held].tolist(), real_N[held].tolist()), start=1):
         ids_S[start : start + length] = n
-    return name, Segments.numbered(ids_S[None])
+    return name, of_ids(ids_S[None])
 
 
-def check_offsets(batch: Mapping[str, Any], segments: Segments) -> None:
+def check_offsets(sources: Sources, segments: Segments) -> None:
     """Raise where the lengths or sequence numbers of a batch speak of other sequences than its `Segments`."""
-    lengths = _lengths(batch)
-    if lengths is not None:
-        rows = lengths if len(lengths) == segments.shape[0] else [[n for row in lengths for n in row]]
-        held = enumerate(zip(rows, segments.lengths))
-        bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in held if [n for n in row if n] != list(real)]
+    if sources.lengths is not None:
+        rows = _length_rows(sources, segments.shape[0])
+        told = enumerate(zip(rows, segments.lengths))
+        bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in told if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if len(rows[b]) > 1 or rows[b] != [segments.row_lengths[b]]]
         if bad:
             raise CollateError(explain_rows("seq_lens", bad, "Lengths count the real tokens of each sequence.", _REMEDY))
-    for key in with_role(batch, "sequence_index"):
-        if batch[key] is not None:
-            _check_numbers(key, host_array(key, batch[key]), segments)
+    for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
+        numbers_BS = sources.array(key)
+        same = numbers_BS.shape == segments.shape
+        held = ((n[ids > 0], ids[ids > 0]) for n, ids in zip(numbers_BS, segments.array)) if same else ()
+        if not same or any(((np.diff(n) != 0) != (np.diff(ids) != 0)).any() for n, ids in held):
+            rule = "It numbers other sequences than the rest of the batch tells."
+            raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
 
-def _read(batch: Mapping[str, Any]) -> dict[str, Array]:
-    params = batch.get("packed_seq_params")
-    named = {key: batch[key] for key in with_role(batch, "offsets", "padded_offsets")}
-    listed = () if params is None else with_role(KEYS, "offsets", "padded_offsets")
-    found = {**{f"packed_seq_params.{key}": getattr(params, key, None) for key in listed}, **named}
-    read = {key: host_array(key, value).astype(np.int64) for key, value in found.items() if value is not None}
-    for key, ends in read.items():
-        if ends.ndim != 1 or not len(ends) or ends[0] != 0 or (np.diff(ends) < 0).any():
-            rule = "Offsets are one row of numbers: 0 first, then the end of each sequence, never falling."
-            remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
-            raise CollateError(explain(key, str(ends.tolist())[:80], rule, remedy))
-    return read
+def _length_rows(sources: Sources, B: int) -> list[list[int]]:
+    """The lengths of each row: as many lists as rows, or all of them of one row."""
+    lengths = sources.lengths or []
+    if len(lengths) == B:
+        return lengths
+    if B != 1:
+        raise CollateError(explain("seq_lens", f"{len(lengths)} entries", f"The batch has {B} rows.", _REMEDY))
+    return [[n for row in lengths for n in row]]
 
 
-def _lengths(batch: Mapping[str, Any]) -> list[list[int]] | None:
-    """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row."""
-    held = next((batch[key] for key in with_role(batch, "lengths") if batch[key] is not None), None)
-    if held is None:
-        return None
-    rows = held if isinstance(held, (list, tuple)) else host_array("seq_lens", held).tolist()
-    return [list(map(int, row)) if isinstance(row, (list, tuple)) else [int(row)] for row in rows]
+def places_of(sources: Sources, segments: Segments) -> list[int] | None:
+    """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
+    named = (*sources.named["padded_offsets"], *sources.named["offsets"])
+    told = (fitting_places(sources.array(name), segments) for name in named)
+    return next((places for places in told if places is not None), None)
 
 
-def _from_lengths(lengths: list[list[int]], shape: tuple[int, int]) -> tuple[str, Segments] | None:
-    """Lengths tell the batch alone only where nothing is padding; else a mask tells where they stand."""
-    B, S = shape
-    rows = lengths if len(lengths) == B else [[n for row in lengths for n in row]] if B == 1 else []
-    if not rows:
-        rule = f"The batch has {B} rows."
-        raise CollateError(explain("seq_lens", f"{len(lengths)} entries", rule, _REMEDY))
-    return ("seq_lens", Segments.from_lengths(rows, S)) if all(sum(row) == S for row in rows) else None
-
-
-def _kept_apart(offsets: dict[str, Array]) -> tuple[str, Array, Array | None]:
+def _kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
     """`(key, physical, real or None)`; every offset must be one of the two."""
     padded = {key for key in offsets if key.endswith("padded")}
     name = next((key for key in offsets if key in padded), next(iter(offsets)))
@@ -101,9 +90,7 @@ def _kept_apart(offsets: dict[str, Array]) -> tuple[str, Array, Array | None]:
     real_name, real = next(iter(others.items()), ("", None))
     for key, ends in others.items():
         if not padded or key in padded or real is None or not np.array_equal(ends, real) or len(ends) != len(physical):
-            rule = f"It differs from {name}, {physical.tolist()[:8]}" + (
-                f", and from {real_name}." if key != real_name else "."
-            )
+            rule = f"It differs from {name}, {physical.tolist()[:8]}{f', and from {real_name}' * (key != real_name)}."
             raise CollateError(explain(key, str(ends.tolist()[:8]), rule, _REMEDY))
     return name, physical, real
 
@@ -127,10 +114,36 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
     return real_N
 
 
-def _check_numbers(key: str, numbers_BS: Array, segments: Segments) -> None:
-    """`seq_idx` changes where a new sequence begins, for the layers that read it instead of offsets."""
-    same = numbers_BS.shape == segments.shape
-    rows = zip(numbers_BS, segments.array) if same else ()
-    if not same or any(((np.diff(n[ids > 0]) != 0) != (np.diff(ids[ids > 0]) != 0)).any() for n, ids in rows):
-        rule = "It numbers other sequences than the rest of the batch tells."
-        raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
+def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
+    """A keep mask does not show where one sequence of a row ends and the next begins; positions that restart do.
+
+    The sequences, and whether every row tells them; None where nothing is told. Without a mask (`known` is None) all of the
+    row is real.
+    """
+    keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
+    starts_BS, tells_B = _restarts(positions_BS, keep_BS)
+    restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
+    if not tells_B.any() or (known is None and not restarts and not padding_free):
+        return None
+    parted = Segments.from_ids(np.where(tells_B[:, None], np.cumsum(starts_BS, axis=1), 1) * keep_BS)
+    return parted, bool(tells_B.all()) and (restarts or known is None)
+
+
+def check_positions(positions_BS: Array, segments: Segments) -> None:
+    """Rows whose positions restart must restart where their sequences begin."""
+    keep_BS = keep_array(segments)
+    starts_BS, tells_B = _restarts(positions_BS, keep_BS)
+    true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)
+    wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
+    bad = [(int(b), f"sequences that begin at {np.flatnonzero(starts_BS[b]).tolist()[:8]}") for b in np.flatnonzero(wrong_B)]
+    if bad:
+        rule = "Positions restart at other places than the sequences that the other sources of the batch tell."
+        remedy = "Let every sequence count from 0, carry segment_ids, or drop position_ids."
+        raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+
+
+def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
+    """Where sequences begin, and the rows that tell."""
+    starts_BS, counts_B = sequence_starts(positions_BS, keep_BS)
+    counting = bool((starts_BS != keep_BS)[counts_B].any())
+    return starts_BS, counts_B & (counting | (keep_BS.sum(axis=1) < 2))

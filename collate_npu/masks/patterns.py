@@ -1,7 +1,8 @@
 """Patterns: which keys of its own sequence a token attends, apart from padding and packing.
 
-A pattern is one class: `attends` is its definition, from which every form follows. A fast `fill` and the readings of a
-mask that it explains (`explaining`) are optional, and tested to agree with the definition.
+A pattern is one class, a frozen dataclass: `attends` is its definition, from which every form follows. What else the laws
+need of it (`causal`, `cuts`, `settles`) it declares, and that is compared with the definition when it is made. A fast
+`fill` and the readings of a mask that it explains (`explaining`) are optional, and tested to agree with the definition.
 
 Legend: q, k the places of a query and a key, counted from the first token of their sequence; n the number of the
 sequence in the batch; Q, K query and key rows.
@@ -9,37 +10,21 @@ sequence in the batch; Q, K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.errors import CollateError, explain
-from collate_npu.host import Array, host_array, whole_number
 
 PatternName = Literal["causal", "bidirectional"]
 Places = Any
 """Tensors, or numpy arrays."""
-
-
-class Shown(Protocol):
-    """What a square mask shows of its pattern, once its sequences are known."""
-
-    @property
-    def reach(self) -> int:
-        """How far back any query that counts looks, in places of the row."""
-
-    @property
-    def sees_future(self) -> bool:
-        """Does a real query attend a key after it?"""
-
-    @property
-    def prefixes(self) -> Sequence[int]:
-        """For each sequence, one more than the last key that some earlier query attends."""
 
 
 class Pattern:
@@ -71,9 +56,12 @@ class Pattern:
     causal: ClassVar[bool] = True
     """Does no token attend a later one?"""
     cuts: ClassVar[bool] = False
-    """Does it part a sequence into pieces that do not meet, as packing does? Then a mask alone never shows it."""
+    """Does some token not attend the one before it? Then a mask shows pieces, as packing does, and a row is one sequence."""
     settles: ClassVar[bool] = False
     """Do queries behind the last token attend what the last token attends?"""
+
+    def __post_init__(self) -> None:
+        _check_declared(self)
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         """True where query q of sequence n attends key k of the same sequence; tensors or arrays that broadcast."""
@@ -93,19 +81,23 @@ class Pattern:
         """Raise where it does not fit a batch of N sequences."""
 
     @classmethod
-    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
-        """The patterns of this class that a mask could follow, by what it shows; none where it must be declared."""
-        return iter(())
+    def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
+        """The pattern of this class that a mask could follow, by what it shows; None where it must be declared.
+
+        `reach`: how far back any query that counts looks, in places of the row. `prefixes`: for each sequence, one more than
+        the last key that some earlier query attends, 0 where none does.
+        """
+        return None
 
     @staticmethod
     def sliding(window: int) -> Pattern:
         """Causal, and only the last `window` tokens, the token itself included (transformers' `sliding_window`)."""
-        return Sliding(_at_least_one("window", window))
+        return Sliding(whole_number("window", window, least=1))
 
     @staticmethod
     def chunked(size: int) -> Pattern:
         """Causal inside chunks of `size` tokens (transformers' `attention_chunk_size`)."""
-        return Chunked(_at_least_one("chunk size", size))
+        return Chunked(whole_number("chunk size", size, least=1))
 
     @staticmethod
     def prefix(lengths: int | Sequence[int] | Tensor) -> Pattern:
@@ -128,7 +120,9 @@ class Pattern:
         raise CollateError(explain("pattern", repr(pattern), rule, remedy))
 
     def __str__(self) -> str:
-        return self.name
+        numbers = [n for value in vars(self).values() for n in np.atleast_1d(value).tolist()]
+        more = ", ..." if len(numbers) > 4 else ""
+        return f"{self.name}({', '.join(map(str, numbers[:4]))}{more})" if numbers else self.name
 
 
 @dataclass(frozen=True)
@@ -148,9 +142,8 @@ class Causal(Pattern):
         return False
 
     @classmethod
-    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
-        if not shown.sees_future:
-            yield CAUSAL
+    def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
+        return None if any(prefixes) else CAUSAL
 
 
 @dataclass(frozen=True)
@@ -170,12 +163,8 @@ class Sliding(Pattern):
         return self.size < longest
 
     @classmethod
-    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
-        if not shown.sees_future:
-            yield Sliding(shown.reach + 1)
-
-    def __str__(self) -> str:
-        return f"sliding({self.size})"
+    def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
+        return None if any(prefixes) else Sliding(reach + 1)
 
 
 @dataclass(frozen=True)
@@ -202,9 +191,6 @@ class Chunked(Pattern):
     def reaches(self, longest: int) -> bool:
         return self.size < longest
 
-    def __str__(self) -> str:
-        return f"chunked({self.size})"
-
 
 @dataclass(frozen=True)
 class Bidirectional(Pattern):
@@ -221,9 +207,8 @@ class Bidirectional(Pattern):
         block_QK[:] = allowed
 
     @classmethod
-    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
-        if shown.sees_future:
-            yield Bidirectional()
+    def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
+        return Bidirectional() if any(prefixes) else None
 
 
 @dataclass(frozen=True)
@@ -236,9 +221,8 @@ class Prefix(Pattern):
     causal: ClassVar[bool] = False
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
-        if isinstance(n, Tensor):
-            return (k <= q) | (k < torch.tensor(self.lengths, device=n.device)[n % len(self.lengths)])
-        return (k <= q) | (k < np.asarray(self.lengths)[n % len(self.lengths)])
+        lengths = torch.tensor(self.lengths, device=n.device) if isinstance(n, Tensor) else np.asarray(self.lengths)
+        return (k <= q) | (k < lengths[n % len(self.lengths)])
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
         fill_band(block_QK, q0, None, allowed, forbidden)
@@ -259,21 +243,30 @@ class Prefix(Pattern):
         return self.lengths * num_sequences if len(self.lengths) == 1 else self.lengths
 
     @classmethod
-    def explaining(cls, shown: Shown) -> Iterator[Pattern]:
-        if shown.sees_future:
-            yield Prefix(tuple(shown.prefixes))
+    def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
+        return Prefix(tuple(prefixes)) if any(prefixes) else None
 
-    def __str__(self) -> str:
-        return f"prefix({', '.join(map(str, self.lengths[:4]))}{', ...' if len(self.lengths) > 4 else ''})"
+
+@lru_cache(maxsize=256)
+def _check_declared(pattern: Pattern) -> None:
+    """Raise where a pattern declares something else than its definition says, on the first tokens of a sequence."""
+    L = 24
+    seen_QK = np.asarray(pattern.attends(np.arange(2 * L)[:, None], np.arange(L)[None], np.array(0)))
+    settles = not pattern.settles or bool((seen_QK[L:] == seen_QK[L - 1]).all())
+    narrow = isinstance(pattern, Sliding)  # of one token: reading refuses it
+    facts = [
+        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows by it which tokens are real."),
+        (not (pattern.causal and np.triu(seen_QK[:L], 1).any()), "causal=True", "A token attends a later one."),
+        (pattern.cuts or narrow or seen_QK.diagonal(-1).all(), "cuts=False", "A token does not attend the one before it."),
+        (settles, "settles=True", "Queries behind the last token attend other keys than the last token."),
+    ]
+    for right, name, rule in facts:
+        if not right:
+            remedy = "Declare what attends() does (causal, cuts, settles), and let every token attend itself."
+            raise CollateError(explain(f"pattern {pattern.name}", name, rule, remedy))
 
 
 CAUSAL = Causal()
-
-
-def explanations(shown: Shown) -> Iterator[Pattern]:
-    """Every pattern that a mask could follow, plain causal first."""
-    for kind in Pattern.__subclasses__():
-        yield from kind.explaining(shown)
 
 
 def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidden: Any) -> None:
@@ -303,9 +296,3 @@ def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: 
     item = band.itemsize
     shifted = np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
     return shifted.copy() if shifted.nbytes <= _SMALL else shifted
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, int) and value < 1:
-        raise CollateError(explain(name, str(value), f"A {name} is at least 1.", "Use 'causal' for no limit."))
-    return whole_number(name, value, least=1)

@@ -13,14 +13,12 @@ Legend: S width, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from collate_npu.arrays import Array
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.host import Array, host_array
-from collate_npu.keys import with_role
 from collate_npu.segments import Segments
 
 
@@ -40,14 +38,6 @@ def own_places(segments: Segments) -> list[int]:
         return [*segments.sequence_lengths, *([tail] if tail else [])]
     starts = [start for _, start, _ in segments.spans]
     return [stop - start for start, stop in zip(starts, [*starts[1:], S])]
-
-
-def places_of(batch: Mapping[str, Any], segments: Segments) -> list[int] | None:
-    """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
-    for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
-        if batch[key] is not None and (places := fitting_places(host_array(key, batch[key]), segments)) is not None:
-            return places
-    return None
 
 
 def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
@@ -109,11 +99,6 @@ def with_tail(
         rule = f"Rising offsets for {max_sequences} sequences take a tail of {missing * multiple} tokens here."
         remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower max_sequences."
         raise CollateError(explain("max_sequences", f"{len(places)} sequences and a tail of {room} tokens", rule, remedy))
-    return [*places, *_even(room, missing, multiple)]
-
-
-def _even(room: int, count: int, multiple: int) -> list[int]:
-    """`room` as `count` multiples of `multiple`, the largest last; what is no multiple goes there too."""
-    each, more = divmod(room // multiple, count)
-    pieces = [(each + (n >= count - more)) * multiple for n in range(count)]
-    return [*pieces[:-1], pieces[-1] + room % multiple]
+    each, more = divmod(room // multiple, missing)  # the largest last; what is no multiple goes there too
+    pieces = [(each + (n >= missing - more)) * multiple for n in range(missing)]
+    return [*places, *pieces[:-1], pieces[-1] + room % multiple]

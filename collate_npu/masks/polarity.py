@@ -7,7 +7,6 @@ values where a dtype can hold one that means nothing, and none for bool.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import Array, once
 from collate_npu.errors import (
     REMEDY_DECLARE_POLARITY,
     AmbiguousMaskError,
@@ -24,7 +24,6 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
-from collate_npu.host import Array
 
 Polarity = Literal["keep", "masked", "bias"]
 POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
@@ -56,14 +55,14 @@ class MaskValues:
         check_polarity(declared)
         self.full, self.key = full, key
         self._float = full.is_floating_point()
-        if self._float and np.isnan(self.low):
-            _refuse_nan(key, full)
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
-        self.additive = self._float and bool(self.low <= below)
+        self.additive = self._float and bool(self.range[0] <= below)
+        self.packing_ids = not self._float and full.dtype != torch.bool and bool(self.range[1] > 1)
+        """Whole numbers above 1: `1 1 2 2 0`."""
         self._refuse_values(declared)
         self.declared: Polarity | None = "bias" if self.additive else declared
 
-    @cached_property
+    @once
     def raw(self) -> Array:
         """The values as they lie in memory; numpy has no bfloat16, whose bits are uint16."""
         return (self.full.view(torch.uint16) if self.full.dtype == torch.bfloat16 else self.full).numpy()
@@ -76,49 +75,28 @@ class MaskValues:
         """`read` for a part of `raw`."""
         if polarity == "keep" and raw.dtype == bool:
             return raw
-        if polarity == "bias":
-            attends: Bools = self._numbers(raw) > self._threshold
-            return attends
-        equal: Bools = np.equal(self._numbers(raw), polarity == "keep")
-        return equal
+        numbers = self._numbers(raw)
+        attends: Bools = numbers > self._threshold if polarity == "bias" else np.equal(numbers, polarity == "keep")
+        return attends
 
     @property
     def valued(self) -> bool:
         """Does it add something at places that attend (ALiBi, a position bias)?"""
         return self.declared == "bias" and any(bool((x[x > self._threshold] != 0).any()) for x in self._blocks())
 
-    @property
-    def packing_ids(self) -> bool:
-        """Whole numbers above 1: `1 1 2 2 0`."""
-        return not self._float and self.full.dtype != torch.bool and bool(self.high > 1)
-
-    @property
-    def low(self) -> Any:
-        """The least value, NaN where there is one; 0 for a mask of nothing."""
-        return self._range[0]
-
-    @property
-    def high(self) -> Any:
-        """The largest value."""
-        return self._range[1]
-
-    @cached_property
-    def _range(self) -> tuple[Any, Any]:
-        ranges = [(x.min(), x.max()) for x in self._blocks()] or [(0, 0)]
-        lows, highs = zip(*ranges)
+    @once
+    def range(self) -> tuple[Any, Any]:
+        """The least value, NaN where there is one, and the largest; both 0 for a mask of nothing."""
+        lows, highs = zip(*([(x.min(), x.max()) for x in self._blocks()] or [(0, 0)]))
         return np.min(lows), np.max(highs)
 
-    @cached_property
-    def _binary(self) -> bool:
-        return all(bool(((x == 0) | (x == 1)).all()) for x in self._blocks())
-
-    @cached_property
+    @once
     def _threshold(self) -> float:
         """Half-way to the fill value, so that a bias added to fill or to 0 changes nothing."""
         if not self.additive:
             return -np.inf
-        if np.isfinite(self.low):
-            return float(self.low) / 2
+        if np.isfinite(self.range[0]):
+            return float(self.range[0]) / 2
         finite = min(float(x.min(initial=0, where=np.isfinite(x))) for x in self._blocks())
         return finite / 2 if finite <= FILLED_BELOW else float(np.finfo(np.float32).min)
 
@@ -132,31 +110,38 @@ class MaskValues:
         yield from (self._numbers(raw) for raw in blocks(self.raw))
 
     def _refuse_values(self, declared: Polarity | None) -> None:
-        if not self._float and self.full.dtype != torch.bool and self.low < 0:
+        if self.full.dtype == torch.bool:
+            low, high, binary = 0, 1, True
+        else:
+            low, high = self.range
+            binary = not self._float or (not self.additive and all(((x == 0) | (x == 1)).all() for x in self._blocks()))
+        if self._float and np.isnan(low) and self.full.ndim:
+            rows = [(b, "NaN") for b, row in enumerate(self.full) if torch.isnan(row).any()]
+            rule = "An additive mask holds finite numbers or -inf."
+            raise CollateError(explain_rows(self.key, rows, rule, "Look for inf - inf or 0 * inf where it was built."))
+        fill = "Fill blocked places with torch.finfo(dtype).min."
+        kind: type[CollateError] = CollateError
+        if not self._float and low < 0:
             rule = "An additive mask is a float tensor; ints are 1 and 0."
-            raise CollateError(
-                explain(self.key, self._got, rule, "Convert it with .to(torch.float32), or pass the keep mask.")
-            )
-        if self.packing_ids and self.full.ndim != 2:
+            remedy = "Convert it with .to(torch.float32), or pass the keep mask."
+        elif self.packing_ids and self.full.ndim != 2:
             rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
-            raise CollateError(explain(self.key, self._got, rule, "Convert it to bool, or pass the ids as [B, S]."))
-        if self._float and self.high == np.inf:
-            rule = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row."
-            raise CollateError(explain(self.key, self._got, rule, "Fill blocked places with torch.finfo(dtype).min."))
-        if self.additive and declared in ("keep", "masked"):
-            raise PolarityError(explain(self.key, self._got, f"It is additive, not '{declared}'.", "Pass polarity='bias'."))
-        if self._float and not self.additive and not self._binary:
+            remedy = "Convert it to bool, or pass the ids as [B, S]."
+        elif self._float and high == np.inf:
+            rule, remedy = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row.", fill
+        elif self.additive and declared in ("keep", "masked"):
+            kind, rule, remedy = PolarityError, f"It is additive, not '{declared}'.", "Pass polarity='bias'."
+        elif self._float and not self.additive and not binary:
             rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
-            raise AmbiguousMaskError(explain(self.key, self._got, rule, "Fill blocked places with torch.finfo(dtype).min."))
-        if declared == "bias" and not self._float:
-            raise PolarityError(explain(self.key, self._got, "A bias is a float tensor.", "Pass 'keep' or 'masked'."))
-        if declared == "bias" and self.high > 0 and self._binary:
+            kind, remedy = AmbiguousMaskError, fill
+        elif declared == "bias" and not self._float:
+            kind, rule, remedy = PolarityError, "A bias is a float tensor.", "Pass 'keep' or 'masked'."
+        elif declared == "bias" and high > 0 and binary:
             rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
-            raise PolarityError(explain(self.key, self._got, rule, "Pass polarity='keep' or 'masked'."))
-
-    @property
-    def _got(self) -> str:
-        return f"{shape_of(self.full)} with values from {self.low} to {self.high}"
+            kind, remedy = PolarityError, "Pass polarity='keep' or 'masked'."
+        else:
+            return
+        raise kind(explain(self.key, "{} with values from {} to {}".format(shape_of(self.full), *self.range), rule, remedy))
 
 
 BLOCK = 1 << 19
@@ -174,10 +159,3 @@ def blocks(array: Array, most: int | None = None) -> Iterator[Array]:
     step = most * len(array) // array.size
     for low in range(0, len(array), max(step, 1)):
         yield from [array[low : low + step]] if step else blocks(array[low], most)
-
-
-def _refuse_nan(key: str, full: Tensor) -> None:
-    rows = [(b, "NaN") for b, row in enumerate(full) if torch.isnan(row).any()] if full.ndim else []
-    if rows:
-        rule = "An additive mask holds finite numbers or -inf."
-        raise CollateError(explain_rows(key, rows, rule, "Look for inf - inf or 0 * inf where it was built."))

@@ -6,16 +6,15 @@ Legend: B batch, H heads, S width, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
-from collate_npu.host import Array
-from collate_npu.masks.fill import fill_rows, regions_of
+from collate_npu.arrays import Array
+from collate_npu.masks.fill import Region, fill_rows
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import BLOCK, Bools, MaskValues, Polarity
-from collate_npu.segments import Segments
 
 
 class Square:
@@ -27,8 +26,9 @@ class Square:
     def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
         raw = values.raw
         raw_BHQK = raw if raw.ndim == 4 else raw[None, None] if raw.ndim == 2 else raw[:, None]
-        repeated = raw_BHQK.shape[1] > 1 and raw_BHQK.strides[1] == 0
-        self._raw_BHQK = raw_BHQK[:, :1] if repeated else raw_BHQK
+        if raw_BHQK.shape[1] > 1 and raw_BHQK.strides[1] == 0:  # one head, repeated
+            raw_BHQK = raw_BHQK[:, :1]
+        self._raw_BHQK = np.broadcast_to(raw_BHQK, (batch_size, *raw_BHQK.shape[1:]))
         self._read = partial(values.attending, polarity=polarity)
         self.shape = batch_size, raw_BHQK.shape[-1]
         self._scratch: dict[int, tuple[bytearray, Bools]] = {}
@@ -39,11 +39,10 @@ class Square:
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """bool `[high - low, S]`: query rows of one row of the batch."""
-        return self._any_head(self._read(self._raw_BHQK[self._held(b), :, low:high]), 0)
+        return self._any_head(self._read(self._raw_BHQK[b, :, low:high]), 0)
 
     def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
-        rows_QK: Bools = self._raw_BHQK[self._held(b), 0, low:high]
-        return rows_QK
+        return self._raw_BHQK[b, 0, low:high]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """`(first query, last query + 1)`, for every row of the batch: at most a fourth of the mask is read at once."""
@@ -56,11 +55,11 @@ class Square:
 
     def diagonal(self, before: int = 0) -> Bools:
         """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
-        return self._all_rows(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3))
+        return self._any_head(self._read(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3)), 1)
 
     def column(self, k: int) -> Bools:
         """`[B, S]`: the queries that attend key k."""
-        return self._all_rows(self._raw_BHQK[..., k])
+        return self._any_head(self._read(self._raw_BHQK[..., k]), 1)
 
     def row(self, q_B: Array) -> Bools:
         """`[B, S]`: the keys that one query of each row of the batch attends."""
@@ -68,43 +67,23 @@ class Square:
 
     def at(self, b_N: Array, q_N: Array, k_N: Array | slice) -> Bools:
         """`[N]`: single places, or `[N, S]`: single rows."""
-        held_N = b_N if len(self._raw_BHQK) > 1 else np.zeros_like(b_N)
-        return self._any_head(self._read(self._raw_BHQK[held_N, :, q_N, k_N]), 1)
+        return self._any_head(self._read(self._raw_BHQK[b_N, :, q_N, k_N]), 1)
 
-    def scratch(self, rows: int) -> tuple[bytearray, Bools]:
-        """`[rows, S]` as bytes and as bools; the same ones again for as many rows."""
-        if rows not in self._scratch:  # the last block of a mask is smaller
-            raw = bytearray(rows * self.shape[1])
-            self._scratch[rows] = raw, np.frombuffer(raw, bool).reshape(rows, self.shape[1])
-        return self._scratch[rows]
+    def given(self, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
+        """The query rows that a pattern gives, as `raw_rows` holds them; the next call writes over them."""
+        if high - low not in self._scratch:  # the last block of a mask is smaller
+            raw = bytearray((high - low) * self.shape[1])
+            self._scratch[high - low] = raw, np.frombuffer(raw, bool).reshape(-1, self.shape[1])
+        rows_QK = self._scratch[high - low][1]
+        fill_rows(rows_QK, low, regions, pattern, self.attends, not self.attends)
+        return rows_QK
 
-    def _held(self, b: int) -> int:
-        return b if len(self._raw_BHQK) > 1 else 0
-
-    def _all_rows(self, raw_BHS: Array) -> Bools:
-        held_BS = self._any_head(self._read(raw_BHS), 1)
-        return held_BS if len(held_BS) == self.shape[0] else np.repeat(held_BS, self.shape[0], axis=0)
+    def equals_given(self, found_QK: Bools) -> bool:
+        """Is it byte by byte what `given` gave last? bytearray compares at the speed of memory, numpy at half of it."""
+        return self._scratch[len(found_QK)][0] == np.ascontiguousarray(found_QK)
 
     def _any_head(self, attends: Bools, axis: int) -> Bools:
         if attends.shape[axis] == 1:
             return attends[0] if axis == 0 else attends[:, 0]
         found: Bools = np.logical_or.reduce(attends, axis=axis)
         return found
-
-
-class Rebuilt:
-    """The query rows that a pattern gives on these sequences, one block at a time, in the scratch of the square."""
-
-    def __init__(self, square: Square, segments: Segments, pattern: Pattern) -> None:
-        self._square, self._pattern = square, pattern
-        self._regions = regions_of(segments)
-
-    def rows(self, b: int, low: int, high: int) -> Bools:
-        """As `Square.raw_rows` holds them; the next call writes over them."""
-        rows_QK, attends = self._square.scratch(high - low)[1], self._square.attends
-        fill_rows(rows_QK, low, self._regions[b], self._pattern, attends, not attends)
-        return rows_QK
-
-    def equals(self, found_QK: Bools) -> bool:
-        """Is it byte by byte what `rows` gave last? bytearray compares at the speed of memory, numpy at half of it."""
-        return self._square.scratch(len(found_QK))[0] == np.ascontiguousarray(found_QK)

@@ -19,11 +19,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from collate_npu.arrays import host_array
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.host import host_array
 from collate_npu.keys import KEYS, with_role
 from collate_npu.parallel.groups import mesh_group
 from collate_npu.parallel.layout import ContextParallel
@@ -47,11 +48,13 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None)
     if cp is None or cp.group is None or cp.size == 1 or get_worker_info() is not None:
         yield {}
         return
-    meeting = _meeting(cp.group)
+    ranks = tuple(dist.get_process_group_ranks(mesh_group(cp.group)))
+    meeting = _MEETINGS.setdefault(ranks, _Meeting(ranks))
     if meeting.open is not None:
         yield meeting.open
         return
-    facts: Facts = {"layout": _layout(cp)}
+    layout = f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}, block {cp.block}, ulysses {cp.ulysses}, 2D {cp.mask_2d}"
+    facts: Facts = {"layout": layout}
     meeting.open = facts
     try:
         yield facts
@@ -68,10 +71,10 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None) -> Facts:
     facts: Facts = {key: shape_of(value) for key, value in batch.items() if isinstance(value, Tensor)}
     facts.update({key: "None" for key, value in batch.items() if value is None})
     if segments is not None:
-        facts |= {"segments": str(list(segments.shape)), "truth": partial(_digest, segments.array)}
+        facts |= {"segments": str(list(segments.shape)), "truth": partial(_digest, "segments", segments.array)}
     for key in with_role(batch, "tokens"):
         if KEYS[key].whole and isinstance(batch[key], Tensor):  # vectors may differ in their last bits
-            facts[f"the values of {key}"] = partial(_digest_of, key, batch[key])
+            facts[f"the values of {key}"] = partial(_digest, key, batch[key])
     return facts
 
 
@@ -86,8 +89,6 @@ class _Meeting:
 
     def say(self, message: Mapping[str, Any]) -> int:
         """Leave the `count`-th message of this rank for the others, and take away one that nobody waits for any more."""
-        import torch.distributed as dist
-
         store, rank = _store(), dist.get_rank()
         self.count += 1
         store.set(self._key(self.count, rank), json.dumps(message))
@@ -140,22 +141,14 @@ class _Meeting:
         return f"collate_npu/agreement/{'-'.join(map(str, self.ranks))}/{count}/{rank}"
 
 
-def _apart(said: Mapping[int, Mapping[str, str]]) -> list[str]:
+def _apart(said: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
     """What differs: `labels int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
-    names = dict.fromkeys(name for facts in said.values() for name in facts)
-    found = {name: _ranks_by_value(name, said) for name in names}
-    return [
-        f"{name} {', '.join(f'{value} on ranks {held}' for value, held in ranks.items())}"
-        for name, ranks in found.items()
-        if len(ranks) > 1
-    ]
-
-
-def _ranks_by_value(name: str, said: Mapping[int, Mapping[str, str]]) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, facts in said.items():
-        ranks.setdefault(facts.get(name, "absent"), []).append(rank)
-    return ranks
+    for name in dict.fromkeys(name for facts in said.values() for name in facts):
+        held: dict[str, list[int]] = {}
+        for rank, facts in said.items():
+            held.setdefault(facts.get(name, "absent"), []).append(rank)
+        if len(held) > 1:
+            yield f"{name} {', '.join(f'{value} on ranks {ranks}' for value, ranks in held.items())}"
 
 
 _KEPT = 1024
@@ -164,26 +157,11 @@ _KEPT = 1024
 _MEETINGS: dict[tuple[int, ...], _Meeting] = {}
 
 
-def _meeting(group: Any) -> _Meeting:
-    import torch.distributed as dist
-
-    ranks = tuple(dist.get_process_group_ranks(mesh_group(group)))
-    return _MEETINGS.setdefault(ranks, _Meeting(ranks))
-
-
 def _store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it, 2.6 to 2.13
 
     return _get_default_store()
 
 
-def _layout(cp: ContextParallel) -> str:
-    return f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}, block {cp.block}, ulysses {cp.ulysses}, 2D {cp.mask_2d}"
-
-
-def _digest_of(key: str, value: Tensor) -> str:
-    return _digest(host_array(key, value))
-
-
-def _digest(array: np.ndarray[Any, Any]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+def _digest(key: str, value: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(host_array(key, value)).tobytes()).hexdigest()[:16]

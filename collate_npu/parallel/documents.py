@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import Array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.host import Array, whole_number
 from collate_npu.keys import KEYS, TOKENS, Key, with_role
 from collate_npu.masks.places import aligned
 from collate_npu.parallel.layout import ContextParallel
@@ -72,18 +72,21 @@ def pad_documents(
         rule = "Documents are told apart by their offsets."
         raise CollateError(explain("cu_seqlens", "None", rule, "Keep cu_seq_lens_q in the batch, or pass segments."))
     lengths_N, starts_N = _real_documents(offsets, segments)
-    places_N = _padded(lengths_N, cp, whole_number("multiple", multiple, least=1))
+    each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
+    each = lcm(whole_number("multiple", multiple, least=1), each)
+    places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
+    places_N[-1:] += -places_N.sum() % lcm(each, whole)
     plan = _Plan.of(int(offsets[-1]), lengths_N, starts_N, places_N)
     keys = with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
     out = {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}
-    real = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int32))
-    padded = torch.from_numpy(np.concatenate([[0], np.cumsum(places_N)]).astype(np.int32))
+    real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     for key in with_role(batch, "offsets", "padded_offsets"):
         if isinstance(batch[key], Tensor):  # kernels that take cu_seq_lens_q have no padded ones beside it
             out[key] = (padded if key.endswith("padded") or key.startswith("cu_seq_lens") else real).to(batch[key].device)
-    out.update(
-        {key: _like(batch[key], int(places_N.max())) for key in with_role(batch, "longest") if batch[key] is not None}
-    )
+    for key in with_role(batch, "longest"):
+        if batch[key] is not None:
+            longest = int(places_N.max())
+            out[key] = torch.full_like(batch[key], longest) if isinstance(batch[key], Tensor) else longest
     out |= {"cu_seqlens": real, "cu_seqlens_padded": padded}
     return out, plan.segments
 
@@ -142,24 +145,13 @@ def _real_documents(offsets: Tensor, segments: Segments | None) -> tuple[Array, 
     return lengths_N[lengths_N > 0], starts_N[lengths_N > 0]
 
 
-def _padded(lengths_N: Array, cp: ContextParallel | None, multiple: int) -> Array:
-    each = lcm(multiple, 1 if cp is None else cp.document_multiple)
-    places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
-    if len(places_N):
-        places_N[-1] += -places_N.sum() % lcm(each, 1 if cp is None else cp.multiple)
-    return places_N
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Where each place of the new row is filled from. Legend: S old width, W new width."""
 
-    width: int
-    """S."""
-    source: Tensor
-    """int64 `[W]`: the place in the old row, for padding that of the last real token before it."""
-    steps: Tensor
-    """int64 `[W]`: 0 for a real token, k for the k-th padding behind it."""
+    width: int  # S
+    source: Tensor  # int64 [W]: the place in the old row, for padding that of the last real token before it
+    steps: Tensor  # int64 [W]: 0 for a real token, k for the k-th padding behind it
     segments: Segments
 
     @classmethod
@@ -193,7 +185,3 @@ class _Plan:
         if rule.fill == "next":
             return taken + steps.to(value.dtype)
         return taken if isinstance(rule.fill, str) else taken.masked_fill(steps > 0, rule.fill)
-
-
-def _like(value: Any, longest: int) -> Any:
-    return torch.full_like(value, longest) if isinstance(value, Tensor) else longest

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
@@ -60,7 +61,10 @@ def gather_sequence(
     dim = dim % output.ndim
     with ranks_agree(cp) as facts:
         facts |= {"output": shape_of(output), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
-        _check_output(output, cp, segments, dim)
+        B, S = segments.shape if segments is not None else (len(output), output.shape[dim] * cp.size)
+        if output.shape[dim] * cp.size != S or (dim == 1 and len(output) != B):
+            rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
+            raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
         pieces = _pieces(output.shape[dim] * cp.size, cp, cu_seqlens)
         if cp.size == 1:
             return output
@@ -90,8 +94,6 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
     Without `group`: all that share out the data, over data and context parallelism.
     """
-    import torch.distributed as dist
-
     gloo = gloo_group(group)
     values: list[Any] = [None] * dist.get_world_size(gloo)
     dist.all_gather_object(values, value, group=gloo)
@@ -108,16 +110,6 @@ def _gather_jagged(output: Tensor, cp: ContextParallel, segments: Segments | Non
         raise CollateError(explain("segments", repr(segments), rule, "Pass the Segments of that row (pad_documents)."))
     keep = segments.indices.to(whole.device)
     return jagged(whole.index_select(0, keep), segments.cu_seqlens.to(whole.device, torch.int64))
-
-
-def _check_output(output: Tensor, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
-    if segments is None:
-        return
-    B, S = segments.shape
-    rows = output.shape[0] == B if dim == 1 else True
-    if output.shape[dim] * cp.size != S or not rows:
-        rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
-        raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
 
 
 def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:
@@ -154,7 +146,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, shard: Tensor, group: Any, rank: int, size: int, loss: Loss) -> Tensor:
         ctx.group, ctx.rank, ctx.loss = group, rank, loss
         shards = shard.new_empty((size, *shard.shape))
-        all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed both
         all_gather(shards.flatten(), shard.contiguous().flatten(), group=group)
         return shards
 
@@ -165,13 +157,6 @@ class _AllGather(torch.autograd.Function):
         if ctx.loss == "same":
             return grad[ctx.rank], None, None, None, None
         total = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
-        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=ctx.group)
         return total, None, None, None, None
-
-
-def _collective(name: str, before: str) -> Any:
-    """torch 2.13 renamed the single-tensor collectives and warns at their old names."""
-    import torch.distributed as dist
-
-    return getattr(dist, name, None) or getattr(dist, before)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from collate_npu.errors import CollateError, explain
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -20,8 +22,6 @@ _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 def check_group(group: Any, size: int | None = None, rank: int | None = None) -> None:
     """Raise `CollateError` where the group is missing, or is not the one that `size` and `rank` speak of."""
-    import torch.distributed as dist
-
     remedy = "Pass group=torch.distributed.group.WORLD, a group of new_group(), or use ContextParallel.from_mesh(mesh)."
     if group is None:
         raise CollateError(explain("group", "None", "Gathering needs the process group of these ranks.", remedy))
@@ -70,8 +70,6 @@ def gloo_group(group: Any = None) -> Any:
     the group must come here the first time (it meets the others). Raises `CollateError` where there is no group, or no
     Gloo: objects never go to HCCL or NCCL instead.
     """
-    import torch.distributed as dist
-
     if group is None and dist.is_available() and dist.is_initialized():
         group = data_group()
     check_group(group)
@@ -94,8 +92,6 @@ def data_group() -> Any:
     A context-parallel rank holds a part of each row, so what counts tokens or losses needs both. Megatron's own Gloo group
     where it made one (`get_data_parallel_group_gloo`, parallel_state.py:1442-1458 of megatron-core 0.16.1).
     """
-    import torch.distributed as dist
-
     state = sys.modules.get("megatron.core.parallel_state")  # an import here could come before MindSpeed's patches
     if state is None or not state.model_parallel_is_initialized():
         return dist.group.WORLD
@@ -107,7 +103,5 @@ def data_group() -> Any:
 
 def is_gloo(group: Any) -> bool:
     """True where CPU objects of this group travel by Gloo (`gloo`, or `cpu:gloo,npu:hccl`)."""
-    import torch.distributed as dist
-
     config = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return config.get("cpu") == "gloo"

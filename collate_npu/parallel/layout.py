@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
@@ -21,20 +20,15 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
-from collate_npu.host import whole_number
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
 
 Layout = Literal[
-    "zigzag",
-    "contiguous",
-    "document_zigzag",
-    "document_contiguous",
-    "ulysses",
-    "ulysses_ring",
-    "document_ulysses_ring",
+    "zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses", "ulysses_ring", "document_ulysses_ring"
 ]
 Scope = Literal["local", "global"]
 Run = tuple[int, int]
@@ -89,8 +83,6 @@ class ContextParallel:
         1
         >>> dist.destroy_process_group()
         """
-        import torch.distributed as dist
-
         check_group(group)
         return cls(dist.get_world_size(group), dist.get_rank(group), group=group, **settings)
 
@@ -172,9 +164,8 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    if not cp.documents:
-        return _plain_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
-    return _token_runs(width, cp, cu_seqlens)
+    held, share = query_runs(width, cp, cu_seqlens), width // cp.size
+    return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 
 def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
@@ -209,20 +200,6 @@ def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
     ring_rank = cp.rank // cp.ulysses_size
     return _merged(run for start, stop in bounds for run in _ring_chunks(start, stop, cp._ring, ring_rank, cp._chunks))
-
-
-@lru_cache(maxsize=256)
-def _plain_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
-    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
-    return _token_runs(width, cp, None)
-
-
-def _token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[Run, ...]:
-    held = query_runs(width, cp, cu_seqlens)
-    if cp.ulysses_size == 1:
-        return held
-    share = width // cp.size
-    return _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 
 def _ring_chunks(start: int, stop: int, ring: int, rank: int, chunks: int) -> Iterator[Run]:

@@ -22,17 +22,16 @@ row_zigzag MindSpeed-LLM c77308a1 fsdp2/distributed/context_parallel/gdn_context
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
+from collate_npu.arrays import host_array
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.host import host_array
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
 
@@ -40,22 +39,14 @@ RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigza
 Offsets = Tensor | Sequence[int]
 
 
-class _Takes(NamedTuple):
-    """The layouts whose tokens a scheme puts in order; the first is the one to name. () = none is right."""
-
-    rows: tuple[Layout, ...]
-    flat: tuple[Layout, ...]
-
-
 _SLICES: tuple[Layout, ...] = ("contiguous", "ulysses")
-_TAKES: Mapping[RecurrentScheme, _Takes] = MappingProxyType(
-    {
-        "state_passing": _Takes(rows=(), flat=_SLICES),  # its convolution asserts one row (conv/cp/ops.py:56)
-        "head_exchange": _Takes(rows=_SLICES, flat=_SLICES),
-        "head_exchange_zigzag": _Takes(rows=("zigzag",), flat=("document_zigzag",)),
-        "row_zigzag": _Takes(rows=("zigzag",), flat=()),
-    }
-)
+_TAKES: dict[RecurrentScheme, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
+    "state_passing": ((), _SLICES),  # its convolution asserts one row (conv/cp/ops.py:56)
+    "head_exchange": (_SLICES, _SLICES),
+    "head_exchange_zigzag": (("zigzag",), ("document_zigzag",)),
+    "row_zigzag": (("zigzag",), ()),
+}
+"""Of padded rows and of a flat row: the layouts whose tokens a scheme puts in order, the one to name first. () = none."""
 
 
 def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
@@ -69,9 +60,9 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
         raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
     if cp.size == 1:
         return cp
-    takes = _TAKES[scheme].flat if padding_free else _TAKES[scheme].rows
+    takes = _TAKES[scheme][padding_free]
     if not takes:
-        got, remedy = ("padded rows", "Use padding_free=True: one flat row.")
+        got, remedy = "padded rows", "Use padding_free=True: one flat row."
         if padding_free:
             got, remedy = "a flat row", "Give each sequence its own row (padding_free=False)."
         rule = f"Recurrent layers that share a row by {scheme} have no order of the tokens that is right for that."
@@ -115,9 +106,16 @@ def check_recurrent_split(
         remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, right, bounds)
-    _check_heads(cp, scheme, heads)
-    if scheme == "state_passing":
-        _check_slices(cp, width, conv_width)
+    ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
+    if scheme != "state_passing" and any(n % ranks for n in heads):
+        rule = f"{ranks} ranks share out the key heads and the value heads of a recurrent layer."
+        remedy = "Use a context parallel size that divides both numbers."
+        raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
+    # The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66).
+    if scheme == "state_passing" and width // cp.size < conv_width - 1:
+        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
+        remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
+        raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 
 
 def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...], int]:
@@ -129,7 +127,7 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
 
         0 4 12   ->   0 4 6, 0 before   |   0 6, 2 before
     """
-    bounds = _whole(offsets)
+    bounds = tuple(map(int, host_array("offsets", offsets).tolist()))
     (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
     if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
         rule = "State goes from rank to rank in contiguous slices of the row."
@@ -140,9 +138,8 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
 
 def same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
     """Do the ranks hold the same in both layouts? Of one sequence zigzag and document_zigzag do, of several they do not."""
-    return cp == other or _held(cp.size, cp.layout, cp.ulysses, sequences > 1) == _held(
-        other.size, other.layout, other.ulysses, sequences > 1
-    )
+    held = (_held(place.size, place.layout, place.ulysses, sequences > 1) for place in (cp, other))
+    return cp == other or next(held) == next(held)
 
 
 @lru_cache
@@ -151,10 +148,6 @@ def _held(size: int, layout: Layout, ulysses: int, several: bool) -> tuple[tuple
     offsets = range(0, 2 * size**2 * (3 if several else 2), 2 * size**2)
     ranks = [ContextParallel(size, rank, layout=layout, ulysses=ulysses) for rank in range(size)]
     return tuple(token_runs(offsets[-1], rank, offsets) for rank in ranks)
-
-
-def _whole(offsets: Offsets) -> tuple[int, ...]:
-    return tuple(int(n) for n in host_array("offsets", offsets).tolist())
 
 
 def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, ...]:
@@ -166,7 +159,7 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
     starts = sorted({0, S, *(start for _, start, _ in segments.spans)})
     if offsets is None:
         return tuple(starts)
-    bounds = _whole(offsets)
+    bounds = tuple(map(int, host_array("offsets", offsets).tolist()))
     rising = all(a <= b for a, b in pairwise(bounds))
     if bounds[:1] != (0,) or bounds[-1] != S or not rising:
         rule = f"Offsets are of the whole row of {S} tokens: 0 first, {S} last, never falling."
@@ -180,20 +173,3 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
         remedy = "Pass the offsets of these sequences, or leave offsets out."
         raise CollateError(explain_rows("offsets (rows are sequences)", bad, rule, remedy))
     return bounds
-
-
-def _check_heads(cp: ContextParallel, scheme: RecurrentScheme, heads: Sequence[int]) -> None:
-    ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
-    bad = [n for n in heads if n % ranks]
-    if scheme != "state_passing" and bad:
-        rule = f"{ranks} ranks share out the key heads and the value heads of a recurrent layer."
-        remedy = "Use a context parallel size that divides both numbers."
-        raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
-
-
-def _check_slices(cp: ContextParallel, width: int, conv_width: int) -> None:
-    """The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66)."""
-    if width // cp.size < conv_width - 1:
-        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
-        remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
-        raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))

@@ -1,6 +1,6 @@
 """Split: every key of a batch, by its row of `KEYS`, into what one rank holds.
 
-Costs one strided copy a key. Legend: B batch, S width, Q query rows, K keys.
+Costs one copy a key. Legend: B batch, S width, Q query rows, K keys.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
 from collate_npu.parallel.agreement import batch_facts, ranks_agree
 from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
-from collate_npu.parallel.layout import ContextParallel, Run, query_runs, token_runs
-from collate_npu.parallel.take import take_runs
+from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
+_FEW_RUNS = 16
 
 
 def split_batch(
@@ -48,30 +49,20 @@ def split_batch(
     """
     with ranks_agree(cp) as facts:
         facts |= batch_facts(batch, segments)
-        return _split(batch, cp, segments, cu_seqlens, keys)
-
-
-def _split(
-    batch: Mapping[str, Any],
-    cp: ContextParallel,
-    segments: Segments | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
-    keys: Mapping[str, Key],
-) -> dict[str, Any]:
-    if cu_seqlens is None:
-        cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
-    if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
-        cu_seqlens = cu_seqlens.tolist()
-    shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
-    out: dict[str, Any] = {}
-    problems: list[CollateError] = []
-    for key, value in batch.items():
-        try:
-            out[key] = shard.of_key(key, value, keys.get(key))
-        except CollateError as error:
-            problems.append(error)
-    if problems:
-        raise type(problems[0])("\n".join(map(str, problems)))
+        if cu_seqlens is None:
+            cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
+        if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
+            cu_seqlens = cu_seqlens.tolist()
+        shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
+        out: dict[str, Any] = {}
+        problems: list[CollateError] = []
+        for key, value in batch.items():
+            try:
+                out[key] = shard.of_key(key, value, keys.get(key))
+            except CollateError as error:
+                problems.append(error)
+        if problems:
+            raise type(problems[0])("\n".join(map(str, problems)))
     return out
 
 
@@ -94,29 +85,23 @@ def split_tensor(
 
 def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, int]:
     """Rows and width, off the first key that has them; the Segments must speak of the same."""
-    for key in (
-        *with_role(batch, "tokens"),
-        *of_kind(batch, "positions"),
-        *with_role(batch, "labels", "segment_ids", "keep"),
-    ):
+    tokens, positions = with_role(batch, "tokens"), of_kind(batch, "positions")
+    for key in (*tokens, *positions, *with_role(batch, "labels", "segment_ids", "keep")):
         value = batch[key]
-        if isinstance(value, Tensor) and (value.is_nested or value.ndim >= 2):
-            shape = _rows_and_width(key, value)
-            if segments is not None and segments.shape != shape:
-                rule = f"The segments speak of {list(segments.shape)} (rows, width)."
-                raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
-            return shape
+        if not isinstance(value, Tensor) or not (value.is_nested or value.ndim >= 2):
+            continue
+        if value.is_nested:
+            B, S = 1, value.values().shape[0]
+        else:
+            B, S = value.shape[-2:] if KEYS[key].kind == "positions" else value.shape[:2]
+        if segments is not None and segments.shape != (B, S):
+            rule = f"The segments speak of {list(segments.shape)} (rows, width)."
+            raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
+        return B, S
     if segments is not None:
         return segments.shape
     rule = "The width is read off input_ids, positions, labels or a mask of tokens."
     raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
-
-
-def _rows_and_width(key: str, value: Tensor) -> tuple[int, int]:
-    if value.is_nested:
-        return 1, value.values().shape[0]
-    B, S = value.shape[-2:] if KEYS[key].kind == "positions" else value.shape[:2]
-    return B, S
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +115,16 @@ class _Shard:
 
     @classmethod
     def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Tensor | Sequence[int] | None) -> _Shard:
-        _check_documents(cp, shape[0], cu_seqlens)
-        return cls(cp, shape, token_runs(shape[1], cp, cu_seqlens), query_runs(shape[1], cp, cu_seqlens))
+        """Raises `UnsupportedFormError` where the layout takes one flat row, or would cut across its sequences."""
+        B, S = shape
+        if cp.documents and B != 1:
+            rule = f"{cp.layout} shares out the documents of one flat row [1, S]."
+            raise UnsupportedFormError(explain("batch", f"{B} rows", rule, "Collate padding_free, or use layout='zigzag'."))
+        if cp.size > 1 and cp != cp.for_documents() and cu_seqlens is not None and B == 1 and len(cu_seqlens) > 2:
+            rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
+            got = f"{len(cu_seqlens) - 1} documents in one flat row"
+            raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))
+        return cls(cp, shape, token_runs(S, cp, cu_seqlens), query_runs(S, cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
         """What this rank holds of one key, by its row of `KEYS`."""
@@ -157,16 +150,18 @@ class _Shard:
         remedy = f"Pad it with the batch, or pass keys={{**KEYS, {key!r}: SAMPLE}} if it is not per token."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
-    def of_mask(self, key: str, value: Any) -> Any:
+    def of_mask(self, key: str, value: Any, recurrent: bool = False) -> Any:
         """A 2D mask by its scope, a dense one by query rows, a mapping by layer kind entry by entry."""
         if value is None:
             return None
         if isinstance(value, Mapping):
-            return {kind: self._of_kind(f"{key}[{kind!r}]", kind, part) for kind, part in value.items()}
+            return {kind: self.of_mask(f"{key}[{kind!r}]", part, kind in _RECURRENT_KINDS) for kind, part in value.items()}
         if not isinstance(value, Tensor):
             rule = "Under context parallelism a mask is None, 2D, dense, or a mapping of those by layer kind."
             remedy = "Build a BlockMask for the shard itself (torch's create_cp_block_mask)."
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
+        if recurrent:
+            return value if self.cp.mask_2d == "global" else self.of_tokens(key, value, 1)
         if tuple(value.shape) == self.shape:
             return self._of_2d(key, value)
         B, S = self.shape
@@ -187,28 +182,20 @@ class _Shard:
         whole = self.cp.mask_2d == "global" or self.cp.ulysses_size > 1
         return value if whole else take_runs(value, 1, self.tokens)
 
-    def _of_kind(self, name: str, kind: str, value: Any) -> Any:
-        if kind in _RECURRENT_KINDS and isinstance(value, Tensor):
-            return value if self.cp.mask_2d == "global" else self.of_tokens(name, value, 1)
-        return self.of_mask(name, value)
-
     def _guess(self, key: str, value: Tensor) -> Key:
         if tuple(value.shape[:2]) == self.shape:
             return TOKENS
         if self.shape[1] not in value.shape:
             return SAMPLE
-        rule = (
-            f"A key that KEYS does not list is per token if it begins {list(self.shape)}; here the width stands elsewhere."
-        )
+        rule = f"A key that KEYS does not list is per token if it begins {list(self.shape)}: the width stands elsewhere."
         remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
 
-def _check_documents(cp: ContextParallel, B: int, cu_seqlens: Tensor | Sequence[int] | None) -> None:
-    if cp.documents and B != 1:
-        rule = f"{cp.layout} shares out the documents of one flat row [1, S]."
-        raise UnsupportedFormError(explain("batch", f"{B} rows", rule, "Collate padding_free, or use layout='zigzag'."))
-    if cp.size > 1 and cp != cp.for_documents() and cu_seqlens is not None and B == 1 and len(cu_seqlens) > 2:
-        rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
-        got = f"{len(cu_seqlens) - 1} documents in one flat row"
-        raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))
+def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
+    """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
+    if runs == ((0, x.shape[dim]),):
+        return x
+    if len(runs) > _FEW_RUNS:
+        return x.index_select(dim, indices(runs).to(x.device))
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)], dim)

@@ -3,8 +3,6 @@
 The models are real: transformers' own classes with each kind of layer the family mixes, two to four of them, width 64.
 They are also honest, which a random model is not by itself: weights are scaled up until a wrong mask moves the logits,
 and the row of the pad token is neither zero nor frozen, so that padding which leaks into a layer shows.
-
-Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -14,15 +12,17 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
 from collate_npu.consumers.models import family_needs_mask_2d, is_encoder, text_config
-from collate_npu.testing.invariance import assert_padding_invariant as assert_padding_invariant
+from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant, features_of
+from collate_npu.proof.located import Located
+from collate_npu.proof.measure import alone, errors, measure, uncached
+from collate_npu.segments import Segments
 from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
 if TYPE_CHECKING:
@@ -38,18 +38,14 @@ def hybrid_model_types() -> list[str]:
     >>> "qwen3_next" in hybrid_model_types(), "llama" in hybrid_model_types()
     (True, False)
     """
-    return list(_hybrid_model_types())
-
-
-@cache
-def _hybrid_model_types() -> tuple[str, ...]:
     from transformers.models.auto import modeling_auto
 
     causal = {text for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if (text := _hybrid_text(name))}
     composite = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return tuple(sorted(causal | {name for name in composite if (_hybrid_text(name) or name) not in {name, *causal}}))
+    return sorted(causal | {name for name in composite if (_hybrid_text(name) or name) not in {name, *causal}})
 
 
+@cache
 def _hybrid_text(model_type: str) -> str | None:
     """The model type of this type's text config, if that family needs the 2D mask."""
     try:
@@ -83,33 +79,23 @@ def _quiet() -> Iterator[None]:
 # switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as the mamba
 # families demand (`heads * head_dim == expand * hidden_size`).
 _SHRINK: tuple[tuple[str, Any], ...] = (
-    (r"hidden_size|router_hidden_size|out_hidden_size|lru_width|ple_embed_dim|embedding_dim", 64),
-    (r".*intermediate_size", 64),
+    (r"hidden_size|n_embd|router_hidden_size|out_hidden_size|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size", 64),
     (r".*(head_dim|d_head|headdim)", 32),
-    (r"(swa_)?num_attention_heads|num_heads|linear_num(_value)?_heads|(n_mamba|mamba_n|mamba_num)_heads", 4),
-    (r"(swa_)?num_key_value_heads|linear_num_key_heads|index_n_heads", 2),
+    (r"(swa_)?num_attention_heads|num_heads|n_head|linear_num(_value)?_heads|(n_mamba|mamba_n|mamba_num)_heads", 4),
     (r"num_experts|n_routed_experts|num_local_experts", 4),
-    (r"num_experts_per_tok(en)?", 2),
-    (r"n_group|n_groups|num_expert_group|topk_group|mamba_n_groups", 1),
-    (r"mamba_d_ssm", 128),
-    (r".*(state_size|d_state)", 8),
-    (r".*(_rank|_lowrank)", 8),
-    (r"d_rel", 8),
-    (r".*chunk_size|block_size", 8),
-    (r"(attention_)?(window_size|sliding_window|sliding_window_size)", 8),
+    (r"(swa_)?num_key_value_heads|linear_num_key_heads|index_n_heads|num_experts_per_tok(en)?", 2),
     (r"attn_layer_period|layer_group_size", 2),
-    (r"attn_layer_offset|expert_layer_offset", 1),
-    (r"depth", 1),
+    (r"n_group|n_groups|num_expert_group|topk_group|mamba_n_groups|attn_layer_offset|expert_layer_offset|depth", 1),
+    (r"mamba_d_ssm", 128),
+    (r".*(state_size|d_state|_rank|_lowrank|chunk_size)|block_size|d_rel", 8),
+    (r"(attention_)?(window_size|sliding_window|sliding_window_size)", 8),
     (r"use_mamba_kernels", False),
-    (r"max_position_embeddings|context_length|model_max_length", 512),
+    (r"max_position_embeddings|n_positions|context_length|model_max_length", 512),
     (r"initializer_range", 0.02),
 )
 
 # The first stays equal to the second where the default has them equal.
-_EQUAL = (
-    ("num_key_value_heads", "num_attention_heads"),
-    ("linear_num_key_heads", "linear_num_value_heads"),
-)
+_EQUAL = (("num_key_value_heads", "num_attention_heads"), ("linear_num_key_heads", "linear_num_value_heads"))
 
 # What the defaults do not tell, by model type.
 _FAMILY: dict[str, dict[str, Any]] = {
@@ -150,12 +136,11 @@ def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
     """
     default = _default_config(model_type)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
-    if text_config(default) is not default:
-        parts = {name: _shrink(getattr(default, name)) for name in type(default).sub_configs}
-        parts["text_config"] |= {"vocab_size": vocab_size, **ids}
-        fields = {**parts, **ids}
-    else:
+    if text_config(default) is default:
         fields = {**_shrink(default), "vocab_size": vocab_size, **ids}
+    else:
+        fields = {name: _shrink(getattr(default, name)) for name in type(default).sub_configs} | ids
+        fields["text_config"] |= {"vocab_size": vocab_size, **ids}
     with _quiet():
         return type(default)(**fields)
 
@@ -168,7 +153,7 @@ def _shrink(default: PretrainedConfig) -> dict[str, Any]:
     layers = {name: _few(value) for name, value in fields.items() if _is_layer_list(value, default)}
     depth = max((len(value) for value in layers.values()), default=3)
     tiny |= {name: (value + value[-1:] * depth)[:depth] for name, value in layers.items()}
-    tiny |= {name: depth for name in ("num_hidden_layers", "num_blocks") if fields.get(name)}
+    tiny |= {name: depth for name in ("num_hidden_layers", "num_blocks", "n_layer") if fields.get(name)}
     return tiny | _FAMILY.get(default.model_type, {})
 
 
@@ -213,11 +198,10 @@ def tiny_model(
     torch.Size([1, 3, 257])
     """
     config = tiny_config(model_type, vocab_size=vocab_size)
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = _build(config, attn_implementation).to(dtype).eval()
-        with torch.no_grad():
-            _make_honest(model, scale)
+        _make_honest(model, scale)
     return model
 
 
@@ -225,8 +209,7 @@ def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedMode
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    if is_encoder(config):
-        auto = AutoModelForMaskedLM
+    auto = AutoModelForMaskedLM if is_encoder(config) else auto
     if not hasattr(text_config(config), "num_attention_heads"):  # no attention at all: there is nothing to implement
         return auto.from_config(config)
     return auto.from_config(config, attn_implementation=attn_implementation)
@@ -266,15 +249,10 @@ def byte_tokenizer(*, pad_is_eos: bool = True, padding_side: str = "right") -> P
     backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    eos, pad = "<|eos|>", "<|eos|>" if pad_is_eos else "<|pad|>"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=eos,
-        pad_token=pad,
-        padding_side=padding_side,
-        model_max_length=512,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    special = {"eos_token": "<|eos|>", "pad_token": "<|eos|>" if pad_is_eos else "<|pad|>"}
+    names = ["input_ids", "attention_mask"]
+    sizes: dict[str, Any] = {"padding_side": padding_side, "model_max_length": 512, "model_input_names": names}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **sizes)
 
 
 @cache
@@ -287,8 +265,7 @@ def left_out(attn_implementation: str = "sdpa") -> Mapping[str, str]:
     >>> "qwen3_next" in left_out()
     False
     """
-    reasons = ((model_type, _why_not(model_type, attn_implementation)) for model_type in hybrid_model_types())
-    return MappingProxyType({model_type: reason for model_type, reason in reasons if reason})
+    return {name: why for name in hybrid_model_types() if (why := _why_not(name, attn_implementation))}
 
 
 def _why_not(model_type: str, attn_implementation: str) -> str | None:
@@ -303,21 +280,13 @@ def _why_not(model_type: str, attn_implementation: str) -> str | None:
     return f"left padding with a 2D attention_mask moves logits by {moved:.2g}{why}"
 
 
-@torch.no_grad()
 def _left_padding_error(model: PreTrainedModel) -> float:
     """The largest difference of a logit between a left-padded batch with its 2D mask and each sample alone."""
-    lengths, width = (5, 17), 17
-    samples = [torch.arange(3, 3 + length)[None] * 7 % 256 for length in lengths]
-    ids_BS = torch.cat([nn.functional.pad(sample, (width - sample.shape[1], 0), value=256) for sample in samples])
-    keep_BS = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    padded = _logits(model, ids_BS, keep_BS)
-    alone = [_logits(model, sample, torch.ones_like(sample, dtype=torch.bool))[0] for sample in samples]
-    return max(float((row[keep] - logits).abs().max()) for row, keep, logits in zip(padded, keep_BS, alone))
-
-
-def _logits(model: PreTrainedModel, ids_BS: Tensor, keep_BS: Tensor) -> Tensor:
-    given = {"position_ids": (keep_BS.cumsum(1) - 1).clamp(min=0), "use_cache": False}
-    taken = inspect.signature(model.forward).parameters
-    kwargs = {name: value for name, value in given.items() if name in taken}
-    logits: Tensor = model(input_ids=ids_BS, attention_mask=keep_BS.long(), **kwargs).logits
-    return logits
+    segments = Segments.from_lengths([5, 17], side="left")
+    features = features_of([[7 * token % 256 for token in range(3, 3 + n)] for n in segments.sequence_lengths])
+    tokens = torch.tensor([token for feature in features for token in feature["input_ids"]])
+    ids = torch.full(segments.shape, 256).masked_scatter(segments.keep, tokens)
+    batch = {"input_ids": ids, "attention_mask": segments.keep.long(), "position_ids": segments.position_ids}
+    taken = {key: batch[key] for key in batch if key in inspect.signature(model.forward).parameters}
+    found = measure(model, uncached(model, taken), Located.in_order(segments).rows, gradients=False)
+    return errors(found, alone(model, features, gradients=False)).largest

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch import Tensor
 from collate_npu.consumers.models import unwrap
 from collate_npu.consumers.recurrent_kernels import READS, KernelCall, kernel_calls
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.kernels.breach import refuse
+from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.releases import KERNELS_TOLD
+
+OF_A_CARD = ("channels", "strides", "head-size", "backward")
+"""Limits of a real kernel that a reference does not have, and a tiny model need not keep."""
 
 
 @contextmanager
@@ -26,8 +33,9 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
 
     They stand behind transformers' own dispatch, where an installed package would: `causal_conv1d_fn` reads `seq_idx`,
     `chunk_gated_delta_rule` and `chunk_kda` `cu_seqlens`, mamba2's scan `seq_idx`, and what a kernel does not take is
-    dropped. `without` names packages ("fla", "causal_conv1d", "mamba_ssm") that are to be missing. Make collators and
-    adapters inside: they ask the model for its kernels once. Slow, and meant for tests.
+    dropped. Every call is judged by its kernel's contract (`kernels.check`), but for the shapes of tiny models. `without`
+    names packages ("fla", "causal_conv1d", "mamba_ssm") that are to be missing. Make collators and adapters inside: they
+    ask the model for its kernels once. Slow, and meant for tests.
 
     Raises `UnsupportedFormError` for a model whose layers call no such function (before transformers 5.19 none does).
 
@@ -41,13 +49,13 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
     """
     calls = {id(call.function): call for call in kernel_calls(unwrap(model))}.values()
     if not calls:
-        rule = "transformers 5.19 and later call the kernels of recurrent layers through a wrapper of their own."
+        rule = f"transformers {KERNELS_TOLD} and later call the kernels of recurrent layers through a wrapper of their own."
         remedy = "Take a model with such layers, or upgrade transformers."
         raise UnsupportedFormError(explain("model", type(unwrap(model)).__name__, rule, remedy))
     before = [(cell, cell.cell_contents) for call in calls for cell in _cells(call).values()]
     try:
         for call in calls:
-            _resolve(call, None if call.package in without else _reference(call))
+            _resolve(call, plain=call.package in without)
         yield
     finally:
         for cell, contents in before:
@@ -61,39 +69,43 @@ def _cells(call: KernelCall) -> dict[str, Any]:
     return {name: cell for name, cell in zip(held.__code__.co_freevars, held.__closure__) if name in names}
 
 
-def _resolve(call: KernelCall, kernel: Callable[..., Any] | None) -> None:
+def _resolve(call: KernelCall, *, plain: bool) -> None:
     """As transformers does it itself (5.23 integrations/hub_kernels.py:1008-1024)."""
-    implementation = inspect.unwrap(call.function) if kernel is None else kernel
-    cells = _cells(call)
-    cells["implementation"].cell_contents = implementation
-    cells["is_new_implementation"].cell_contents = kernel is not None
-    cells["applicable_params"].cell_contents = tuple(inspect.signature(implementation).parameters)
+    kernel = inspect.unwrap(call.function) if plain else _judged(call)
+    taken = tuple(inspect.signature(kernel).parameters)
+    held = {"implementation": kernel, "is_new_implementation": not plain, "applicable_params": taken}
+    for name, cell in _cells(call).items():
+        cell.cell_contents = held[name]
+
+
+def _judged(call: KernelCall) -> Callable[..., Any]:
+    """The reference; its real kernel would refuse a call that breaks the contract, or take it and compute something else."""
+    name, kernel = f"{call.package}.{call.kernel}", _reference(call)
+    if not knows(name):
+        return kernel
+
+    @wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        refuse(name, (breach for breach in call_breaches(name, named(kernel, args, kwargs)) if breach.rule not in OF_A_CARD))
+        return kernel(*args, **kwargs)
+
+    return run
 
 
 def _reference(call: KernelCall) -> Callable[..., Any]:
-    if call.kernel in _KERNELS:
-        return _KERNELS[call.kernel]
-    plain = inspect.unwrap(call.function)
-    key = READS.get(call.kernel)
+    if call.kernel == "causal_conv1d_fn":
+        return causal_conv1d_fn
+    if call.kernel in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        return reference_gated_delta_rule
+    plain, key = inspect.unwrap(call.function), READS.get(call.kernel)
     return plain if key is None else _one_by_one(plain, key)
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    activation: str | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """causal-conv1d 1.6.1 causal_conv1d_interface.py:10, `x` and the output `[B, D, T]`, `seq_idx` int32 `[B, T]`."""
     return reference_causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, seq_idx=seq_idx).transpose(1, 2)
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": causal_conv1d_fn,
-    "chunk_gated_delta_rule": reference_gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": reference_gated_delta_rule,
-}
 
 
 def _one_by_one(plain: Callable[..., Any], key: str) -> Callable[..., Any]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, shape_of
 from collate_npu.keys import of_kind, with_role
-from collate_npu.masks.find import segments_from_batch, token_shape
+from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.hazards import hazards, reads
+from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 
 
@@ -36,6 +37,7 @@ def describe(batch: Mapping[str, Any]) -> str:
         known by position_ids: agrees; alone it does not say all
         no mask is not exact: padding stands on the left, so real tokens would attend it
     """
+    batch = Sources(batch)
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
@@ -51,7 +53,7 @@ def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
         yield f"{key}: {_value(value)}{f', {means}' if means else ''}"
 
 
-def _facts(batch: Mapping[str, Any], segments: Segments) -> Iterator[str]:
+def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     B, S = segments.shape
     real = segments.num_tokens
     share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
@@ -62,17 +64,17 @@ def _facts(batch: Mapping[str, Any], segments: Segments) -> Iterator[str]:
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
 
 
-def _sources(batch: Mapping[str, Any], segments: Segments) -> Iterator[tuple[str, str]]:
+def _sources(batch: Sources, segments: Segments) -> Iterator[tuple[str, str]]:
     """What each key that tells something says by itself, through the same door; together they agree, or were refused."""
     keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
     keys = [key for key in keys if key not in with_role(batch, "longest")]
     yield from ((key, _alone(batch, key, segments)) for key in keys if batch[key] is not None)
 
 
-def _alone(batch: Mapping[str, Any], key: str, segments: Segments) -> str:
-    stand_in = {"input_ids": torch.zeros(token_shape(batch), dtype=torch.int64)}
+def _alone(batch: Sources, key: str, segments: Segments) -> str:
+    alone = {**dict.fromkeys(batch), "input_ids": torch.zeros(batch.shape(), dtype=torch.int64), key: batch[key]}
     try:
-        found = segments_from_batch({**stand_in, key: batch[key]}, padding_free=segments.shape[0] == 1)
+        found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
     except CollateError:
         return "agrees; alone it does not say all"
     if found == segments:
@@ -81,7 +83,7 @@ def _alone(batch: Mapping[str, Any], key: str, segments: Segments) -> str:
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 
 
-def _hazards(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
+def _hazards(batch: Sources, segments: Segments | None) -> Iterator[str]:
     found = hazards(batch, segments)
     yield from (f"hazard: {text}" for text in found.values())
 

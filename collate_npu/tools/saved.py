@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.masks.find import MASK_KEY
+from collate_npu.masks.derive import MASK_KEY
 
 RECIPE = (
     "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
@@ -58,18 +59,11 @@ def _arrays(path: Path) -> Any:
     return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
 
 
-def _safetensors(path: Path) -> Any:
-    return import_module("safetensors.torch").load(path.read_bytes())
-
-
-def _torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
+_TORCH = partial(torch.load, map_location="cpu", weights_only=True)
 _LOADERS: dict[str, Callable[[Path], Any]] = {
-    ".pt": _torch,
-    ".pth": _torch,
-    ".safetensors": _safetensors,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
     ".npz": _arrays,
     ".npy": _arrays,
 }

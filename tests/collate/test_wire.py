@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import strategies
 import torch
 from hypothesis import given
 
-from collate_npu import CollateError, Segments, UnsupportedFormError, dense, none_is_exact
-from collate_npu.collate.wire import check_mode, finish_batch, ignore_labels
-from collate_npu.keys import KEYS
+from collate_npu import CollateError, Segments
+from collate_npu.collate import Layout
+from collate_npu.collate.wire import Emitter
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.forms import offsets_of
 
 MODES = ("auto", "none", "4d", "2d", "omit")
 
 
 def collator(**settings):
-    defaults = {
-        "attention_mask": "auto",
-        "consumer": None,
-        "pattern": "causal",
-        "label_pad_token_id": -100,
-        "labels_shifted": False,
-        "max_mask_bytes": 1 << 30,
-        "keys": KEYS,
-        "_adapter": None,
-    }
-    return SimpleNamespace(**{**defaults, **settings})
+    made = Emitter(**settings)
+    made._settle(None)
+    return made
+
+
+def finished(batch, segments, padding_free=False, **settings):
+    return collator(**settings)._finished(batch, segments, padding_free=padding_free)
 
 
 @given(strategies.attentions())
@@ -40,9 +36,9 @@ def test_modes_without_a_consumer(attention):
         batch = {"input_ids": segments.ids}
         if mode == "none" and not exact:
             with pytest.raises(UnsupportedFormError, match="attention_mask='none' was asked for"):
-                finish_batch(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
+                finished(batch, segments, attention_mask=mode, pattern=pattern)
             continue
-        out = finish_batch(collator(attention_mask=mode, pattern=pattern), batch, segments, padding_free=False)
+        out = finished(batch, segments, attention_mask=mode, pattern=pattern)
         assert torch.equal(out["attention_mask_2d"], segments.keep)
         parted = ["segment_ids"] if segments.packed or segments.empty_rows else []
         assert list(out) == ["input_ids", *(["attention_mask"] if mode != "omit" else []), "attention_mask_2d", *parted]
@@ -55,16 +51,16 @@ def test_modes_without_a_consumer(attention):
             assert out["attention_mask"] is None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["auto", "none", "omit"])
 def test_padding_free_rows_carry_no_mask(mode):
     segments = Segments.from_lengths([[3, 5]])
-    out = finish_batch(collator(attention_mask=mode), {"attention_mask_2d": segments.keep}, segments, padding_free=True)
+    out = finished({"attention_mask_2d": segments.keep}, segments, padding_free=True, attention_mask=mode)
     assert out == ({} if mode == "omit" else {"attention_mask": None})
 
 
 def test_the_byte_limit_reaches_the_mask():
     with pytest.raises(UnsupportedFormError, match="max_mask_bytes"):
-        finish_batch(collator(attention_mask="4d", max_mask_bytes=8), {}, Segments.from_lengths([3]), padding_free=False)
+        finished({}, Segments.from_lengths([3]), attention_mask="4d", layout=Layout(max_mask_bytes=8))
 
 
 def test_offsets_come_together():
@@ -88,45 +84,40 @@ def test_offsets_come_together():
 @given(strategies.segments())
 def test_the_label_after_padding_or_a_neighbour_is_ignored(segments):
     labels = torch.arange(segments.ids.numel()).view(segments.shape)
-    out = ignore_labels(collator(), {"labels": labels}, segments)["labels"]
+    out = collator()._labels_ignored({"labels": labels}, segments)["labels"]
     for b, row in enumerate(segments.ids.tolist()):
         for s, label in enumerate(row):
             follows = s == 0 or row[s - 1] == label
             assert out[b, s] == (labels[b, s] if label and follows else -100)
 
 
-def test_labels_of_bidirectional_attention_stay():
-    """It predicts tokens in place, the first one too."""
-    batch = {"labels": torch.tensor([[1, 2], [3, 4]])}
-    segments = Segments.from_lengths([1, 2], side="left")
-    assert ignore_labels(collator(pattern="bidirectional"), batch, segments)["labels"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_labels_that_stay():
-    segments = Segments.from_lengths([1, 2], side="left")
-    labels = torch.tensor([[1, 2], [3, 4]])
-    assert ignore_labels(collator(labels_shifted=True), {"labels": labels}, segments)["labels"] is labels
-    per_sample = torch.tensor([1, 2])
-    assert ignore_labels(collator(), {"labels": per_sample}, segments)["labels"] is per_sample
-    assert ignore_labels(collator(), {}, segments) == {}
-    assert ignore_labels(collator(label_pad_token_id=-1), {"labels": labels}, segments)["labels"].tolist() == [
-        [-1, -1],
-        [3, 4],
-    ]
-    assert labels.tolist() == [[1, 2], [3, 4]]
+@pytest.mark.parametrize(
+    ("settings", "labels", "left"),
+    [
+        ({"pattern": "bidirectional"}, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),  # it predicts tokens in place, the first too
+        ({"layout": Layout(labels_shifted=True)}, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        ({"label_pad_token_id": -1}, [[1, 2], [3, 4]], [[-1, -1], [3, 4]]),
+        ({}, [1, 2], [1, 2]),  # one a sample
+        ({}, [[0.5, 0.5], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]]),
+    ],
+)
+def test_labels_that_stay(settings, labels, left):
+    given = torch.tensor(labels)
+    out = collator(**settings)._labels_ignored({"labels": given}, Segments.from_lengths([1, 2], side="left"))
+    assert out["labels"].tolist() == left
+    assert given.tolist() == labels
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_settings_that_contradict_each_other(mode):
-    check_mode(mode, None, "pt")
     if mode in ("auto", "omit"):
-        check_mode(mode, "megatron", "pt")
+        collator(attention_mask=mode, consumer="verl")
     else:
         with pytest.raises(CollateError, match="decides the form of its mask"):
-            check_mode(mode, "megatron", "pt")
+            collator(attention_mask=mode, consumer="verl")
 
 
-@pytest.mark.parametrize(("mode", "tensors"), [("3d", "pt"), (None, "pt"), ("auto", "np"), ("auto", "tf")])
-def test_settings_nobody_knows(mode, tensors):
-    with pytest.raises(CollateError, match=r"attention_mask is 'auto'|Batches are torch tensors"):
-        check_mode(mode, None, tensors)
+@pytest.mark.parametrize("mode", ["3d", None])
+def test_modes_nobody_knows(mode):
+    with pytest.raises(CollateError, match="attention_mask is 'auto'"):
+        collator(attention_mask=mode)

@@ -8,17 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    Pattern,
-    Segments,
-    UnsupportedFormError,
-    dense,
-    last_token,
-)
+from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
 from collate_npu.consumers.consumer import consumers
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks import dense
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 megatron = partial(BatchAdapter, consumer="megatron")
@@ -38,9 +31,8 @@ def batch_of(segments, **keys):
 
 
 def test_a_right_padded_hybrid_batch_for_megatron():
-    batch = batch_of(
-        RIGHT, labels=torch.ones(2, 5), attention_mask=dense(RIGHT, polarity="masked"), attention_mask_2d=RIGHT.keep
-    )
+    keys = {"labels": torch.ones(2, 5), "attention_mask": dense(RIGHT, polarity="masked"), "attention_mask_2d": RIGHT.keep}
+    batch = batch_of(RIGHT, **keys)
     out, segments = megatron(HYBRID).with_segments(batch)
     assert segments == RIGHT
     assert out["attention_mask"] is None
@@ -51,13 +43,6 @@ def test_a_right_padded_hybrid_batch_for_megatron():
     assert next(iter(out)) == "input_ids"
 
 
-def test_a_left_padded_batch_for_megatron():
-    out = megatron(HYBRID)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
-    assert torch.equal(out["attention_mask"], dense(LEFT, polarity="masked"))
-    assert torch.equal(out["position_ids"], LEFT.position_ids)
-    assert "attention_mask_2d" not in megatron(DENSE)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
-
-
 def test_positions_that_are_there_stay():
     positions = torch.full((2, 5), 7)
     keys = {"attention_mask_2d": LEFT.keep, "position_ids": positions}
@@ -66,14 +51,6 @@ def test_positions_that_are_there_stay():
     vision = batch_of(LEFT, attention_mask_2d=LEFT.keep, pixel_values=torch.zeros(1))
     assert "position_ids" not in megatron(DENSE)(vision)
     assert torch.equal(megatron(DENSE)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))["position_ids"], RIGHT.position_ids)
-
-
-def test_the_mask_of_transformers_is_the_2d_one():
-    for model in (HYBRID, DENSE, None):
-        out = BatchAdapter(model, consumer="transformers")(batch_of(LEFT, attention_mask=dense(LEFT)))
-        assert torch.equal(out["attention_mask"], LEFT.keep.long())
-        assert out["attention_mask"].dtype == torch.int64
-        assert "attention_mask_2d" not in out
 
 
 def test_a_pattern_of_its_own_on_transformers():
@@ -93,56 +70,6 @@ def test_a_pattern_of_its_own_on_transformers():
         BatchAdapter(needs_mask_2d=True, consumer="transformers", pattern=sliding)(truth)
 
 
-def test_packed_rows_for_an_unknown_transformers_model_are_refused():
-    with pytest.raises(CollateError):
-        BatchAdapter(consumer="transformers").render(batch_of(FLAT), FLAT)
-
-
-def test_verl_reads_bool():
-    out = BatchAdapter(HYBRID, consumer="verl")(batch_of(LEFT, attention_mask=LEFT.keep.long()))
-    assert out["attention_mask"].dtype == out["attention_mask_2d"].dtype == torch.bool
-
-
-REFUSE_FLAT_ROWS = ("mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2")
-"""Of several sequences, on recurrent layers."""
-
-
-def test_torchtitan_reads_its_own_key():
-    out = BatchAdapter(DENSE, consumer="torchtitan")(batch_of(RIGHT, attention_mask=RIGHT.keep))
-    assert "attention_mask" not in out
-    assert out["attention_masks"].shape == (2, 1, 5, 5)
-
-
-@pytest.mark.parametrize(
-    ("consumer", "remedy"), [("mindspeed", "padding_free=True"), ("transformer_engine", "local kernels")]
-)
-def test_causal_kernels_refuse_left_padding(consumer, remedy):
-    out = BatchAdapter(HYBRID, consumer=consumer)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
-    assert out["attention_mask"] is None
-    assert torch.equal(out["attention_mask_2d"], RIGHT.keep)
-    with pytest.raises(UnsupportedFormError, match=f"padding stands on the left.*{remedy}"):
-        BatchAdapter(HYBRID, consumer=consumer)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
-
-
-@pytest.mark.parametrize("consumer", [name for name in consumers() if name not in REFUSE_FLAT_ROWS])
-def test_padding_free_rows_lose_their_masks(consumer):
-    keys = {"attention_mask_2d": torch.ones(1, 8), "position_ids": FLAT.position_ids}
-    model = SimpleNamespace(**vars(HYBRID), model_type="qwen3_next", _attn_implementation="flash_attention_2")
-    out, segments = BatchAdapter(model, consumer=consumer, padding_free=True).with_segments(batch_of(FLAT, **keys))
-    assert out[consumers()[consumer].key] is None
-    assert "attention_mask_2d" not in out
-    assert segments == FLAT
-
-
-def test_the_truth_comes_back_whole_for_pooling():
-    out, segments = megatron(HYBRID, context_parallel=ContextParallel(2, 0)).with_segments(
-        batch_of(Segments.from_lengths([3, 5], 8), attention_mask_2d=Segments.from_lengths([3, 5], 8).keep)
-    )
-    assert out["input_ids"].shape == (2, 4)
-    assert segments.shape == (2, 8)
-    assert last_token(torch.arange(16).view(2, 8), segments).tolist() == [2, 12]
-
-
 # --- context parallelism
 
 
@@ -160,7 +87,7 @@ def test_under_context_parallelism_only_this_rank_s_rows_are_built(rank):
 
 
 @pytest.mark.parametrize(
-    "consumer", [name for name, c in consumers().items() if c.keeps_mask_2d != "never" and c.splits_rows]
+    "consumer", [name for name, c in consumers().items() if c.keeps_mask_2d != "never" and c.recurrent_scheme]
 )
 def test_every_consumer_gets_its_own_tokens_of_the_2d_mask_unless_the_whole_row_is_asked_for(consumer):
     segments = Segments.from_lengths([3, 8])
@@ -169,17 +96,6 @@ def test_every_consumer_gets_its_own_tokens_of_the_2d_mask_unless_the_whole_row_
     assert torch.equal(own["attention_mask_2d"], segments.keep[:, 2:6])
     whole = BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(2, 1, mask_2d="global"))(batch)
     assert torch.equal(whole["attention_mask_2d"], segments.keep)
-
-
-def test_a_width_that_does_not_divide_is_an_error():
-    with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
-        megatron(HYBRID, context_parallel=ContextParallel(2, 0))(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
-
-
-def test_recurrent_layers_of_transformers_cannot_be_split():
-    with pytest.raises(UnsupportedFormError, match="in silence"):
-        BatchAdapter(HYBRID, consumer="transformers", context_parallel=ContextParallel(2, 0))
-    BatchAdapter(DENSE, consumer="transformers", context_parallel=ContextParallel(2, 0))
 
 
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
@@ -218,10 +134,9 @@ def test_ranks_share_out_the_heads_of_recurrent_layers():
 
 
 def test_a_block_mask_is_not_split():
+    adapter = BatchAdapter(DENSE, consumer="torchtitan", context_parallel=ContextParallel(1, 0))
     with pytest.raises(UnsupportedFormError, match="torchtitan's and torch's own"):
-        BatchAdapter(DENSE, consumer="torchtitan", context_parallel=ContextParallel(1, 0))(
-            batch_of(RIGHT, attention_mask_2d=RIGHT.keep)
-        )
+        adapter(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
 
 
 # --- settings
@@ -235,14 +150,8 @@ def test_the_model_must_be_told_where_it_matters():
             with pytest.raises(CollateError, match="Pass model=, model_type= or needs_mask_2d="):
                 BatchAdapter(consumer=consumer)
             BatchAdapter(consumer=consumer, padding_free=True)
-    assert megatron(torch.nn.Module(), needs_mask_2d=True)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))[
-        "attention_mask_2d"
-    ].any()
-
-
-def test_an_unknown_consumer_is_refused_at_once():
-    with pytest.raises(CollateError, match="Known are"):
-        BatchAdapter(DENSE, consumer="megatrom")
+    out = megatron(torch.nn.Module(), needs_mask_2d=True)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
+    assert out["attention_mask_2d"].any()
 
 
 def test_an_argument_namespace():
@@ -277,15 +186,12 @@ def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, la
     assert BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel.layout == layout
 
 
-def test_the_byte_limit_reaches_the_mask():
-    with pytest.raises(UnsupportedFormError, match="max_mask_bytes"):
-        megatron(DENSE, max_mask_bytes=49)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
-
-
-def test_why_is_said():
+def test_why_is_said_and_the_byte_limit_reaches_the_mask():
     assert "right only" in megatron(HYBRID).route(RIGHT).why
     assert "on the left" in megatron(HYBRID).route(LEFT).why
     assert megatron(HYBRID).route(LEFT, padding_free=True).form == "none"
+    with pytest.raises(UnsupportedFormError, match="max_mask_bytes"):
+        megatron(DENSE, max_mask_bytes=49)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
 
 
 @pytest.mark.parametrize("told", [{}, {"seq_idx": None}, {"cu_seq_lens_q": None, "cu_seq_lens_k": None}])
@@ -297,3 +203,13 @@ def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
     assert out["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
     assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 3, 8]
     assert out["max_length_q"] == 5
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_a_row_wider_than_the_limit_of_rotary_frequencies_gets_its_positions(width):
+    """Counted by place, padding would change the frequencies of every token."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4}
+    model = SimpleNamespace(**vars(DENSE), model_type="phi3", rope_parameters=rope)
+    segments = Segments.from_lengths([3, 4], width)
+    out = BatchAdapter(model, consumer="transformers")(batch_of(segments, attention_mask_2d=segments.keep))
+    assert ("position_ids" in out) == (width > 4)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
-import torch
 
-from collate_npu import CollateError, Pattern, Segments, UnsupportedFormError, needs_mask_2d
-from collate_npu.consumers import consumer as room
-from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.consumer import ConsumerName, Model, consumers
-from collate_npu.consumers.models import config_of, family_needs_mask_2d, layer_masks, text_config
+from collate_npu import Pattern, Segments, needs_mask_2d, releases
+from collate_npu.consumers import consumer as room, transformers as transformers_room
+from collate_npu.consumers.consumer import Model, consumers
+from collate_npu.consumers.models import family_needs_mask_2d, layer_masks, text_config
+from collate_npu.errors import UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 CONSUMERS = consumers()
@@ -49,36 +46,6 @@ def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
     assert ".py" in consumer.source or "generate_mask" in consumer.source
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_routes_are_total(consumer):
-    """Every combination is a route or a refusal with a remedy."""
-    kernels = ("sdpa", "eager", "flash_attention_2", "flex_attention", "unheard_of")
-    patterns = ("causal", "bidirectional", SLIDING, Pattern.chunked(2), Pattern.prefix(1))
-    truths = (RIGHT, LEFT, PACKED, Segments.from_ids([[1, 0, 1]]), Segments.from_lengths([0, 2]))
-    switches = itertools.product((False, True), repeat=3)
-    for segments, pattern, kernel, (needs_2d, padding_free, aux_loss) in itertools.product(
-        truths, patterns, kernels, switches
-    ):
-        try:
-            chosen = route(
-                consumer,
-                segments,
-                pattern=pattern,
-                needs_2d=needs_2d,
-                padding_free=padding_free,
-                attn_implementation=kernel,
-                aux_loss=aux_loss,
-            )
-        except UnsupportedFormError:
-            packed = consumer in ("transformers", "mindspeed_llm", "mindspeed_llm_fsdp2") and segments.packed
-            assert not padding_free or packed or consumer == "mindspeed_dense"
-        else:
-            assert chosen.why
-            assert not (padding_free and chosen.keeps_mask_2d)
-            dense_flat_row = consumer == "transformers" and segments.packed
-            assert chosen.form == "none" or not padding_free or dense_flat_row
-
-
 def form(consumer, segments, **settings):
     try:
         return route(consumer, segments, **settings).form
@@ -86,46 +53,29 @@ def form(consumer, segments, **settings):
         return "refused"
 
 
-@pytest.mark.parametrize(
-    ("consumer", "right", "left", "packed", "sliding"),
-    [
-        ("megatron", "none", "masked", "masked", "masked"),
-        ("mindspeed", "none", "refused", "refused", "refused"),
-        ("mindspeed_dense", "masked", "masked", "masked", "masked"),
-        ("mindspeed_llm", "none", "refused", "refused", "refused"),
-        ("mindspeed_llm_fsdp2", "keep_2d", "refused", "refused", "refused"),
-        ("transformer_engine", "none", "refused", "refused", "refused"),
-        ("transformers", "keep_2d", "keep_2d", "keep", "keep"),
-        ("verl", "keep_2d", "keep_2d", "refused", "refused"),
-        ("verl_npu", "none", "refused", "refused", "refused"),
-        ("torchtitan", "block_mask", "block_mask", "block_mask", "block_mask"),
-    ],
-)
-def test_the_form_of_each_consumer(consumer, right, left, packed, sliding):
-    assert form(consumer, RIGHT) == right
-    assert form(consumer, LEFT) == left
-    assert form(consumer, PACKED) == packed
-    assert form(consumer, RIGHT, pattern=SLIDING) == sliding
+CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
 
 
 @pytest.mark.parametrize(
-    ("consumer", "plain", "recurrent"),
+    ("consumer", "forms", "kept"),
     [
-        ("megatron", False, True),
-        ("mindspeed", False, True),
-        ("mindspeed_dense", False, True),
-        ("mindspeed_llm", False, False),
-        ("mindspeed_llm_fsdp2", False, False),
-        ("transformer_engine", False, True),
-        ("transformers", False, False),
-        ("verl", True, True),
-        ("verl_npu", True, True),
-        ("torchtitan", False, False),
+        ("megatron", ("none", "masked", "masked", "masked"), (False, True)),
+        ("mindspeed", CAUSAL_KERNEL, (False, True)),
+        ("mindspeed_dense", ("masked",) * 4, (False, True)),
+        ("mindspeed_llm", CAUSAL_KERNEL, (False, False)),
+        ("mindspeed_llm_fsdp2", ("keep_2d", "refused", "refused", "refused"), (False, False)),
+        ("transformer_engine", CAUSAL_KERNEL, (False, True)),
+        ("transformers", ("keep_2d", "keep_2d", "keep", "keep"), (False, False)),
+        ("verl", ("keep_2d", "keep_2d", "refused", "refused"), (True, True)),
+        ("verl_npu", CAUSAL_KERNEL, (True, True)),
+        ("torchtitan", ("block_mask",) * 4, (False, False)),
     ],
 )
-def test_who_keeps_attention_mask_2d(consumer, plain, recurrent):
-    assert route(consumer, RIGHT).keeps_mask_2d == plain
-    assert route(consumer, RIGHT, needs_2d=True).keeps_mask_2d == recurrent
+def test_the_form_of_each_consumer_and_who_keeps_the_2d_mask(consumer, forms, kept):
+    """Right and left padding, packed rows, a pattern of its own; without and with recurrent layers."""
+    found = (form(consumer, segments) for segments in (RIGHT, LEFT, PACKED))
+    assert (*found, form(consumer, RIGHT, pattern=SLIDING)) == forms
+    assert tuple(route(consumer, RIGHT, needs_2d=needs).keeps_mask_2d for needs in (False, True)) == kept
     if consumer != "mindspeed_dense":
         assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).keeps_mask_2d
 
@@ -155,17 +105,14 @@ def test_transformers_kernels(kernel, expected, recurrent):
 
 
 def test_recurrent_layers_never_get_a_block_mask_alone():
-    for consumer, settings in (
-        ("transformers", {"attn_implementation": "flex_attention", "pattern": SLIDING}),
-        ("torchtitan", {}),
-    ):
-        assert form(consumer, LEFT, needs_2d=True, **settings) != "block_mask"
+    flex = {"attn_implementation": "flex_attention", "pattern": SLIDING}
+    assert form("transformers", LEFT, needs_2d=True, **flex) == form("torchtitan", LEFT, needs_2d=True) == "refused"
 
 
 def test_older_transformers(monkeypatch):
     one_row = Segments.from_lengths([3], 5, "left")
-    for version, single in (((4, 57), "refused"), ((5, 14), "refused"), ((5, 15), "keep_2d")):
-        monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
+    for version, single in (("4.57.1", "refused"), ("5.14.1", "refused"), ("5.15.0", "keep_2d")):
+        monkeypatch.setitem(releases._FOUND, "transformers", version)
         assert form("transformers", one_row, needs_2d=True) == single
         assert form("transformers", Segments.from_lengths([3], 5), needs_2d=True) == "keep_2d"
         assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
@@ -175,13 +122,13 @@ def test_flat_rows_on_recurrent_models_need_layers_that_ask_where_a_sequence_beg
     flat = Segments.from_lengths([[3, 5]])
     hybrid = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_2d": True, "padding_free": True}
     flash = {"attn_implementation": "flash_attention_2"}
-    for version in ((4, 57), (5, 19), (5, 20)):
-        monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda version=version: version)
-        newer = version == (5, 20)
+    for version in ("4.57.1", "5.19.0", "5.20.0"):
+        monkeypatch.setitem(releases._FOUND, "transformers", version)
+        newer = version == "5.20.0"
         assert form("transformers", flat, model_type="qwen3_next", **hybrid) == ("mapping" if newer else "refused")
         assert form("transformers", flat, model_type="qwen3_next", **hybrid, **flash) == ("none" if newer else "refused")
-        assert form("transformers", flat, model_type="jamba", **hybrid, **flash) == "refused"
         assert form("transformers", flat, **hybrid, **flash) == "refused"
+        assert form("transformers", flat, model_type="jamba", **hybrid, **flash) == "refused"
         assert form("transformers", flat, padding_free=True) == "keep"
         assert form("transformers", flat, padding_free=True, **flash) == "none"
         assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
@@ -190,9 +137,9 @@ def test_flat_rows_on_recurrent_models_need_layers_that_ask_where_a_sequence_beg
 
 def test_older_transformers_take_no_mapping(monkeypatch):
     layers = config(layer_types=["conv", "full_attention"])
-    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 13))
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.13.0")
     assert layer_masks(layers)["conv"] == "recurrent"
-    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (5, 12))
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.12.1")
     with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
         layer_masks(layers)
 
@@ -205,21 +152,9 @@ def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
     assert form("transformers", RIGHT, **settings) == "keep_2d"
     assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
     assert form("megatron", LEFT, **settings) == "masked"
-    monkeypatch.setattr("collate_npu.consumers.models.transformers_version", lambda: (4, 57))
+    monkeypatch.setitem(releases._FOUND, "transformers", "4.57.1")
     with pytest.raises(UnsupportedFormError, match=r"Padding there changes the real tokens of this model: its.*Pad right"):
         route("transformers", LEFT, **settings)
-
-
-def test_aux_loss_and_a_mapping_exclude_each_other():
-    settings = {"needs_2d": True, "pattern": SLIDING}
-    assert form("transformers", LEFT, aux_loss=True, **settings) == "refused"
-    assert form("transformers", LEFT, aux_loss=True, needs_2d=True) == "keep_2d"
-    assert form("transformers", LEFT, aux_loss=True, pattern=SLIDING) == "keep"
-
-
-def test_an_unknown_consumer_is_an_error_that_lists_the_known():
-    with pytest.raises(CollateError, match=f"consumer: got 'vllm'. Known are {', '.join(consumers())}"):
-        route("vllm", RIGHT)
 
 
 # --- who needs the 2D mask
@@ -260,17 +195,13 @@ def test_configs_tell_whether_layers_carry_state(model, needed):
     assert needs_mask_2d(wrapped) == needed
 
 
-def test_configs_of_several_modalities_name_their_text_part():
+def test_a_family_needs_what_one_of_its_configs_may_need_and_modalities_what_their_text_part_does():
+    assert family_needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
+    assert not needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
     inner = config(layer_types=["conv"])
     outer = config(get_text_config=lambda decoder: inner if decoder else None, layer_types=["full_attention"])
     assert text_config(outer) is inner
     assert needs_mask_2d(outer)
-    assert config_of(torch.nn.Linear(1, 1)).__class__ is torch.nn.Linear
-
-
-def test_a_family_needs_what_one_of_its_configs_may_need():
-    assert family_needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
-    assert not needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
 
 
 def test_the_keys_of_a_mapping():
@@ -308,7 +239,3 @@ def test_a_config_is_asked_once_for_each_side():
         assert room.route("transformers", Segments.from_lengths([2, 3]), model=model).form == "keep_2d"
         with pytest.raises(UnsupportedFormError, match="use_bias"):
             room.route("transformers", Segments.from_lengths([2, 3], side="left"), model=model)
-
-
-def test_the_names_for_type_checkers_are_those_of_the_files():
-    assert set(get_args(ConsumerName)) == set(consumers())

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu.consumers import leaks, models
+from collate_npu import releases
+from collate_npu.consumers import leaks
 from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
 
 
@@ -39,9 +40,9 @@ def test_each_reason_belongs_to_its_places(fields, right, left, holes):
         assert (expected in why) if expected else why == ""
 
 
-@pytest.mark.parametrize(("release", "leaks_there"), [((4, 57), True), ((5, 0), False), ((5, 23), False)])
+@pytest.mark.parametrize(("release", "leaks_there"), [("4.57.1", True), ("5.0.0", False), ("5.23.0", False)])
 def test_a_fault_that_a_release_mended_is_looked_up_by_release(release, leaks_there, monkeypatch):
-    monkeypatch.setattr(models, "transformers_version", lambda: release)
+    monkeypatch.setitem(releases._FOUND, "transformers", release)
     assert bool(why_padding_leaks(config(model_type="lfm2"), "left")) == leaks_there
 
 

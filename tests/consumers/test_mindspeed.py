@@ -6,31 +6,25 @@ by the operator's contract and computed by its CPU reference. The releases' own 
 
 from __future__ import annotations
 
+from functools import partial
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
 
-from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, UnsupportedFormError, dense
+from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.consumer import Model, route
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle
+from collate_npu.masks import dense
 from collate_npu.masks.forms import open_empty_rows
 
-RELEASES = {
-    # whose attention stands in TransformerEngine's place, and where the release says so
-    "2.3.0_core_r0.12.1": ("local", "features_manager/megatron_basic/transformer_engine_basic.py:23-25"),
-    "26.0.0_core_r0.12.1": ("own", "te/pytorch/attention/dot_product_attention/dot_product_attention.py:627-647"),
-    "26.1.0_core_r0.12.1": ("own", "te/pytorch/attention/dot_product_attention/dot_product_attention.py:627-647"),
-    "core_r0.14.0": ("own", "te/pytorch/attention/dot_product_attention/dot_product_attention.py:655-675"),
-    "core_r0.15.3": ("own", "te/pytorch/attention/dot_product_attention/dot_product_attention.py:656-676"),
-    "core_r0.16.0": ("own", "te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-682"),
-    "core_r0.17.0": ("separate", "README.md:113-118"),
-    "core_r0.18.0": ("separate", "README.md:113-118"),
-}
+# Whose attention stands in TransformerEngine's place: "local" in 2.3.0 (transformer_engine_basic.py:23-25), "own" in 26.0.0,
+# 26.1.0 and 0.14 to 0.16 (te/.../dot_product_attention.py:655-682), "separate" in 0.17 and 0.18 (README.md:113-118).
 FOLDERS = {"own": "te/pytorch/attention/dot_product_attention", "local": "te/pytorch/module", "separate": "core"}
 HEADS, D = 2, 8
 RIGHT, LEFT = Segments.from_lengths([3, 8], 8), Segments.from_lengths([3, 8], 8, side="left")
@@ -49,9 +43,8 @@ class Layer:
         settings = self.settings
         if masked is None:  # generate_mask/adaptor.py:26-31
             self.sparse_mode, masked = 2, triangle() if settings.use_flash_attn else self._square()
-        mode = (
-            {"causal": 2, "general": 1}[settings.attention_mask_type] if self.own else self.sparse_mode
-        )  # backend.py:12-28
+        own = {"causal": 2, "general": 1}[settings.attention_mask_type]  # backend.py:12-28
+        mode = own if self.own else self.sparse_mode
         tokens = {"pre_tockens": 65536, "next_tockens": 0, "inner_precise": 0}  # backend.py:90-106
         ends = [0, *torch.tensor(segments.lengths[0]).cumsum(0).tolist()] if flat else None  # backend.py:76-81
         lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
@@ -99,36 +92,22 @@ def off(layer, masked, segments, flat=False):
     ],
 )
 def test_what_a_mask_becomes(te, kind, flash, none, dense_left, packed, long):
-    def fresh():
-        return Layer(te, settings_of(kind, flash))
-
+    fresh = partial(Layer, te, settings_of(kind, flash))
     assert rules(fresh(), None, RIGHT) == none
     assert rules(fresh(), open_empty_rows(dense(LEFT, polarity="masked")), LEFT) == dense_left
     assert rules(fresh(), None, FLAT, flat=True) == packed
     assert rules(fresh(), None, LONG) == long
 
 
-def test_after_a_none_local_attention_takes_no_dense_mask_any_more():
-    layer = Layer("local", settings_of())
-    masked = open_empty_rows(dense(LEFT, polarity="masked"))
-    assert rules(layer, masked, LEFT) == []
-    assert rules(layer, None, RIGHT) == []
-    assert rules(layer, masked, LEFT) == ["compressed-shape"]
-
-
-def test_a_padding_query_that_sees_nothing_is_no_use_to_the_kernel():
-    assert rules(Layer("own", settings_of("general")), dense(LEFT, polarity="masked"), LEFT) == ["empty-row"]
-
-
 # --- what we hand over: right, or refused, whatever came before
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("te", FOLDERS)
 @pytest.mark.parametrize("kind", ["causal", "general"])
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("impl", ["transformer_engine", "local"])
-def test_every_batch_is_right_or_refused(release, kind, flash, impl):
-    te, settings = RELEASES[release][0], settings_of(kind, flash, impl)
+def test_every_batch_is_right_or_refused(te, kind, flash, impl):
+    settings = settings_of(kind, flash, impl)
     if te == "own" and impl == "transformer_engine" and not flash and kind == "causal":
         with pytest.raises(UnsupportedFormError, match="Set use_flash_attn=True"):
             mindspeed.kernel_of_settings(settings, te=te)
@@ -153,10 +132,9 @@ def test_every_batch_is_right_or_refused(release, kind, flash, impl):
     assert answers == (["dense"] * 6 if consumer == "mindspeed_dense" else at_most_none)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("te", FOLDERS)
 @pytest.mark.parametrize("kind", ["causal", "general"])
-def test_flat_rows(release, kind):
-    te = RELEASES[release][0]
+def test_flat_rows(te, kind):
     settings = settings_of(kind)
     adapter = BatchAdapter(needs_mask_2d=False, consumer=mindspeed.kernel_of_settings(settings, te=te), padding_free=True)
     if (te, kind) == ("own", "general"):
@@ -166,16 +144,6 @@ def test_flat_rows(release, kind):
     assert adapter.route(FLAT).form == "none"
     if te != "separate":
         assert off(Layer(te, settings), None, FLAT, flat=True) < 1e-5
-
-
-def test_the_remedies_work():
-    left = {"input_ids": LEFT.ids, "attention_mask_2d": LEFT.keep}
-    with pytest.raises(UnsupportedFormError, match="under attention_mask_type=general"):
-        BatchAdapter(HYBRID, consumer="mindspeed")(left)
-    general = settings_of("general")
-    out = BatchAdapter(HYBRID, consumer=mindspeed.kernel_of_settings(general, te="own"))(left)
-    assert off(Layer("own", general), out["attention_mask"], LEFT) < 1e-5
-    assert torch.equal(out["attention_mask_2d"], LEFT.keep)
 
 
 @pytest.mark.parametrize("te", FOLDERS)
@@ -243,7 +211,7 @@ def attention(name, home, defined_in=None):
 TE_HOME = "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"
 LOCAL_HOME = "mindspeed.core.transformer.flash_attention.generate_mask.adaptor"
 RING_HOME = "mindspeed.core.context_parallel.dot_product_attention"
-MEGATRON_HOME = "megatron.core.transformer.dot_product_attention"
+MEGATRON_HOME, MEGATRON_TE = "megatron.core.transformer.dot_product_attention", "megatron.core.extensions.transformer_engine"
 
 
 @pytest.mark.parametrize(
@@ -255,14 +223,79 @@ MEGATRON_HOME = "megatron.core.transformer.dot_product_attention"
         (attention("DotProductAttention", LOCAL_HOME, MEGATRON_HOME), settings_of(flash=False), "mindspeed_dense"),
         (attention("MindSpeedCPDotProductAttention", RING_HOME), settings_of(cp=2), "mindspeed"),
         (attention("DotProductAttention", MEGATRON_HOME), settings_of(), "megatron"),
-        (
-            attention("TEDotProductAttention", "megatron.core.extensions.transformer_engine"),
-            settings_of(),
-            "transformer_engine",
-        ),
+        (attention("TEDotProductAttention", MEGATRON_TE), settings_of(), "transformer_engine"),
     ],
 )
 def test_a_model_tells_it(layer, settings, consumer):
     model = nn.Sequential(nn.Linear(1, 1), layer)
     model.config = settings
     assert kernel_of(model) == consumer
+
+
+# --- MindSpeed-LLM's Qwen3-Next: what is accepted is right in a model of its layers, and what is refused is wrong there
+
+LLM = ("mindspeed_llm", "mindspeed_llm_fsdp2")
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+ONE, HOLE, ROWS = Segments.from_lengths([[8]]), Segments([[1, 1, 0, 0, 1, 1]]), Segments.from_lengths([[3, 2], [5]])
+EMBED = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+FILTER = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(1))
+
+
+def layers(ids, recurrent=True, ends=()):
+    """Causal attention inside the ends it is told, then a convolution and a decaying sum that are told nothing.
+
+    fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843 (seq_idx=None) and 1239-1240 (linear_attn_mask = None).
+    """
+    h = EMBED[ids]
+    parts = torch.tensor_split(h, list(ends)[:-1], dim=1)
+    h = h + torch.cat([scaled_dot_product_attention(x, x, x, is_causal=True) for x in parts], dim=1)
+    if not recurrent:
+        return h
+    h = silu(conv1d(h.transpose(1, 2), FILTER, padding=3, groups=8)[..., : ids.shape[1]]).transpose(1, 2)
+    starts = [0, *ends]
+    decay = 0.9 ** torch.arange(ids.shape[1]).flip(0)
+    scans = [torch.stack([(x[:, : t + 1] * decay[-t - 1 :, None]).sum(1) for t in range(x.shape[1])], 1)
+             for x in torch.tensor_split(h, starts[1:-1], dim=1)]  # fmt: skip
+    return torch.cat(scans, dim=1)
+
+
+def error_of(segments, recurrent=True, flat=False):
+    """The largest error of a real token against its sequence alone."""
+    ids = torch.arange(segments.ids.numel()).view(segments.shape) + 1
+    ends = torch.tensor(segments.lengths[0]).cumsum(0).tolist() if flat else ()
+    out, worst = layers(ids, recurrent, ends), 0.0
+    for row, own in enumerate(segments.ids):
+        for number in own.unique()[own.unique() > 0]:
+            place = own == number
+            worst = max(worst, float((out[row, place] - layers(ids[row, place][None], recurrent)[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("consumer", LLM)
+@pytest.mark.parametrize(
+    ("segments", "model", "flat", "accepted"),
+    [
+        (RIGHT, HYBRID, False, True),
+        (LEFT, HYBRID, False, False),
+        (HOLE, HYBRID, False, False),
+        (ROWS, HYBRID, False, False),
+        (FLAT, HYBRID, True, False),
+        (ONE, HYBRID, True, True),
+        (RIGHT, DENSE, False, True),
+        (LEFT, DENSE, False, False),
+        (ROWS, DENSE, False, False),
+        (FLAT, DENSE, True, True),
+    ],
+)
+def test_accepted_is_right_and_refused_is_wrong(consumer, segments, model, flat, accepted):
+    adapter = BatchAdapter(model, consumer=consumer, padding_free=flat)
+    error = error_of(segments, recurrent=model is HYBRID, flat=flat)
+    assert (error < 1e-5) == accepted, error
+    if accepted:
+        out = adapter.render({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
+        mask = out["attention_mask"]
+        assert "attention_mask_2d" not in out
+        assert torch.equal(mask, segments.keep.long()) if consumer.endswith("fsdp2") and not flat else mask is None
+    else:
+        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-LLM|several sequences"):
+            adapter.route(segments)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from collate_npu import UnsupportedFormError
 from collate_npu.consumers.models import (
     attention_windows,
     config_of,
     consumer_of,
     pattern_of,
-    recurrent_heads,
     unwrap,
     windows,
 )
+from collate_npu.errors import UnsupportedFormError
 
 
 def class_of(package, name, *bases):
@@ -32,29 +32,21 @@ STACKS = {
 }
 
 
-class Wrapper(nn.Module):
-    """Like DDP: the model is its `module`."""
+class Holder(nn.Module):
+    """The model is its `module` as in DDP, or its `pretrained_model` as in TRL's value head before 1.0."""
 
-    def __init__(self, module):
+    def __init__(self, model, name):
         super().__init__()
-        self.module = module
+        setattr(self, name, model)
 
 
-class Peft(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = model
-
+class Peft(Holder):
     def get_base_model(self):
         return self.base_model
 
 
-class ValueHead(nn.Module):
-    """TRL's before 1.0."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.pretrained_model = model
+Wrapper, ValueHead = partial(Holder, name="module"), partial(Holder, name="pretrained_model")
+peft = partial(Peft, name="base_model")
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -63,9 +55,9 @@ def test_a_stack_is_told_by_the_classes_a_module_derives_from(stack):
     for wrapped in (model, Wrapper(model), Wrapper(Wrapper(model)), torch.compile(model), Wrapper(torch.compile(model))):
         assert consumer_of(wrapped) == stack
         assert unwrap(wrapped) is model
-    assert consumer_of(Peft(Wrapper(model))) == stack
-    assert consumer_of(torch.compile(Wrapper(Peft(model)))) == stack
-    assert consumer_of(Wrapper(ValueHead(Peft(model)))) == stack
+    assert consumer_of(peft(Wrapper(model))) == stack
+    assert consumer_of(torch.compile(Wrapper(peft(model)))) == stack
+    assert consumer_of(Wrapper(ValueHead(peft(model)))) == stack
 
 
 @pytest.mark.parametrize(
@@ -143,15 +135,3 @@ def test_a_pattern_is_told_only_where_every_layer_says_the_same(flags, said):
         model.add_module(f"layer{number}", layer)
     assert pattern_of(model) == said
     assert pattern_of(Wrapper(model)) == said
-
-
-def test_a_module_of_no_stack_says_no_pattern():
-    layer = nn.Module()
-    layer.is_causal = True
-    assert pattern_of(layer) is None
-
-
-def test_the_heads_of_recurrent_layers():
-    text = SimpleNamespace(linear_num_key_heads=16, linear_num_value_heads=32)
-    assert recurrent_heads(text) == recurrent_heads(SimpleNamespace(text_config=text)) == (16, 32)
-    assert recurrent_heads(SimpleNamespace(linear_num_key_heads=None)) == recurrent_heads(None) == ()

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("transformers")
 
 from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.models import transformers_version
 from collate_npu.consumers.recurrent_kernels import kernel_calls, why_boundaries_unread
+from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
 
 pytestmark = pytest.mark.models
-NEWER = pytest.mark.skipif(transformers_version() < (5, 19), reason="before 5.19 kernels are resolved in other ways")
+NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
 CALLED = {
     "qwen3_next": {"causal_conv1d_fn": "causal_conv1d", "chunk_gated_delta_rule": "fla"},
     "lfm2": {"causal_conv1d_fn": "causal_conv1d"},
@@ -60,7 +60,7 @@ def test_a_kernel_that_does_not_take_the_key_does_not_do():
         assert why_boundaries_unread(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
 
 
-@pytest.mark.skipif(transformers_version() >= (5, 19), reason="later releases are asked")
+@pytest.mark.skipif(KERNELS_TOLD.holds(), reason="later releases are asked")
 def test_older_releases_are_not_known_to_read_boundaries():
     model = tiny_model("qwen3_next", vocab_size=99)
     assert kernel_calls(model) == ()
@@ -111,14 +111,12 @@ def as_kernels_does(function):
     return Func()
 
 
-class Deaf(torch.nn.Module):
-    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
-        return hidden_states
+def deaf(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+    return hidden_states
 
 
-class Reads(torch.nn.Module):
-    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
-        return hidden_states, kwargs.pop("seq_idx", None)
+def reads(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+    return hidden_states, kwargs.pop("seq_idx", None)
 
 
 @NEWER
@@ -132,9 +130,9 @@ def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
     assert why_boundaries_unread(model) == "causal_conv1d_fn is plain torch, without the package causal_conv1d"
     with reference_kernels(model):
         assert why_boundaries_unread(model) == ""
-    held.forward = MethodType(Reads.forward, held)
+    held.forward = MethodType(reads, held)
     assert why_boundaries_unread(model) == ""
-    held.forward = MethodType(Deaf.forward, held)
+    held.forward = MethodType(deaf, held)
     assert why_boundaries_unread(model) == "causal_conv1d_fn of the hub does not read seq_idx"
     held.forward = MethodType(type(held).forward, held)  # there is no such kernel for this device
     assert "is plain torch" in why_boundaries_unread(model)

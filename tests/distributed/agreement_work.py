@@ -5,34 +5,39 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
 from collate_npu.parallel import ContextParallel, agreement, gather_sequence, ranks_agree, split_batch
 
-ROWS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
+ROWS = [1, 2, 3, 4, 5], [6, 7]
 
 
 def step(odd: str, by: str) -> str:
     """One step of every rank; the last rank is odd in one way. What it says, and "" where all went well."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    layout = "contiguous" if last and odd == "layout" else "zigzag"
-    cp = ContextParallel.from_group(dist.group.WORLD, layout=layout)
-    rows, side = ROWS, "right"
-    if last and odd == "tokens":
-        rows = [{"input_ids": [1, 2, 3, 4, 9]}, {"input_ids": [6, 7]}]
-    if last and odd == "truth":
-        rows = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7, 0]}]
-    width = cp.multiple * (4 if last and odd == "width" else 3)
-    collator = PaddingCollator(pad_token_id=0, padding_side=side, pad_to_multiple_of=width, attention_mask="2d")
-    batch = collator(rows)
-    if last and odd == "dtype":
-        batch["attention_mask_2d"] = batch["attention_mask_2d"].int()
-    if last and odd == "key":
+    odd = odd if dist.get_rank() == dist.get_world_size() - 1 else ""
+    cp = ContextParallel.from_group(dist.group.WORLD, layout="contiguous" if odd == "layout" else "zigzag")
+    first, second = [1, 2, 3, 4, 9 if odd == "tokens" else 5], [6, 7, 0] if odd == "truth" else [6, 7]
+    width = cp.multiple * (4 if odd == "width" else 3)
+    batch = batch_of(width, first, second, attention_mask="2d")
+    keep = batch["attention_mask_2d"]
+    if odd == "dtype":
+        batch["attention_mask_2d"] = keep.int()
+    if odd == "key":
         batch["loss_mask"] = torch.ones_like(batch["input_ids"])
-    if last and odd == "raises":
-        batch["attention_mask_2d"] = batch["attention_mask_2d"][:, 1:]
+    if odd == "raises":
+        batch["attention_mask_2d"] = keep[:, 1:]
+    return said(by, batch, cp)
+
+
+def batch_of(width: int, *rows: list[int], **settings: Any) -> dict[str, Any]:
+    collator = PaddingCollator(pad_token_id=0, pad_to_multiple_of=width, **settings)
+    return collator([{"input_ids": row} for row in rows or ROWS])
+
+
+def said(by: str, batch: dict[str, Any], cp: ContextParallel) -> str:
     try:
         entry(by, batch, cp)
     except CollateError as error:
@@ -43,10 +48,11 @@ def step(odd: str, by: str) -> str:
 def entry(by: str, batch: dict[str, Any], cp: ContextParallel) -> None:
     if by == "adapter":
         BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp)(batch)
-    elif by == "split":
-        split_batch(batch, cp, segments=Segments.from_keep(batch["attention_mask_2d"]))
+        return
+    segments = Segments.from_keep(batch["attention_mask_2d"])
+    if by == "split":
+        split_batch(batch, cp, segments=segments)
     else:
-        segments = Segments.from_keep(batch["attention_mask_2d"])
         gather_sequence(torch.zeros(len(segments.ids), segments.shape[1] // cp.size), cp, segments)
 
 
@@ -65,41 +71,32 @@ def silent(seconds: float) -> str:
 
 def waits(times: int) -> int:
     """How often this rank waits for the others in so many steps of one shape, after the first."""
-    cp = ContextParallel.from_group(dist.group.WORLD)
-    entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(ROWS), cp)
-    heard, waited = agreement._Meeting._heard, []
-    agreement._Meeting._heard = lambda *given: waited.append(1) or heard(*given)
-    try:
-        for row in range(times):
-            rows = [{"input_ids": [row, 2, 3, 4, 5]}, {"input_ids": [6, row]}]
-            entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=cp.multiple)(rows), cp)
-    finally:
-        agreement._Meeting._heard = heard
+    cp, waited = ContextParallel.from_group(dist.group.WORLD), []
+    entry("adapter", batch_of(cp.multiple), cp)
+    heard = agreement._Meeting._heard
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement._Meeting, "_heard", lambda *given: waited.append(1) or heard(*given))
+        for n in range(times):
+            entry("adapter", batch_of(cp.multiple, [n, 2, 3, 4, 5], [6, n]), cp)
     return len(waited)
 
 
 def new_to_one() -> str:
     """A shape that all have seen; then the last rank comes with another one, alone. What it says."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=5 * cp.multiple)(ROWS), cp)
+    entry("adapter", batch_of(5 * cp.multiple), cp)
     last = dist.get_rank() == dist.get_world_size() - 1
-    try:
-        entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=(6 if last else 5) * cp.multiple)(ROWS), cp)
-    except CollateError as error:
-        return str(error)
-    return ""
+    return said("adapter", batch_of((6 if last else 5) * cp.multiple), cp)
 
 
 def kept(calls: int, most: int) -> int:
     """How many messages of this rank are in the store after so many calls, where `most` are kept."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    before, agreement._KEPT = agreement._KEPT, most
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_KEPT", most)
         for times in range(20, 20 + calls):
-            entry("adapter", PaddingCollator(pad_token_id=0, pad_to_multiple_of=times * cp.multiple)(ROWS), cp)
-    finally:
-        agreement._KEPT = before
-    meeting = agreement._meeting(dist.group.WORLD)
+            entry("adapter", batch_of(times * cp.multiple), cp)
+    meeting = agreement._MEETINGS[tuple(dist.get_process_group_ranks(dist.group.WORLD))]
     keys = [meeting._key(count, dist.get_rank()) for count in range(meeting.count - calls + 1, meeting.count + 1)]
     dist.barrier()
     return sum(agreement._store().check([key]) for key in keys)

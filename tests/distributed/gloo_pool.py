@@ -12,7 +12,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
@@ -69,7 +68,7 @@ class Pool:
                 silent = True
                 failures.append(f"rank {rank}: no answer in {seconds} s")
                 continue
-            ok, answer = _received(pipe)
+            ok, answer = pipe.recv()
             (results if ok else failures).append(answer if ok else f"rank {rank}:\n{answer}")
         if silent:
             self.close()
@@ -78,25 +77,13 @@ class Pool:
         return results
 
 
-def _received(pipe: Connection) -> tuple[bool, Any]:
-    try:
-        return pipe.recv()
-    except EOFError:
-        return False, "the process ended"
-
-
-def _rank(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _rank(rank: int, size: int, store: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=CALL),
-    )
+    place = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=CALL)}
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), **place)
     pipe.send((True, None))
     while True:
         function, args = pipe.recv()

@@ -6,6 +6,8 @@ import agreement_work as work
 import pytest
 from gloo_pool import Pool
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
+
 BY = ("adapter", "split", "gather")
 ODD = {
     "layout": "layout zigzag, size",

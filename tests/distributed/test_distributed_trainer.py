@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -9,35 +11,25 @@ pytest.importorskip("accelerate")
 
 import gloo_trainer as work
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
+
 START = 120
 """Seconds: importing transformers in each rank."""
+SHARDED = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"}
 
 
+@pytest.mark.parametrize("step", [work.accelerate_step, work.trainer_step], ids=["our context", "trainer's own context"])
 @pytest.mark.parametrize(("lengths", "width"), [([16, 16], 16), ([9, 16], 16), ([5, 12, 20], 24)])
-def test_a_step_in_accelerates_context_is_the_step_alone(pair, lengths, width):
-    for answer in pair(work.accelerate_step, lengths, width, seconds=START):
-        assert answer["in_order"]
+def test_a_shared_step_is_the_step_alone(pair, step, lengths, width):
+    for answer in pair(step, lengths, width, seconds=START):
         assert answer["loss"] == pytest.approx(answer["right"], abs=1e-5)
         assert answer["grads"] < 1e-5
-        assert answer["seen"] == dict.fromkeys(answer["seen"], (len(lengths), width // 2))
-        assert set(answer["seen"]) == {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"}
+        if step is work.accelerate_step:
+            assert answer["seen"] == dict.fromkeys(SHARDED, (len(lengths), width // 2))
 
 
-@pytest.mark.parametrize(("lengths", "width"), [([9, 16], 16), ([5, 12, 20], 24)])
-def test_trainers_own_context_on_our_batch_is_the_step_alone(pair, lengths, width):
-    for answer in pair(work.trainer_step, lengths, width, seconds=START):
-        assert answer["loss"] == pytest.approx(answer["right"], abs=1e-5)
-        assert answer["grads"] < 1e-5
-
-
-def test_what_we_refuse_trainer_computes_wrongly_in_silence(pair):
+@pytest.mark.parametrize(("side", "wrong"), [("right", False), ("left", True)])
+def test_what_we_refuse_trainer_computes_wrongly_in_silence(pair, side, wrong):
     """Left padding: accelerate's hooks drop the mask, and real tokens attend padding. Right padding is the control."""
-    for side, wrong in (("right", False), ("left", True)):
-        ours = pair(work.plain_trainer_step, side, [9, 16], 16, seconds=START)[0]
-        right = pair(work.alone_loss, side, [9, 16], 16, seconds=START)[0]
-        assert (abs(ours - right) > 1e-3) is wrong, (side, ours, right)
-
-
-def test_a_recurrent_model_on_a_shard_is_wrong_in_silence_which_is_why_we_refuse_it(pair):
-    ours, right = pair(work.recurrent_shard, seconds=START)[0]
-    assert abs(ours - right) > 1e-3
+    answer = pair(functools.partial(work.trainer_step, ours=False), [9, 16], 16, side, seconds=START)[0]
+    assert (abs(answer["loss"] - answer["right"]) > 1e-3) is wrong

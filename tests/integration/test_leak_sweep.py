@@ -14,7 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import testing
 from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
-from collate_npu.consumers.models import text_config, transformers_version
+from collate_npu.consumers.models import text_config
+from collate_npu.releases import installed, numbers
 
 VOCAB = 257
 TOLERANCE, POWER = 1e-4, 1e-2
@@ -28,14 +29,14 @@ HARMLESS = {"qwen3_next": "attention_bias", "nemotron_h": "mamba_proj_bias", "ma
 
 
 @cache
-def hybrid(model_type, turned="", attn="sdpa"):
+def hybrid(model_type, turned=""):
     """A tiny model with one switch of its config turned, and no bias left at zero."""
     config = testing.tiny_config(model_type, vocab_size=VOCAB)
     if turned:
         setattr(text_config(config), turned, not getattr(text_config(config), turned))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = testing._build(config, attn).float().eval()
+        model = testing._build(config, "sdpa").float().eval()
         testing._make_honest(model, 5.0)
         for name, parameter in model.named_parameters():
             if name.endswith("bias") and "dt" not in name and not parameter.any():
@@ -59,23 +60,20 @@ LEFT_OUT = testing.left_out()
 FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
 CASES = [(name, "") for name in FAMILIES]
 CASES += [case for table in (BIAS, HARMLESS) for case in table.items() if case[0] in FAMILIES]
+OLD = numbers(installed("transformers")) < (5, 0)
 EXACT_BEFORE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 """4.57 masks them behind the projection; when that changed is not known, so both are refused."""
-
-
-def built(name, turned):
-    try:
-        return hybrid(name, turned)
-    except ValueError as error:  # no sdpa
-        pytest.skip(f"{type(error).__name__}: {error}")
 
 
 @pytest.mark.parametrize("where", ["left", "holes"])
 @pytest.mark.parametrize(("name", "turned"), CASES, ids=[f"{name}-{turned or 'default'}" for name, turned in CASES])
 def test_padding_leaks_where_it_is_said_to(name, turned, where):
-    model = built(name, turned)
+    try:
+        model = hybrid(name, turned)
+    except ValueError as error:  # no sdpa
+        pytest.skip(str(error))
     why, error = why_padding_leaks(model, where), moved(model, where)
-    if name in EXACT_BEFORE and turned and where == "left" and transformers_version() < (5, 0):
+    if name in EXACT_BEFORE and turned and where == "left" and OLD:
         assert why
     else:
         assert (error > POWER) if why else (error < TOLERANCE), (error, why)
@@ -133,7 +131,7 @@ def test_rotary_frequencies_follow_the_longest_sequence_where_it_is_said(kind):
     """And the width of the tensor, where the model is left to count."""
     longrope = kind == "longrope"
     settings = ROPE[kind] | {"rope_type": kind}
-    if transformers_version() < (5, 0):
+    if OLD:
         fields = {"rope_scaling": {key: settings[key] for key in settings if not longrope or key != "rope_type"}}
         fields["rope_scaling"] |= {"type": kind} if longrope else {}
     else:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tiny_text import PAD, logits_of, place, samples, text_model, worst
+from tiny_text import PAD, apart, logits_of, place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from collate_npu import CollateError, PaddingCollator
 from collate_npu.consumers.forwards import first_position, position_rule, reads_dense_mask
 from collate_npu.consumers.models import attention_windows, pattern_of
 
@@ -94,9 +95,8 @@ def dense(model, starts, positions, *, causal=True):
     return masks.get("", masks)
 
 
-def apart(model, rows, batch):
-    alone = torch.cat([logits_of(model, row[None])[0] for row in rows])
-    return float((batch[0] - alone).abs().max().nan_to_num(nan=torch.inf))
+def flat_error(model, rows, ids, **given):
+    return apart(model, rows, logits_of(model, ids, **given)[0].split([len(row) for row in rows]))
 
 
 @family
@@ -107,26 +107,61 @@ def test_a_flat_row_is_right_with_a_dense_mask_for_each_kind_of_layer(name, caus
     ids, given, starts = flat(model, rows, rule)
     masks = dense(model, starts, torch.arange(len(starts)) - starts, causal=causal)
     for cached in (False, True) if causal else (False,):
-        assert apart(model, rows, logits_of(model, ids, attention_mask=masks, use_cache=cached, **given)) < TOLERANCE
+        assert flat_error(model, rows, ids, attention_mask=masks, use_cache=cached, **given) < TOLERANCE
 
 
 def test_positions_alone_do_not_keep_a_flat_row_apart_where_a_cache_is_made():
     """masking_utils.py looks for packed positions only `if past_key_values is None`, and `use_cache` is on by default."""
     model, rows = model_of("llama", causal=True), samples(9, 12)
     ids, given, _ = flat(model, rows, "places")
-    assert apart(model, rows, logits_of(model, ids, use_cache=False, **given)) < TOLERANCE
-    assert apart(model, rows, logits_of(model, ids, use_cache=True, **given)) > POWER
+    assert flat_error(model, rows, ids, use_cache=False, **given) < TOLERANCE
+    assert flat_error(model, rows, ids, use_cache=True, **given) > POWER
 
 
 @pytest.mark.parametrize("name", ["opt", "biogpt", "xlm-roberta"])
 def test_positions_alone_never_reach_the_mask_of_these(name):
     model, rows = model_of(name, causal=True), samples(9, 12)
     ids, given, _ = flat(model, rows, position_rule(model))
-    assert apart(model, rows, logits_of(model, ids, **given)) > POWER
+    assert flat_error(model, rows, ids, **given) > POWER
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 def test_one_dense_mask_takes_the_window_away(name):
     model, rows = model_of(name, causal=True), samples(12)
     keep = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
-    assert apart(model, rows, logits_of(model, rows[0][None], attention_mask=keep)) > POWER
+    assert flat_error(model, rows, rows[0][None], attention_mask=keep) > POWER
+
+
+# --- encoders, by the collator: they attend both ways, and half of them count from `padding_idx + 1` over the ids themselves
+
+
+def collated(model, rows, **settings):
+    collate = PaddingCollator(pad_token_id=PAD, pattern="bidirectional", model=model, **settings)
+    return collate([{"input_ids": row.tolist()} for row in rows])
+
+
+encoder = pytest.mark.parametrize("name", [name for name in MASKED if name in CONFIG_MAPPING])
+
+
+@encoder
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_of_the_collator(name, side):
+    model = model_of(name, causal=False)
+    for lengths in ((5, 12, 1), (1,), (7,)):
+        rows = samples(*lengths)
+        batch = collated(model, rows, padding_side=side)
+        ids, keep = place(rows, side)
+        assert torch.equal(batch.pop("input_ids"), ids)
+        assert worst(model, rows, ids, keep, **batch) < TOLERANCE
+
+
+@encoder
+def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name):
+    """transformers finds packed positions for causal masks alone, so that a dense mask is what keeps these apart."""
+    model, rows = model_of(name, causal=False), samples(5, 12, 1)
+    if reads_dense_mask(model):
+        batch = collated(model, rows, padding_free=True)
+        assert flat_error(model, rows, batch.pop("input_ids"), **batch) < TOLERANCE
+    else:
+        with pytest.raises(CollateError):
+            collated(model, rows, padding_free=True)

@@ -19,9 +19,12 @@ from trl.experimental.utils import DPODataCollatorWithPadding
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
 from watching import Watch
 
-from collate_npu import CollateError, PaddingCollator, UnsupportedFormError, wrap_collator
-from collate_npu.integrations.trl import adapt_forward
+from collate_npu import CollateError, PaddingCollator, adapt, wrap_collator
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.proof.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
+
+pytestmark = pytest.mark.slow
 
 TOKENIZER = byte_tokenizer()
 PAD = TOKENIZER.pad_token_id
@@ -33,6 +36,7 @@ PAIRS = {
 }
 RIGHT, WRONG = 1e-5, 0.05
 MODELS = ["qwen3_next", "qwen3"]
+COUNTED = {"loss", "num_tokens", "mean_token_accuracy"}
 
 
 def settings(tmp_path, **more):
@@ -43,6 +47,7 @@ def settings(tmp_path, **more):
 
 def build(name):
     model = tiny_model(name, vocab_size=len(TOKENIZER))
+    model.name = name
     model.config.router_aux_loss_coef = 0.0  # the router's loss and a dense mask do not go together, and say so
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # else a batch differs from itself
@@ -67,29 +72,24 @@ class Left:
 
 
 def trained(trainer_class, model, args, data, collator, *more):
-    data = Dataset.from_dict(data)
-    return trainer_class(model, *more, args, train_dataset=data, processing_class=TOKENIZER, data_collator=collator)
+    given = {"train_dataset": Dataset.from_dict(data), "processing_class": TOKENIZER, "data_collator": collator}
+    return trainer_class(model, *more, args, **given)
 
 
 def dpo(model, tmp_path, collator):
     args = trl.DPOConfig(**settings(tmp_path), max_length=80)
     trainer = trained(trl.DPOTrainer, model, args, PAIRS, collator, build(model.name))
-    sequences = [row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
-    return trainer, sequences
+    return trainer, [row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
 
 
 def kto(model, tmp_path, collator):
-    data = {
-        "prompt": PAIRS["prompt"] * 2,
-        "completion": PAIRS["chosen"] + PAIRS["rejected"],
-        "label": [True, True, False, False],
-    }
+    completions = PAIRS["chosen"] + PAIRS["rejected"]
+    data = {"prompt": PAIRS["prompt"] * 2, "completion": completions, "label": [True, True, False, False]}
     args = trl.KTOConfig(**settings(tmp_path, per_device_train_batch_size=4), max_length=80)
     trainer = trained(trl.KTOTrainer, model, args, data, collator, build(model.name))
-    sequences = [
-        row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("completion_ids", "KL_completion_ids")
-    ]
-    return trainer, [list(ids) for ids in {tuple(ids) for ids in sequences}]
+    keys = ("completion_ids", "KL_completion_ids")
+    sequences = {(*row["prompt_ids"], *row[key]) for row in trainer.train_dataset for key in keys}
+    return trainer, sequences
 
 
 def reward(model, tmp_path, collator):
@@ -117,14 +117,13 @@ def test_preference_trainers(kind, name, tmp_path):
     """TRL's own collator is right; a left-padding one with a 4D mask is wrong on a hybrid model, and right when wrapped."""
     make, collator = PREFERENCE[kind]
     errors = {}
-    for case in ("own", "own wrapped", "left", "left wrapped", "left adapted"):
+    for case in ("own", "left", "left wrapped", "left adapted"):
         model = build(name)
-        model.name = name
         inner = collator(pad_token_id=PAD) if case.startswith("own") else Left(collator(pad_token_id=PAD))
         chosen = wrap_collator(inner, model=model) if case.endswith("wrapped") else inner
         trainer, sequences = make(model, tmp_path, chosen)
         if case == "left adapted":
-            adapt_forward(trainer.model)
+            adapt(trainer.model)
         with Watch(trainer.model) as seen:
             if (kind, case) == ("kto", "left wrapped"):  # its second rows would get the positions of the first
                 with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or leave that collator"):
@@ -132,7 +131,6 @@ def test_preference_trainers(kind, name, tmp_path):
                 continue
             trainer.train()
         errors[case], compared = seen.error(sequences)
-        print(kind, name, case, f"{errors[case]:.1e}", compared, seen.masks)
         assert compared >= len(sequences)
         if case.endswith(("wrapped", "adapted")) and name == "qwen3_next":
             assert all(form.startswith("int64") for form in seen.masks["linear_attn"])
@@ -142,19 +140,45 @@ def test_preference_trainers(kind, name, tmp_path):
 
 def test_a_collator_for_rows_says_what_preference_data_needs(tmp_path):
     model = build("qwen3_next")
-    model.name = "qwen3_next"
     trainer, _ = dpo(model, tmp_path, PaddingCollator(TOKENIZER, model=model))
     with pytest.raises(CollateError, match=r"samples of prompt_ids, chosen_ids, rejected_ids.* Wrap the collator"):
         trainer.train()
 
 
-# --- trainers that take no collator
+# --- supervised
 
 
-def sft(model, tmp_path, **more):
+def sft(model, tmp_path, collator=None, **more):
     args = trl.SFTConfig(**settings(tmp_path, per_device_train_batch_size=4), **more)
-    trainer = trained(trl.SFTTrainer, model, args, {"text": TEXTS}, None)
+    trainer = trained(trl.SFTTrainer, model, args, {"text": TEXTS}, collator)
     return trainer, [TOKENIZER(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_sft_reaches_the_recurrent_layers_and_counts_the_same_on_both_sides(name, tmp_path):
+    """TRL counts tokens and accuracy from the mask it finds in the batch."""
+    logged = []
+    for side in ("left", "right"):
+        model = build(name)
+        trainer, _ = sft(model, tmp_path / side, PaddingCollator(TOKENIZER, padding_side=side, model=model), max_length=80)
+        with received_masks(model) as received:
+            trainer.train()
+        masks = [mask for key, calls in received.items() if key.endswith("linear_attn") for mask in calls]
+        assert masks
+        assert all(mask is not None and mask.ndim == 2 and not mask.all() for mask in masks)
+        assert all(mask[:, -1].all() for mask in masks) == (side == "left")
+        logged.append({key: value for entry in trainer.state.log_history for key, value in entry.items() if key in COUNTED})
+    assert logged[0].keys() == COUNTED
+    assert logged[0] == pytest.approx(logged[1], rel=1e-3)
+
+
+def test_none_crashes_trl_and_omit_is_the_way_round(tmp_path):
+    """TRL sums the mask it finds (1.16 sft_trainer.py:1650): None raises there, and no key at all does not."""
+    model, collator = build("qwen3_next"), PaddingCollator(TOKENIZER, attention_mask="omit")
+    with pytest.raises(AttributeError, match="NoneType"):
+        sft(model, tmp_path, PaddingCollator(TOKENIZER))[0].train()
+    bare = lambda rows: {key: value for key, value in collator(rows).items() if key != "attention_mask_2d"}  # noqa: E731
+    sft(model, tmp_path, bare)[0].train()
 
 
 FLAT = {"packing": {"packing": True, "max_length": 64}, "padding_free": {"padding_free": True, "max_length": None}}
@@ -164,17 +188,15 @@ FLAT = {"packing": {"packing": True, "max_length": 64}, "padding_free": {"paddin
 @pytest.mark.parametrize("name", MODELS)
 def test_flat_rows_of_sft(kind, name, tmp_path):
     """TRL refuses a collator there; the forward is adapted, and TRL still counts tokens, not entries of a mask."""
-    args = trl.SFTConfig(**settings(tmp_path), **FLAT[kind])
-    with pytest.raises(ValueError, match="custom data collator is not supported"):
-        trained(trl.SFTTrainer, build(name), args, {"text": TEXTS}, PaddingCollator(TOKENIZER))
     model = build(name)
+    with pytest.raises(ValueError, match="custom data collator is not supported"):
+        sft(model, tmp_path, PaddingCollator(TOKENIZER), **FLAT[kind])
     trainer, sequences = sft(model, tmp_path, **FLAT[kind])
     with reference_kernels(model) if name == "qwen3_next" else nullcontext():
-        adapt_forward(trainer.model)
+        adapt(trainer.model)
         with Watch(trainer.model) as seen:
             trainer.train()
         error, compared = seen.error(sequences)
-    print(kind, name, f"{error:.1e}", compared, seen.masks)
     assert compared == len(TEXTS)
     assert error < RIGHT
     assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in sequences)  # TRL adds an eos
@@ -182,37 +204,31 @@ def test_flat_rows_of_sft(kind, name, tmp_path):
         assert seen.masks["linear_attn"] == {"None + cu_seq_lens_q + seq_idx"}
 
 
-def test_a_flat_row_without_kernels_or_with_a_routers_loss_is_refused(tmp_path):
-    trainer, _ = sft(build("qwen3_next"), tmp_path, **FLAT["packing"], router_aux_loss_coef=0.01)
-    with reference_kernels(trainer.model):
-        hook = adapt_forward(trainer.model)
-        with pytest.raises(UnsupportedFormError, match="router's aux loss"):
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("qwen3_next", {"router_aux_loss_coef": 0.01}, "router's aux loss"),
+        ("qwen3_next", {}, "causal_conv1d_fn is plain torch"),
+        ("jamba", {}, "recurrent layers of jamba do not ask"),
+    ],
+)
+def test_a_flat_row_that_would_be_wrong_is_refused(name, more, why, tmp_path):
+    trainer, _ = sft(build(name), tmp_path, **FLAT["packing"], **more)
+    with reference_kernels(trainer.model) if more else nullcontext():
+        adapt(trainer.model)
+        with pytest.raises(UnsupportedFormError, match=why):
             trainer.train()
-    hook.remove()
-    trainer, _ = sft(build("qwen3_next"), tmp_path, **FLAT["packing"])
-    adapt_forward(trainer.model)
-    with pytest.raises(UnsupportedFormError, match="causal_conv1d_fn is plain torch"):
-        trainer.train()
 
 
-def test_a_family_whose_states_run_on_is_refused(tmp_path):
-    trainer, _ = sft(build("jamba"), tmp_path, **FLAT["packing"])
-    adapt_forward(trainer.model)
-    with pytest.raises(UnsupportedFormError, match="recurrent layers of jamba do not ask"):
-        trainer.train()
+# --- trainers that take no collator
 
 
 def grpo(model, tmp_path):
     short = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0, "per_device_train_batch_size": 4}
     args = trl.GRPOConfig(**settings(tmp_path, **short))
-    prompts = Dataset.from_dict({"prompt": ["the", "a much longer prompt than that"] * 2})
-    trainer = trl.GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=args,
-        train_dataset=prompts,
-        processing_class=TOKENIZER,
-    )
+    data = Dataset.from_dict({"prompt": ["the", "a much longer prompt than that"] * 2})
+    given = {"args": args, "train_dataset": data, "processing_class": TOKENIZER}
+    trainer = trl.GRPOTrainer(model, lambda completions, **_: [float(len(text)) for text in completions], **given)
     scored, score = [], trainer._get_per_token_logps_and_entropies
 
     def note(model, ids, mask, *args, **kwargs):
@@ -232,7 +248,7 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
         model = build(name)
         trainer, scored = grpo(model, tmp_path)
         if adapted:
-            adapt_forward(trainer.model)
+            adapt(trainer.model)
         with Watch(trainer.model) as seen:
             if right is None:
                 with pytest.raises(UnsupportedFormError, match="never reads it"):
@@ -240,7 +256,6 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
                 continue
             trainer.train()
         error, compared = seen.error(scored)
-        print("grpo", name, "adapted" if adapted else "own", f"{error:.1e}", compared, seen.masks)
         assert compared >= 4
         assert error < RIGHT if right else error > WRONG
 
@@ -253,26 +268,25 @@ def orpo(model, tmp_path, collator=None):
 def test_orpo_joins_rows_behind_its_collator(tmp_path):
     model = build("qwen3_next")
     inner = DPODataCollatorWithPadding(pad_token_id=PAD)
-    with pytest.raises(CollateError, match=r"put together behind the collator.*adapt_forward\(model\)"):
+    with pytest.raises(CollateError, match=r"put together behind the collator.*adapt\(model\)"):
         orpo(model, tmp_path, wrap_collator(inner, model=model)).train()
     trainer = orpo(model, tmp_path)
-    adapt_forward(trainer.model)
+    adapt(trainer.model)
     with Watch(trainer.model) as seen:
         trainer.train()
     rows = list(trainer.train_dataset)
     error, compared = seen.error([row[f"{key}_input_ids"] for row in rows for key in ("chosen", "rejected")])
-    print("orpo", f"{error:.1e}", compared, seen.masks)
     assert (compared, error < RIGHT) == (4, True)
 
 
-# --- adapt_forward itself
+# --- adapt itself
 
 
 def test_generation_passes_and_the_hook_comes_off():
     model = build("qwen3_next").eval()
     prompts = {"input_ids": torch.tensor([[PAD, 5, 6], [3, 4, 5]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     before = model.generate(**prompts, max_new_tokens=4, do_sample=False)
-    hook = adapt_forward(model)
+    hook = adapt(model)
     assert torch.equal(model.generate(**prompts, max_new_tokens=4, do_sample=False), before)
     with pytest.raises(CollateError, match="No key says which tokens are padding"):
         model(input_ids=prompts["input_ids"])
@@ -285,7 +299,7 @@ def test_positional_arguments_reach_the_adapter():
     ids, keep = torch.tensor([[PAD, 5, 6], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     alone = model(torch.tensor([[5, 6]])).logits[0]
     off = model(ids, attention_mask=keep).logits[0, 1:] - alone
-    adapt_forward(model)
+    adapt(model)
     on = model(ids, attention_mask=keep).logits[0, 1:] - alone
     assert off.abs().max() > 0.1
     assert on.abs().max() < 1e-4

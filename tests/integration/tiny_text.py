@@ -82,11 +82,15 @@ def logits_of(model, ids, **given):
     return model(input_ids=ids, **given).logits
 
 
+def apart(model, rows, pieces):
+    """The largest difference of a logit to its sample alone; NaN counts as wrong."""
+    alone = [logits_of(model, row[None], attention_mask=torch.ones(1, len(row)).long())[0] for row in rows]
+    return float(
+        torch.cat([(a - b).abs().flatten() for a, b in zip(pieces, alone, strict=True)]).nan_to_num(torch.inf).max()
+    )
+
+
 def worst(model, rows, ids, keep, **given):
-    """The largest difference of a real token's logit to its sample alone; NaN counts as wrong."""
-    batch = logits_of(model, ids, attention_mask=keep, **given)
-    errors = [
-        (batch[b][keep[b] > 0] - logits_of(model, row[None], attention_mask=torch.ones(1, len(row)).long())[0]).abs().max()
-        for b, row in enumerate(rows)
-    ]
-    return float(torch.stack(errors).nan_to_num(nan=torch.inf).max())
+    """The same for padded rows."""
+    logits = logits_of(model, ids, **{"attention_mask": keep, **given})
+    return apart(model, rows, [row[kept > 0] for row, kept in zip(logits, keep)])

@@ -8,42 +8,26 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from collate_npu.testing import _make_honest
+
 VOCAB, PAD = 120, 119
 IMAGE, VIDEO, START, END = 101, 102, 103, 104
 PATCH = 3 * 2 * 4 * 4
 """channels * temporal patch * patch * patch: the numbers in one row of pixel_values."""
 
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": None,
+    "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 GDN = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "head_dim": 32,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
+}  # fmt: skip
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 1, "num_heads": 2}
-VISION_QWEN25 = VISION | {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "window_size": 16}
-VISION_QWEN3 = VISION | {
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 32,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-}
+VISION |= {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32}
+VISION_QWEN25 = VISION | {"window_size": 16}
+VISION_QWEN3 = VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 MODELS = {
     "qwen2_5_vl": (TEXT, VISION_QWEN25 | {"fullatt_block_indexes": [0]}, [2, 3, 3]),
     "qwen3_vl": (TEXT, VISION_QWEN3, [2, 3, 3]),
@@ -62,16 +46,7 @@ def vision_model(model_type):
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
-        table = model.get_input_embeddings()
-        table.padding_idx = None
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-1.0, 0.0)
-            elif name.endswith("dt_bias"):
-                parameter.uniform_(-2.5, -1.5)
-            elif parameter.ndim >= 2:
-                parameter.mul_(5.0)
-        table.weight[PAD].normal_(std=float(table.weight.std()))
+        _make_honest(model, 5.0)
     return model
 
 
@@ -87,12 +62,8 @@ def sample(length, *, seed, image=(4, 4), at=3):
     ids[at:at] = [START, *[IMAGE] * tokens, END]
     kinds[at:at] = [0, *[1] * tokens, 0]
     pixels = torch.randn(height * width, PATCH, generator=generator)
-    return {
-        "input_ids": ids,
-        "mm_token_type_ids": kinds,
-        "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([[1, height, width]]),
-    }
+    grid = torch.tensor([[1, height, width]])
+    return {"input_ids": ids, "mm_token_type_ids": kinds, "pixel_values": pixels, "image_grid_thw": grid}
 
 
 def alone(model, feature):

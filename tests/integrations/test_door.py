@@ -10,26 +10,15 @@ from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.integrations.context_parallel import context_parallel, ready_batch
-from collate_npu.integrations.delivery import check_delivery
 from collate_npu.integrations.megatron import gpt_batch
-from collate_npu.integrations.torchtitan import documents
 
 LOCAL = nn.Sequential(type("DotProductAttention", (nn.Module,), {})())
 LOCAL.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=False)
-MEGATRON = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module", "config": LOCAL.config})()
-
-
-def step(batch):
-    with context_parallel(SimpleNamespace(), batch):
-        pass
-
 
 READERS = {
-    "ready_batch for torch": lambda batch: ready_batch(batch, size=1),
-    "ready_batch for deepspeed": lambda batch: ready_batch(batch, size=1, backend="deepspeed"),
-    "context_parallel": step,
+    "ready_batch": lambda batch: ready_batch(batch, size=1),
+    "context_parallel": lambda batch: context_parallel(SimpleNamespace(), batch).__enter__(),
     "gpt_batch": lambda batch: gpt_batch(batch, LOCAL, context_parallel=ContextParallel(1, 0)),
-    "check_delivery": lambda batch: check_delivery(MEGATRON, batch),
 }
 keep = Segments.from_lengths([4, 2]).keep
 
@@ -48,10 +37,3 @@ keep = Segments.from_lengths([4, 2]).keep
 def test_a_batch_that_says_nothing_or_two_things_is_refused(read, masks, said):
     with pytest.raises(CollateError, match=said):
         read({"input_ids": torch.arange(8).view(2, 4), **masks})
-
-
-def test_documents_read_their_keep_mask_there_too():
-    tokens = torch.tensor([[5, 9, 7, 9], [5, 9, 9, 9]])
-    assert documents(tokens, 9, keep=keep).ids.tolist() == [[1, 1, 2, 2], [1, 1, 0, 0]]
-    with pytest.raises(CollateError, match="no real token"):
-        documents(tokens, 9, keep=keep & torch.tensor([[True], [False]]))

@@ -1,10 +1,11 @@
-"""MindSpeed's start order, with stand-ins for MindSpeed, Megatron and a bridge in processes of their own.
+"""MindSpeed's start order, with stand-ins for MindSpeed, Megatron and a bridge in a process of their own.
 
 The stand-in patches as MindSpeed does (patch_utils.py:108-131): in the module, and under the same name wherever it is.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,10 +17,13 @@ import torch
 from torch import nn
 
 import collate_npu
-from collate_npu import ContextParallel, Segments, UnsupportedFormError, dense
+from collate_npu import ContextParallel, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.megatron import gpt_batch
-from collate_npu.integrations.mindspeed import start_problem
+from collate_npu.masks import dense
 from collate_npu.masks.forms import open_empty_rows
+
+pytestmark = pytest.mark.slow
 
 FILES = {
     "mindspeed/__init__.py": "",
@@ -43,7 +47,7 @@ class MindSpeedPatchesManager:
 import sys, types
 from mindspeed.patch_utils import MindSpeedPatchesManager, Patch
 sys.modules.setdefault("transformer_engine", types.ModuleType("transformer_engine"))
-def rope(): return "on an NPU"
+def rope(): ...
 def compiled(): ...
 class Attention: ...
 names = {"megatron.core.attention.rope": rope, "megatron.core.attention.Attention": Attention}
@@ -68,88 +72,76 @@ from megatron.core.attention import Attention, rope
     "aliasing.py": "from megatron.core.attention import rope as their_rope\n",
     "deriving.py": "import megatron.core.attention as theirs\nclass Own(theirs.Attention): ...\n",
 }
+USER = {"user.py": "from collate_npu.integrations.mindspeed import start\nstart()\n"}
+BROKEN = {**USER, "mindspeed/megatron_adaptor.py": "raise ImportError('libhccl.so')"}
 FIRST = "`import mindspeed.megatron_adaptor` first, right after torch"
+ASKED = """
+import json, os, sys
+from collate_npu.integrations.mindspeed import start_problem
+for folder, imports in json.loads(sys.argv[1]):
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        continue
+    sys.path.insert(0, folder)
+    for name in imports:
+        __import__(name)
+    print(json.dumps(start_problem()), flush=True)
+    os._exit(0)
+"""
 
 
-@pytest.fixture
-def start(tmp_path):
-    """What `start_problem` says after these imports, and after the same once more."""
-    for name, text in FILES.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def run(*imports, without_mindspeed=False):
-        if without_mindspeed:
-            (tmp_path / "mindspeed").rename(tmp_path / "gone")
-        code = f"for name in {imports!r}: __import__(name)\n"
-        code += "from collate_npu.integrations.mindspeed import start_problem\nprint(start_problem())"
-        path = os.pathsep.join([str(tmp_path), str(Path(collate_npu.__file__).parents[1])])
-        env = {**os.environ, "PYTHONPATH": path}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return run
-
-
-def test_the_adaptor_first_is_right(start):
-    assert start("mindspeed.megatron_adaptor", "bridge", "aliasing", "deriving") == ""
+OTHERS, WITHOUT = ("bridge", "aliasing", "deriving"), dict.fromkeys(name for name in FILES if "mindspeed" in name)
+NEVER, LATE = "its adaptor has not run", "MindSpeed's adaptor ran too late: "
+SAID = [
+    ({}, ("mindspeed.megatron_adaptor", *OTHERS), ""),
+    ({}, (), ""),
+    (WITHOUT, ("bridge",), ""),
+    (USER, ("user", *OTHERS), ""),
+    (BROKEN, ("user",), ""),  # a driver without CANN goes on
+    (BROKEN, ("user", "bridge"), NEVER),
+    ({}, ("bridge",), NEVER),
+    ({}, ("bridge", "mindspeed"), NEVER),  # the package alone patches nothing
+    (
+        {},
+        ("bridge", "mindspeed.megatron_adaptor"),
+        f"{LATE}megatron.core.extensions.transformer_engine found no transformer",
+    ),
+    ({}, ("aliasing", "mindspeed.megatron_adaptor"), f"{LATE}aliasing.their_rope holds the original of megatron.core.att"),
+    ({}, ("deriving", "mindspeed.megatron_adaptor"), f"{LATE}deriving.Own holds the original of megatron.core.attention.A"),
+]
+"""What differs in the files, what is imported in this order, and what `start_problem` says then."""
 
 
-def test_nothing_is_wrong_before_megatron_or_without_mindspeed(start):
-    assert start() == ""
-    assert start("bridge", without_mindspeed=True) == ""
-    assert start_problem() == ""
+def test_what_is_wrong_with_the_start_is_said(tmp_path):
+    for n, (changed, _, _) in enumerate(SAID):
+        for name, text in {**FILES, **changed}.items():
+            if text is not None:
+                file = tmp_path / str(n) / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(Path(collate_npu.__file__).parents[1])}
+    asked = json.dumps([(str(tmp_path / str(n)), imports) for n, (_, imports, _) in enumerate(SAID)])
+    done = subprocess.run([sys.executable, "-c", ASKED, asked], capture_output=True, text=True, env=env, timeout=120)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(SAID), done.stderr
+    for said, (_, imports, expected) in zip(found, SAID):
+        assert (expected in said and FIRST in said) if expected else said == "", (imports, said)
 
 
-def test_start_lets_the_adaptor_patch_first(start, tmp_path):
-    (tmp_path / "user.py").write_text("from collate_npu.integrations.mindspeed import start\nstart()\n")
-    assert start("user", "bridge", "aliasing", "deriving") == ""
-    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text("raise ImportError('libhccl.so')")
-    assert start("user") == "", "a driver without CANN goes on"
-    assert "its adaptor has not run" in start("user", "bridge")
-
-
-def test_an_adaptor_that_never_ran(start):
-    said = start("bridge")
-    assert "its adaptor has not run" in said
-    assert FIRST in said
-    assert start("bridge", "mindspeed") == said, "the package alone patches nothing"
-
-
-@pytest.mark.parametrize(
-    ("early", "found"),
-    [
-        ("bridge", "megatron.core.extensions.transformer_engine found no transformer_engine"),
-        ("aliasing", "aliasing.their_rope holds the original of megatron.core.attention.rope"),
-        ("deriving", "deriving.Own holds the original of megatron.core.attention.Attention"),
-    ],
-)
-def test_what_was_taken_before_the_adaptor_is_named(start, early, found):
-    said = start(early, "mindspeed.megatron_adaptor")
-    assert said.startswith(f"MindSpeed's adaptor ran too late: {found}.")
-    assert FIRST in said
-
-
-@pytest.mark.parametrize("mask_type", ["causal", "general"])
-def test_a_megatron_model_with_mindspeeds_attention_gets_what_that_reads(mask_type):
+def test_a_megatron_model_with_mindspeeds_attention_gets_what_that_reads():
     home = {"__name__": "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"}
     forward = FunctionType((lambda self: None).__code__, home)
     model = nn.Sequential(type("TEDotProductAttention", (nn.Module,), {"forward": forward})())
-    model.config = SimpleNamespace(
-        num_moe_experts=None, linear_attention_freq=None, attention_mask_type=mask_type, use_flash_attn=True
-    )
+    model.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, use_flash_attn=True)
 
-    def batch(truth):
+    def read(truth, kind):
+        model.config.attention_mask_type = kind
         given = {"input_ids": truth.ids, "attention_mask_2d": truth.keep}
         return gpt_batch(given, model, context_parallel=ContextParallel(1, 0))[0]["attention_mask"]
 
     right, left = Segments.from_lengths([2, 4]), Segments.from_lengths([2, 4], side="left")
-    if mask_type == "general":
-        assert torch.equal(batch(right), dense(right, polarity="masked"))
-        assert torch.equal(batch(left), open_empty_rows(dense(left, polarity="masked")))
-        return
-    assert batch(right) is None
+    assert torch.equal(read(right, "general"), dense(right, polarity="masked"))
+    assert torch.equal(read(left, "general"), open_empty_rows(dense(left, polarity="masked")))
+    assert read(right, "causal") is None
     with pytest.raises(UnsupportedFormError, match="compressed causal triangle"):
-        batch(left)
+        read(left, "causal")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import pickle
 import sys
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from collate_npu.integrations import patching
 
@@ -46,9 +44,12 @@ def polite(original, self, *args, **kwargs):
     return original(self, *args, **kwargs) + ", please"
 
 
-def test_ours_is_given_the_original_and_looks_like_it():
+def test_ours_is_given_the_original_looks_like_it_and_travels_to_workers():
     original = Base.greet
+    with pytest.raises(AttributeError, match="missing"):
+        patching.patch("one", Base, "missing", louder)
     patching.patch("one", Base, "greet", louder)
+    assert pickle.loads(pickle.dumps(Base())).greet() == "HELLO YOU"
     assert Base().greet() == "HELLO YOU"
     assert Base().greet(name="me") == "HELLO ME"
     assert Base.greet.__doc__ == "Greets."
@@ -57,44 +58,16 @@ def test_ours_is_given_the_original_and_looks_like_it():
     assert Base.__dict__["greet"] is original
 
 
-def test_a_name_that_the_owner_inherits_is_inherited_again():
+def test_a_name_that_the_owner_inherits_is_inherited_again_and_a_static_method_stays_one():
     patching.patch("one", Child, "greet", louder)
     assert (Child().greet(), Base().greet()) == ("HELLO YOU", "hello you")
     patching.release("one")
     assert "greet" not in vars(Child)
-
-
-def test_a_static_method_stays_one():
     before = vars(Base)["alone"]
     patching.patch("one", Base, "alone", lambda original, name: original(name) + "!")
     assert (Base.alone("a"), Base().alone("a")) == ("alone a!", "alone a!")
     patching.release("one")
     assert vars(Base)["alone"] is before
-
-
-def test_twice_by_one_holder_is_once_and_two_holders_are_counted():
-    original = Base.greet
-    patching.patch("one", Base, "greet", polite)
-    patching.patch("one", Base, "greet", polite)
-    patching.patch("two", Base, "greet", polite)
-    assert Base().greet() == "hello you, please"
-    patching.release("one")
-    patching.release("one")
-    assert Base().greet() == "hello you, please", "the other one still holds it"
-    patching.release("two")
-    assert Base.greet is original
-
-
-@given(st.permutations(["one", "two"]))
-def test_two_patches_of_one_name_come_off_in_any_order(order):
-    original = Base.greet
-    patching.patch("one", Base, "greet", louder)
-    patching.patch("two", Base, "greet", polite)
-    assert Base().greet() == "HELLO YOU, please"
-    patching.release(order[0])
-    assert Base().greet() == {"one": "hello you, please", "two": "HELLO YOU"}[order[0]]
-    patching.release(order[1])
-    assert Base.greet is original
 
 
 def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
@@ -122,15 +95,10 @@ def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
     assert Base.greet is original, "our own spent wrapper is taken off on the way"
 
 
-def test_a_strangers_earlier_patch_is_what_comes_back(monkeypatch):
-    monkeypatch.setattr(Base, "greet", stranger := lambda self: "theirs")
-    patching.patch("one", Base, "greet", louder)
-    assert Base().greet() == "THEIRS"
-    patching.release("one")
-    assert Base.greet is stranger
-
-
 # --- functions that other modules imported by name
+
+
+work = abs  # some function
 
 
 def modules(monkeypatch, *names):
@@ -138,10 +106,6 @@ def modules(monkeypatch, *names):
     for module in made:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return made
-
-
-def work(value):
-    return value
 
 
 def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch):
@@ -167,18 +131,6 @@ def test_a_module_that_a_stranger_patched_keeps_theirs_and_the_others_get_the_or
     assert home.work(1) == -1
 
 
-def test_two_patches_of_a_function_that_was_imported_come_off_lower_one_first(monkeypatch):
-    home, friend = modules(monkeypatch, "peer.home", "peer.friend")
-    home.work = friend.work = work
-    patching.patch("one", home, "work", lambda original, value: original(value) + 1, everywhere="peer")
-    patching.patch("two", home, "work", lambda original, value: original(value) * 10, everywhere="peer")
-    assert home.work(1) == friend.work(1) == 20
-    patching.release("one")
-    assert home.work(1) == friend.work(1) == 10
-    patching.release("two")
-    assert home.work is friend.work is work
-
-
 def test_nothing_is_looked_up_that_a_lazy_module_would_have_to_import(monkeypatch):
     class Lazy(ModuleType):
         def __getattr__(self, name):
@@ -190,21 +142,22 @@ def test_nothing_is_looked_up_that_a_lazy_module_would_have_to_import(monkeypatc
     patching.patch("one", home, "work", lambda original, value: original(value), everywhere="peer")
 
 
-def test_a_missing_name_raises_and_leaves_nothing_behind():
-    with pytest.raises(AttributeError, match="missing"):
-        patching.patch("one", Base, "missing", louder)
-
-
-def test_patched_classes_still_travel_to_workers():
-    patching.patch("one", Base, "greet", louder)
-    assert pickle.loads(pickle.dumps(Base())).greet() == "HELLO YOU"
-
-
 @given(st.lists(st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None])), max_size=8))
-def test_any_history_ends_with_the_original(history):
-    original = Base.greet
-    for holder, ours in history:
-        patching.release(holder) if ours is None else patching.patch(holder, Base, "greet", ours)
-    for holder in itertools.chain(["one", "two"]):
-        patching.release(holder)
-    assert Base.greet is original
+def test_a_patch_is_in_place_while_somebody_holds_it_the_later_ones_on_top(history):
+    """Holding it twice is holding it once; whoever imported the function has what its home has; the original comes back."""
+    with pytest.MonkeyPatch.context() as patch:
+        home, friend = modules(patch, "peer.home", "peer.friend")
+        home.greet = friend.greet = original = lambda name: f"hello {name}"
+        held = {}
+        for holder, ours in [*history, ("one", None), ("two", None)]:
+            if ours is None:
+                patching.release(holder)
+                held = {each: holders - {holder} for each, holders in held.items() if holders - {holder}}
+            else:
+                patching.patch(holder, home, "greet", ours, everywhere="peer")
+                held[ours] = held.get(ours, set()) | {holder}
+            said = "hello you"
+            for each in held:
+                said = said.upper() if each is louder else said + ", please"
+            assert home.greet("you") == friend.greet("you") == said
+        assert home.greet is friend.greet is original

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, last_token
 from collate_npu.masks.find import segments_from_batch
@@ -58,6 +57,7 @@ def test_sequences_stand_where_the_physical_offsets_say_and_are_as_long_as_the_r
         {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 0, 1]]},
         {"cu_seqlens": [0, 3, 8], "attention_mask_2d": [[1, 1, 0, 1, 1, 1, 1, 1]]},
         {"cu_seqlens": [0, 3, 8], "segment_ids": [[1, 1, 1, 1, 2, 2, 2, 2]]},
+        {"cu_seq_lens_q": [0, 3, 6], "attention_mask": [[1] * 8]},
         {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [5]},
         {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [[5]]},
     ],
@@ -85,14 +85,11 @@ def test_padded_documents_come_back_through_the_door(lengths, size, layout):
 def test_lengths_of_padded_rows_are_held_against_their_mask():
     keep = torch.tensor([[1, 1, 1], [0, 0, 1]])
     batch = {"input_ids": torch.ones(2, 3), "attention_mask_2d": keep}
-    for right in ([3, 1], torch.tensor([3, 1]), [[3], [1]], [[2, 1], [1]]):
-        if right == [[2, 1], [1]]:  # they part a row that the mask leaves whole
-            with pytest.raises(CollateError, match="row 0"):
-                segments_from_batch({**batch, "seq_lens": right})
-            continue
+    for right in ([3, 1], torch.tensor([3, 1]), [[3], [1]]):
         assert segments_from_batch({**batch, "seq_lens": right}) == Segments.from_keep(keep)
-    with pytest.raises(CollateError, match="row 1"):
-        segments_from_batch({**batch, "seq_lens": [3, 2]})
+    for wrong, said in (([[2, 1], [1]], "row 0"), ([3, 2], "row 1")):  # the first part a row that the mask leaves whole
+        with pytest.raises(CollateError, match=said):
+            segments_from_batch({**batch, "seq_lens": wrong})
     assert segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 3]}) == Segments.from_lengths([3, 3])
     with pytest.raises(CollateError):
         segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?

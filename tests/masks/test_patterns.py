@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import pickle
+import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Pattern
+from collate_npu.masks.patterns import Bidirectional, Prefix
 
 
-def test_names_that_need_no_size():
-    assert Pattern.of("causal").name == "causal"
-    assert Pattern.of("bidirectional").name == "bidirectional"
-    sliding = Pattern.sliding(3)
-    assert Pattern.of(sliding) is sliding
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        (Pattern.of("causal"), "causal"),
-        (Pattern.sliding(4), "sliding(4)"),
-        (Pattern.chunked(2), "chunked(2)"),
-        (Pattern.prefix(3), "prefix(3)"),
-        (Pattern.prefix((1, 2)), "prefix(1, 2)"),
-    ],
-)
-def test_a_pattern_prints_what_it_is(pattern, text):
-    assert str(pattern) == text
-    assert pickle.loads(pickle.dumps(pattern)) == pattern
-
-
-@given(st.integers(0, 9), st.integers(0, 5))
-def test_one_prefix_serves_all_sequences(length, num_sequences):
-    assert Pattern.prefix(length).of_each(num_sequences) == (length,) * num_sequences
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=5))
-def test_several_prefixes_are_one_for_each_sequence(lengths):
-    assert Pattern.prefix(lengths).of_each(len(lengths)) == tuple(lengths)
-    with pytest.raises(CollateError, match=f"{len(lengths)} lengths"):
-        Pattern.prefix(lengths).of_each(len(lengths) + 1)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 5))
+def test_one_prefix_serves_all_sequences_and_several_are_one_for_each(lengths, num_sequences):
+    pattern = Pattern.prefix(lengths)
+    if len(lengths) not in (1, num_sequences):
+        with pytest.raises(CollateError, match=f"{len(lengths)} lengths"):
+            pattern.of_each(num_sequences)
+        return
+    each = tuple(lengths) if len(lengths) > 1 else tuple(lengths) * num_sequences
+    assert pattern.of_each(num_sequences) == each
+    for holder in (np.array, torch.tensor):
+        seen_NK = pattern.attends(holder(-1), holder(range(9))[None], holder(range(num_sequences))[:, None])
+        assert seen_NK.sum(1).tolist() == list(each)
 
 
 @given(st.data())
@@ -59,11 +41,12 @@ def test_the_fast_fill_of_every_pattern_is_its_definition(data):
 
 
 @given(st.data())
-def test_a_pattern_that_reaches_no_further_is_plain_causal(data):
+def test_a_pattern_reaches_further_where_it_is_not_plain_causal(data):
     pattern, longest = data.draw(strategies.patterns(1)), data.draw(st.integers(0, 9))
     block = np.zeros((longest, longest), bool)
     pattern.fill(block, 0, 0, True, False)
-    assert pattern.reaches(longest) or np.array_equal(block, np.tri(longest, dtype=bool))
+    more = not np.array_equal(block, np.tri(longest, dtype=bool))
+    assert pattern.reaches(longest) == more or (pattern.reaches(longest) and isinstance(pattern, (Bidirectional, Prefix)))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +64,31 @@ def test_patterns_without_a_meaning_are_refused(build, told):
     with pytest.raises(CollateError) as raised:
         build()
     assert told in str(raised.value)
+
+
+def declaring(attends, **facts):
+    """A pattern of one definition that declares these facts."""
+    return dataclass(frozen=True)(type("Ours", (Pattern,), {"name": "ours", "attends": attends, **facts}))
+
+
+CAUSALLY, EVERY_SECOND = (lambda self, q, k, n: k <= q), (lambda self, q, k, n: (k <= q) & ((q - k) % 2 == 0))
+
+
+@pytest.mark.parametrize(
+    ("attends", "facts", "rule"),
+    [
+        (lambda self, q, k, n: k < q, {}, "got a token that does not attend itself"),
+        (lambda self, q, k, n: k <= q + 1, {}, "got causal=True. A token attends a later one"),
+        (EVERY_SECOND, {}, "got cuts=False. A token does not attend the one before it"),
+        (EVERY_SECOND, {"cuts": True, "settles": True}, "got settles=True. Queries behind the last token"),
+    ],
+)
+def test_what_a_pattern_declares_is_compared_with_its_definition(attends, facts, rule):
+    with pytest.raises(CollateError, match=re.escape(rule)):
+        declaring(attends, **facts)()
+
+
+def test_what_is_declared_rightly_passes():
+    assert declaring(CAUSALLY)().causal
+    assert declaring(CAUSALLY, settles=True)().settles
+    assert declaring(EVERY_SECOND, cuts=True)().cuts

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import segment_ids
 
-from collate_npu import CollateError, Segments, UnsupportedFormError
-from collate_npu.masks.places import aligned, fitting_places, least_room, own_places, places_of, with_tail
+from collate_npu import CollateError, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks.offsets import places_of
+from collate_npu.masks.places import aligned, fitting_places, least_room, own_places, with_tail
+from collate_npu.masks.sources import Sources
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 multiples = st.sampled_from([1, 2, 4, 6])
@@ -31,14 +31,9 @@ def test_the_picture():
     assert offsets(with_tail(held, 16, max_sequences=4, multiple=4, repeats=True)) == [0, 4, 8, 16, 16]
 
 
-def test_a_row_tells_its_own_places():
-    assert own_places(APART) == [4, 4]
-    assert own_places(Segments([[1, 1, 1, 2, 2, 0, 0, 0]])) == [3, 2, 3]
-    assert own_places(Segments([[1, 1, 0, 0]])) == [2, 2]
-    assert own_places(Segments([[0, 0]])) == [2]
-    for bad in ([[0, 1, 1]], [[1, 0, 1]], [[1, 0], [1, 1]]):
-        with pytest.raises(UnsupportedFormError, match="unpad"):
-            own_places(Segments(bad))
+def test_places_are_those_of_one_row():
+    with pytest.raises(UnsupportedFormError, match="unpad"):
+        own_places(Segments([[1, 0], [1, 1]]))
 
 
 @given(segment_ids(rows=1, width=10))
@@ -74,7 +69,8 @@ def test_own_places_hold_one_sequence_each_at_its_start(ids):
 )
 def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
     assert fitting_places(np.array(ends), APART) == expected
-    assert places_of({"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}, APART) == expected
+    batch = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}
+    assert places_of(Sources(batch), APART) == expected
     assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
 
 
@@ -110,24 +106,3 @@ def test_the_least_room_is_the_least(lengths, multiple, more):
     assert len(with_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
     with pytest.raises(CollateError, match="Raise the width"):
         with_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)
-
-
-def numbers_of(error):
-    return [int(n) for n in re.findall(r"to (\d+)", str(error.value))]
-
-
-def test_what_a_refusal_names_is_enough():
-    with pytest.raises(CollateError) as narrow:
-        with_tail([4, 4], 10, max_sequences=5)
-    (width,) = numbers_of(narrow)
-    assert with_tail([4, 4], width, max_sequences=5) == [4, 4, 1, 1, 1]
-    with pytest.raises(CollateError) as many:
-        with_tail([4, 4], 8, max_sequences=1)
-    (count,) = numbers_of(many)
-    assert with_tail([4, 4], 8, max_sequences=count) == [4, 4]
-    with pytest.raises(CollateError) as ahead:
-        with_tail([4, 4], 10, max_sequences=2, behind=False)
-    (count,) = numbers_of(ahead)
-    assert with_tail([4, 4], 10, max_sequences=count, behind=False) == [4, 4, 2]
-    with pytest.raises(CollateError, match="Raise the width"):
-        with_tail([4, 4], 7)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from collate_npu import AmbiguousMaskError, CollateError, PolarityError
+from collate_npu import CollateError
+from collate_npu.errors import AmbiguousMaskError, PolarityError
 from collate_npu.masks.polarity import MaskValues
 
 KEEP = torch.tensor([[[[True, False], [True, True]]]])

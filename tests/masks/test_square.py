@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import strategies
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from collate_npu import Pattern, dense
-from collate_npu.masks import square as square_module
+from collate_npu import Pattern
+from collate_npu.masks import dense, square as square_module
 from collate_npu.masks.polarity import MaskValues
-from collate_npu.masks.square import Rebuilt, Square
+from collate_npu.masks.square import Square
 
 WRITTEN = [("keep", None), ("masked", None), ("keep", torch.int64), ("masked", torch.uint8), ("masked", torch.float16)]
 BIASES = [("bias", torch.float32), ("bias", torch.bfloat16), ("bias", torch.float16), ("bias", torch.float64)]
@@ -44,18 +43,3 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     assert [high for _, high in square.blocks()][-1] == S
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
-
-
-@given(strategies.attentions(), st.sampled_from(["keep", "masked"]), st.data())
-def test_what_a_pattern_gives_is_equal_to_its_mask_and_to_no_other(attention, polarity, data):
-    segments, pattern = attention
-    B, S = segments.shape
-    full = dense(segments, pattern=pattern, polarity=polarity)
-    wrong = tuple(data.draw(st.integers(0, n - 1)) for n in (B, 1, S, S))
-    full[wrong] = ~full[wrong]
-    square = Square(MaskValues(full, polarity), polarity, B)
-    rebuilt = Rebuilt(square, segments, pattern)
-    for b in range(B):
-        for low, high in square.blocks():
-            rebuilt.rows(b, low, high)
-            assert rebuilt.equals(square.raw_rows(b, low, high)) == (b != wrong[0] or not low <= wrong[2] < high)

@@ -38,12 +38,6 @@ def test_cann_without_a_card_is_no_device(without_cann: Callable[..., str], stan
     assert said.endswith("False 0")
 
 
-def test_two_pretended_devices(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
-    code = "import torch; print(torch.npu.is_available(), torch.npu.device_count(), torch.npu.get_device_name(0))"
-    environment = {"LD_LIBRARY_PATH": str(stand_ins[0].parent), cann_stub.DEVICES: "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    assert without_cann(code, **environment).endswith("True 2 Ascend910B1")
-
-
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str], autoload: str) -> None:
     """Also where torch loads torch_npu by itself, and `import torch` fails."""

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collate_npu import Pattern, Segments, UnsupportedFormError
+from collate_npu import Pattern, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs, reference_fusion_attention
 from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
+DIMS = {"B": 2, "N": HEADS, "Nkv": KEY_HEADS, "Sq": 5, "Skv": 5, "D": HEAD_DIM}
 OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_v3")
 LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND")
 PATTERNS = ("causal", "bidirectional", Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix([1, 2]))
@@ -28,17 +30,14 @@ pytestmark = pytest.mark.usefixtures("torch_npu")
 
 def tensors(layout: str, batch: Segments, device: str) -> list[torch.Tensor]:
     B, S = batch.shape
-    made = []
-    for heads in (HEADS, KEY_HEADS, KEY_HEADS):
-        shapes = {
-            "BSND": (B, S, heads, HEAD_DIM),
-            "BNSD": (B, heads, S, HEAD_DIM),
-            "BSH": (B, S, heads * HEAD_DIM),
-            "SBH": (S, B, heads * HEAD_DIM),
-            "TND": (batch.num_tokens, heads, HEAD_DIM),
-        }
-        made.append(torch.zeros(shapes[layout], device=device))
-    return made
+    shapes = {
+        "BSND": lambda heads: (B, S, heads, HEAD_DIM),
+        "BNSD": lambda heads: (B, heads, S, HEAD_DIM),
+        "BSH": lambda heads: (B, S, heads * HEAD_DIM),
+        "SBH": lambda heads: (S, B, heads * HEAD_DIM),
+        "TND": lambda heads: (batch.num_tokens, heads, HEAD_DIM),
+    }
+    return [torch.zeros(shapes[layout](heads), device=device) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
 
 
 def shapes(outputs: tuple[Any, ...]) -> list[list[int]]:
@@ -76,9 +75,8 @@ def test_meta_takes_any_mask_and_refuses_only_names_and_types() -> None:
     q, k, v = tensors("BSND", BATCHES[0], "meta")
     for wrong in (torch.zeros(2, 5, device="meta"), torch.zeros(3, 5, 7, device="meta")):
         torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", atten_mask=wrong)
-        dims = {"B": 2, "N": HEADS, "Nkv": KEY_HEADS, "Sq": 5, "Skv": 5, "D": HEAD_DIM}
         with pytest.raises(UnsupportedFormError):
-            check_contract({"input_layout": "BSND", "atten_mask": wrong}, **dims)
+            check_contract({"input_layout": "BSND", "atten_mask": wrong}, **DIMS)
     with pytest.raises((RuntimeError, TypeError)):
         torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", pre_tokens=1)
     with pytest.raises((RuntimeError, TypeError)):
@@ -91,7 +89,4 @@ def test_masks_are_placed_on_the_device_and_are_there_what_they_are_here(batch: 
     there = fusion_attention_kwargs(batch, device="npu:1")["atten_mask"]
     assert there.device == torch.device("npu:1")
     assert torch.equal(there.cpu(), fusion_attention_kwargs(batch)["atten_mask"])
-    check_contract(
-        {"input_layout": "BSND", **fusion_attention_kwargs(batch, device="npu:1")},
-        B=2, N=HEADS, Nkv=KEY_HEADS, Sq=5, Skv=5, D=HEAD_DIM,
-    )  # fmt: skip
+    check_contract(fusion_attention_kwargs(batch, device="npu:1"), **DIMS)

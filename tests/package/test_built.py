@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -88,30 +87,3 @@ def test_a_type_checker_knows_the_names_of_consumers(tmp_path, consumer, right):
     if not right:
         assert out.count('incompatible type "Literal[') == 0 or "megatorn" in out
         assert out.count("error: ") == 3, out
-
-
-TIMED = {
-    "python -c pass": "pass",
-    "import collate_npu": "import collate_npu",
-    "import collate_npu.tools.cli": "import collate_npu.tools.cli",
-    "import torch": "import torch",
-    "every public name": "from collate_npu import *",
-}
-
-
-def test_import_times_are_told(tmp_path):
-    times = {name: _best([sys.executable, "-c", code], tmp_path) for name, code in TIMED.items()}
-    times["collate-npu --help"] = _best([BIN / "collate-npu", "--help"], tmp_path)
-    bare, torch = times["python -c pass"], times["import torch"]
-    for name, seconds in times.items():
-        print(f"{name}: {1000 * seconds:.0f} ms, {seconds / bare:.1f} of bare Python, {seconds / torch:.2f} of torch")
-
-
-def _best(command, cwd, times=3):
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        code, _, err = run(*command, cwd=cwd)
-        found.append(time.perf_counter() - start)
-        assert code == 0, err
-    return min(found)

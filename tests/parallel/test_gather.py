@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from test_layout import places
+from hypothesis import given, strategies as st
+from test_layout import LAYOUTS, places
 
-from collate_npu import CollateError, Segments, UnsupportedFormError, dense
-from collate_npu.parallel import ContextParallel, gather, gather_sequence, join_shards, query_rows, split_tensor, token_rows
+from collate_npu import CollateError, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.parallel import ContextParallel, gather, gather_sequence, join_shards, split_tensor, token_rows
 
 
 @given(places(), st.integers(0, 2), st.booleans())
@@ -23,53 +25,20 @@ def test_join_is_the_inverse_of_split_along_any_dimension(case, dim, many):
     assert torch.equal(join_shards(shards, cp, dim=dim - 3, cu_seqlens=offsets), x)
 
 
-@given(places())
-def test_many_pieces_take_another_way_to_the_same_row(case):
-    cp, S, offsets = case
-    x = torch.arange(S)[None]
-    shards = [split_tensor(x, cp.with_rank(rank), cu_seqlens=offsets) for rank in range(cp.size)]
-    pieces = gather._pieces(S, cp, offsets)
-    few, gather._FEW_PIECES = gather._FEW_PIECES, 0
-    try:
-        assert torch.equal(gather._in_order(shards, pieces, 1), x)
-    finally:
-        gather._FEW_PIECES = few
-
-
-@given(places())
-def test_the_gradient_reaches_the_right_rank(case):
+@pytest.mark.parametrize("few", [0, 64])
+@given(case=places())
+def test_the_gradient_reaches_the_right_rank_by_pieces_and_by_one_index(few, case):
     cp, S, offsets = case
     shards = [torch.zeros(1, S // cp.size, requires_grad=True) for _ in range(cp.size)]
     weights = torch.arange(1.0, S + 1)[None]
-    (join_shards(shards, cp, cu_seqlens=offsets) * weights).sum().backward()
+    with mock.patch.object(gather, "_FEW_PIECES", few):
+        (join_shards(shards, cp, cu_seqlens=offsets) * weights).sum().backward()
     for rank, shard in enumerate(shards):
         if S:
             assert torch.equal(shard.grad, weights[:, token_rows(S, cp.with_rank(rank), offsets)])
 
 
-@given(places(), st.data())
-def test_attention_with_rows_of_each_rank_is_the_attention(case, data):
-    """Shards of queries against whole keys, masked by `dense(rows=query_rows)`, are rows of the unsplit attention."""
-    cp, S, offsets = case
-    if S == 0 or cp.ulysses_size > 1:
-        return
-    segments = Segments.from_lengths(
-        [data.draw(st.integers(1, S))], width=S, side=data.draw(st.sampled_from(["left", "right"]))
-    )
-    q, k, v = (torch.randn(1, 1, S, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    whole = attend(q, k, v, attn_mask=dense(segments))
-    rows = [query_rows(S, cp.with_rank(rank), offsets) for rank in range(cp.size)]
-    parts = [attend(q[:, :, r], k, v, attn_mask=dense(segments, rows=r)) for r in rows]
-    together = join_shards(parts, cp, dim=2, cu_seqlens=offsets)
-    assert torch.allclose(together[0, 0][segments.keep[0]], whole[0, 0][segments.keep[0]], atol=1e-6)
-
-
-@given(
-    st.sampled_from([1, 2, 4]),
-    st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    st.sampled_from(["document_zigzag", "document_contiguous"]),
-)
+@given(st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from(LAYOUTS[2:4]))
 def test_jagged_tensors_split_by_document(size, counts, layout):
     cps = [ContextParallel(size, rank, layout=layout) for rank in range(size)]
     sizes = [n * cps[0].document_multiple for n in counts]
@@ -93,23 +62,33 @@ def test_one_rank_needs_no_group():
     assert gather_sequence(x, ContextParallel(1, 0)) is x
 
 
-def test_shards_that_cannot_be_joined():
-    cp = ContextParallel(2, 0)
-    with pytest.raises(CollateError, match="2 ranks hold one shard each"):
-        join_shards([torch.zeros(1, 4)], cp)
-    with pytest.raises(CollateError, match="all alike"):
-        join_shards([torch.zeros(1, 4), torch.zeros(1, 2)], cp)
+def test_a_jagged_output_comes_back_jagged_without_padding():
+    cp, values = ContextParallel(1, 0, layout="document_zigzag"), torch.arange(12.0).view(6, 2)
+    output = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 6]))
+    assert torch.equal(gather_sequence(output, cp).values(), values)
+    real = gather_sequence(output, cp, Segments.from_ids([[1, 1, 1, 0, 2, 0]]))
+    assert torch.equal(real.values(), values[[0, 1, 2, 4]])
+    assert real.offsets().tolist() == [0, 3, 4]
+    with pytest.raises(CollateError, match="one flat row of 6"):
+        gather_sequence(output, cp, Segments.from_lengths([3, 3]))
 
 
-def test_what_is_wrong_is_said_before_anyone_waits():
-    cp = ContextParallel(2, 0)
-    with pytest.raises(CollateError, match="Gathering needs the process group"):
-        gather_sequence(torch.zeros(2, 4), cp)
-    with pytest.raises(CollateError, match="one of 2 shards has 4 tokens"):
-        gather_sequence(torch.zeros(2, 8), cp, Segments.from_lengths([8, 8]))
-    with pytest.raises(CollateError, match="one of 2 shards has 4 tokens"):
-        gather_sequence(torch.zeros(3, 4), cp, Segments.from_lengths([8, 8]))
-    with pytest.raises(CollateError, match="'same'"):
-        gather_sequence(torch.zeros(2, 4), cp, loss="mean")
-    with pytest.raises(CollateError, match="multiple of 4"):
-        gather_sequence(torch.zeros(2, 3), cp)
+@pytest.mark.parametrize("widths", [[4], [4, 2]])
+def test_shards_that_cannot_be_joined(widths):
+    with pytest.raises(CollateError, match="2 ranks hold one shard each, all alike"):
+        join_shards([torch.zeros(1, width) for width in widths], ContextParallel(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "segments", "loss", "words"),
+    [
+        ((2, 4), None, "same", "Gathering needs the process group"),
+        ((2, 8), Segments.from_lengths([8, 8]), "same", "one of 2 shards has 4 tokens"),
+        ((3, 4), Segments.from_lengths([8, 8]), "same", "one of 2 shards has 4 tokens"),
+        ((2, 4), None, "mean", "'same'"),
+        ((2, 3), None, "same", "multiple of 4"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anyone_waits(shape, segments, loss, words):
+    with pytest.raises(CollateError, match=words):
+        gather_sequence(torch.zeros(shape), ContextParallel(2, 0), segments, loss=loss)

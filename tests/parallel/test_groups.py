@@ -39,12 +39,8 @@ def test_size_and_rank_are_checked_against_the_group(fake_world):
         ContextParallel(2, 1, group=fake_world)
     with pytest.raises(CollateError, match="rank 1"):
         ContextParallel(4, 2, group=fake_world)
-
-
-def test_a_group_of_others_is_refused(fake_world):
-    others = dist.new_group([2, 3])
-    with pytest.raises(CollateError, match="group"):
-        ContextParallel.from_group(others)
+    with pytest.raises(CollateError, match="a group without this rank"):
+        ContextParallel.from_group(dist.new_group([2, 3]))
 
 
 def test_objects_do_not_travel_by_the_device_backend(monkeypatch, fake_world):
@@ -56,19 +52,10 @@ def test_objects_do_not_travel_by_the_device_backend(monkeypatch, fake_world):
             gather_objects([1, 2], group)
 
 
-@pytest.mark.parametrize(
-    ("config", "answer"),
-    [
-        ("cpu:gloo,cuda:gloo", True),
-        ("cpu:gloo,npu:hccl", True),
-        ("npu:hccl", False),
-        ("cuda:nccl", False),
-        ("cpu:hccl", False),
-    ],
-)
-def test_only_a_cpu_side_on_gloo_counts(monkeypatch, config, answer):
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:gloo", "cpu:gloo,npu:hccl", "npu:hccl", "cuda:nccl", "cpu:hccl"])
+def test_only_a_cpu_side_on_gloo_counts(monkeypatch, config):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert is_gloo(object()) is answer
+    assert is_gloo(object()) is config.startswith("cpu:gloo")
 
 
 def test_a_gloo_group_is_made_once_for_the_same_ranks(monkeypatch, fake_world):
@@ -97,8 +84,6 @@ def test_groups_end_with_their_world(monkeypatch):
 @pytest.mark.parametrize("with_gloo", [True, False])
 def test_data_is_shared_out_over_data_and_context_parallelism(monkeypatch, fake_world, with_gloo):
     """Four ranks, tensor parallel in pairs 0 1 and 2 3: rank 1 shares the data out with rank 3."""
-    from types import SimpleNamespace
-
     shared = dist.new_group([1, 3])
     asked = []
 
@@ -107,7 +92,7 @@ def test_data_is_shared_out_over_data_and_context_parallelism(monkeypatch, fake_
         assert with_gloo, "data parallel group-gloo with context parallel combined is not initialized"
         return "Megatron's own"
 
-    state = SimpleNamespace(
+    state = types.SimpleNamespace(
         model_parallel_is_initialized=lambda: True,
         get_data_parallel_group=lambda with_context_parallel: shared if with_context_parallel else None,
         get_data_parallel_group_gloo=gloo,

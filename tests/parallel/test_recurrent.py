@@ -8,10 +8,10 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments, UnsupportedFormError
+from collate_npu import CollateError, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.parallel import (
     ContextParallel,
@@ -27,6 +27,7 @@ from collate_npu.parallel.layout import Layout
 
 SCHEMES, LAYOUTS = get_args(RecurrentScheme), get_args(Layout)
 ALL_SLICES = ("state_passing", "head_exchange")
+UNSERVED = (("state_passing", False), ("row_zigzag", True))
 
 
 def offsets_of(lengths):
@@ -66,34 +67,23 @@ def shared_rows(draw):
     return ContextParallel(size, 0, layout=layout, ulysses=ulysses), lengths
 
 
-@given(shared_rows(), st.sampled_from(["state_passing", "head_exchange", "head_exchange_zigzag"]))
-def test_a_flat_row_passes_exactly_where_the_scheme_puts_its_tokens_in_order(row, scheme):
-    cp, lengths = row
-    segments, offsets = Segments.from_lengths([lengths]), offsets_of(lengths)
-    if in_order(scheme, cp, offsets):
-        check_recurrent_split(cp, scheme, segments, padding_free=True)
-        return
-    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'"):
-        check_recurrent_split(cp, scheme, segments, padding_free=True)
-    right = recurrent_parallel(cp, scheme, padding_free=True)
-    check_recurrent_split(right, scheme, segments, padding_free=True)  # the remedy
+SERVED = [(scheme, flat) for scheme in SCHEMES for flat in (True, False) if (scheme, flat) not in UNSERVED]
+
+
+@given(shared_rows(), st.sampled_from(SERVED))
+def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, served):
+    (cp, lengths), (scheme, flat) = row, served
+    segments = Segments.from_lengths([lengths] if flat else lengths)
+    offsets = offsets_of(lengths) if flat else [0, segments.shape[1]]
+    right = recurrent_parallel(cp, scheme, padding_free=flat)
     assert in_order(scheme, right, offsets)
+    if in_order(scheme, cp, offsets):
+        check_recurrent_split(cp, scheme, segments, padding_free=flat)
+        return
+    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* put tokens of layout"):
+        check_recurrent_split(cp, scheme, segments, padding_free=flat)
+    check_recurrent_split(right, scheme, segments, padding_free=flat)  # the remedy
     split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
-
-
-@given(shared_rows(), st.sampled_from(["head_exchange", "head_exchange_zigzag", "row_zigzag"]))
-def test_padded_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, scheme):
-    cp, lengths = row
-    segments = Segments.from_lengths(lengths)
-    right = recurrent_parallel(cp, scheme)
-    assert in_order(scheme, right, [0, segments.shape[1]])
-    if in_order(scheme, cp, [0, segments.shape[1]]):
-        check_recurrent_split(cp, scheme, segments)
-    else:
-        with pytest.raises(UnsupportedFormError, match="put tokens of layout"):
-            check_recurrent_split(cp, scheme, segments)
-        check_recurrent_split(right, scheme, segments)
-        split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
 
 
 def test_what_no_layout_serves():
@@ -104,6 +94,8 @@ def test_what_no_layout_serves():
         check_recurrent_split(cp, "row_zigzag", segments, padding_free=True)
     with pytest.raises(CollateError, match="Schemes are 'state_passing'"):
         check_recurrent_split(cp, "zigzag", segments)
+    with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
+        check_recurrent_split(cp, "head_exchange", Segments.from_lengths([4, 4]), padding_free=True)
     check_recurrent_split(ContextParallel(1, 0), "state_passing", segments)  # nothing is shared
 
 
@@ -126,9 +118,8 @@ def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(l
 
 
 def test_a_row_whose_width_does_not_divide_names_the_multiple():
-    segments = Segments.from_lengths([6, 3])
     with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
-        check_recurrent_split(ContextParallel(2, 0), "head_exchange_zigzag", segments)
+        check_recurrent_split(ContextParallel(2, 0), "head_exchange_zigzag", Segments.from_lengths([6, 3]))
     cp = ContextParallel(4, 0, layout="contiguous")
     with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
         check_recurrent_split(cp, "state_passing", Segments.from_lengths([[73]]), padding_free=True)
@@ -182,13 +173,6 @@ def test_offsets_are_those_of_the_whole_row(offsets, said, made):
     check_recurrent_split(cp, "state_passing", segments, padding_free=True)  # the remedy: leave them out
 
 
-def test_several_rows_are_no_flat_row():
-    with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
-        check_recurrent_split(
-            ContextParallel(2, 0), "head_exchange_zigzag", Segments.from_lengths([4, 4]), padding_free=True
-        )
-
-
 # --- a rank's own offsets
 
 
@@ -205,10 +189,7 @@ def test_the_ranks_parts_make_up_the_whole_row(size, lengths, layout):
         own, before = rank_offsets(offsets, ContextParallel(size, rank, layout=layout))
         start = rank * share
         assert (own[0], own[-1]) == (0, share)
-        assert list(own) == sorted(set(own))
-        assert (before == 0) == (start in offsets)  # the state begins empty where a sequence does
-        assert start - before in offsets
-        assert not any(start - before < n <= start for n in offsets) or before == 0
+        assert start - before == max(n for n in offsets if n <= start)  # where the rank's first sequence begins
         places += [start + n for n in own[before > 0 : -1]]
     assert [*places, offsets[-1]] == sorted(set(offsets))
 

@@ -7,7 +7,6 @@ A job is "model setting ours|own". `ours` is one more line of the YAML: our plug
 # ruff: noqa: E402
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from importlib.machinery import ModuleSpec
@@ -59,9 +58,10 @@ from axolotl.cli.main import main
 from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import BasePlugin, PluginManager
 from datasets import Dataset
+from processes import run_jobs, saved_model, watched
 from watching import Watch
 
-from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.testing import byte_tokenizer
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
 SETTINGS = {
@@ -118,14 +118,6 @@ class Data(BasePlugin):
         SEEN["watch"] = Watch(trainer.model).__enter__()
 
 
-def saved_model(folder, name):
-    if not (folder / name).exists():
-        tokenizer = byte_tokenizer()
-        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return str(folder / name)
-
-
 def config(folder, model, setting, who):
     plugins = ["axolotl_work.Data", *(["collate_npu.integrations.axolotl.CollatePlugin"] if who == "ours" else [])]
     data = {"datasets": [{"path": str(folder / "none.jsonl"), "ds_type": "json", "type": "completion"}], "val_set_size": 0}
@@ -153,19 +145,9 @@ def run(folder, model, setting, who):
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    watch = SEEN["watch"]
-    watch.__exit__()
-    watch.base.eval()
-    error, compared = watch.error(SEEN["rows"])
-    masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
-    collator = type(SEEN["trainer"].data_collator).__name__
-    return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+    return watched(SEEN["watch"], SEEN["rows"], refused, type(SEEN["trainer"].data_collator).__name__)
 
 
 if __name__ == "__main__":
     sys.modules["axolotl_work"] = sys.modules["__main__"]  # the plugin manager imports it by this name
-    out, folder, *jobs = sys.argv[1:]
-    found = {}
-    for job in jobs:
-        found[job] = run(Path(folder), *job.split())
-        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    run_jobs(run)

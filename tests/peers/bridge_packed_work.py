@@ -1,35 +1,25 @@
-"""What test_mcore_bridge_packed has a process of its own do, once for each value of USE_MCORE_GDN: flat rows, JSON.
-
-`python bridge_packed_work.py OUT`. Real models; fla's kernels are the references, which leave unwritten what no sequence
-covers, and Transformer Engine's attention goes by the offsets, as in megatron_world.
-"""
+"""What the processes of `bridge_work` do with flat rows. Real models; fla's kernels are the references, which leave
+unwritten what no sequence covers, and Transformer Engine's attention goes by the offsets, as in megatron_world."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-warnings.filterwarnings("ignore")
+import bridge_world as world  # first: the stand-ins
+import torch
+from bridge_work import Alone, apart, furthest, gradients, loss_of, said
+from megatron.core.extensions import transformer_engine_spec_provider as te_specs
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_world import TEDotProductAttention
+from swift_world import PAD, arguments, collate, prepare, samples
+from torch import Tensor
 
-import bridge_world as world  # noqa: E402  (first: the stand-ins)
-import torch  # noqa: E402
-from bridge_work import Alone, apart, furthest, gradients, loss_of, said  # noqa: E402
-from megatron.core.extensions import transformer_engine_spec_provider as te_specs  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron_world import TEDotProductAttention  # noqa: E402
-from swift_world import PAD, arguments, collate, prepare, samples  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from collate_npu import PaddingCollator, Segments  # noqa: E402
-from collate_npu.integrations.megatron import gpt_batch, mcore_bridge  # noqa: E402
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule  # noqa: E402
-from collate_npu.parallel import ContextParallel, pad_documents  # noqa: E402
+from collate_npu import PaddingCollator, Segments
+from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.parallel import ContextParallel, pad_documents
 
 RANKS = ContextParallel(2, 0).for_documents(), ContextParallel(2, 0, tensor_parallel=2).for_documents()
 ROWS = {
@@ -150,7 +140,6 @@ def tried(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself:
 
 
 def main() -> dict[str, Any]:
-    world.on_cpu()
     kernels_on_cpu()
     mcore_bridge.install()
     out: dict[str, Any] = {}
@@ -204,7 +193,3 @@ def unseparated(stages: list[Any]) -> dict[str, Any]:
     one = {"input_ids": inputs["input_ids"][:, :7], "cu_seqlens": torch.tensor([0, 7])}
     found["qwen3_5, one sequence"] = said(lambda: gpt_batch(one, stages[0], padding_free=True))
     return found
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(main(), indent=1), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Real mcore-bridge models on a CPU: tiny, random, float32, built as ms-swift builds them, and what their layers receive.
 
-Only hardware is stood in for: the card by the CPU, Transformer Engine's modules by Megatron's local ones (MindSpeed does
-the same on an NPU), fla's two kernels by torch. Local attention without a mask is causal, as a flash kernel is.
+Only hardware is stood in for (`cpu_world`): the card by the CPU, Transformer Engine's modules by ones that compute, fla's
+two kernels by torch. Local attention without a mask is causal, as a flash kernel is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,15 +20,9 @@ from unittest.mock import MagicMock
 
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
+from cpu_world import groups, hardware, layers
 from megatron.core import parallel_state
-from megatron.core.extensions import transformer_engine_spec_provider as te_specs
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.ssm import gated_delta_net as core_gdn
-from megatron.core.tensor_parallel import mappings, random
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import attention, transformer_block
-from megatron.core.transformer import utils as core_utils
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.tensor_parallel import random
 from torch import Tensor, nn
 
 NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
@@ -38,81 +31,19 @@ FREQUENCY = 2
 DENSE = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
-class Norm(nn.Module):
-    """For TENorm: RMSNorm whose weight may be counted from zero."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(hidden_size)), eps
-        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
-
-
-class NormLinear(ColumnParallelLinear):
-    """For TELayerNormColumnParallelLinear: the norm of its input is its own."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **given)
-        self.layer_norm = Norm(config, input_size, config.layernorm_epsilon)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(self.layer_norm(x), *args, **kwargs)
-
-
 def on_cpu() -> None:
     """Put a CPU where a card would be. For a process of its own: nothing is given back."""
-    import mcore_bridge.model.gpts.qwen3_next as hf_gdn
-    import mcore_bridge.model.gpts.qwen3_next_gdn as native_gdn
     from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
-    from mcore_bridge.model.modules import gated_delta_net, gated_self_attention
 
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
-    torch.cuda.current_device = lambda: "cpu"
+    groups(context_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+    hardware(setattr)
+    layers(setattr)
     stream = MagicMock()
     torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     HuggingFaceVit.to = lambda self, *args, **kwargs: self
-    random._CUDA_RNG_STATE_TRACKER = SimpleNamespace(
-        is_initialized=lambda: False,
-        fork=lambda *args: contextlib.nullcontext(),
-        get_states=dict,
-        set_states=lambda states: None,
-    )
-    random.initialize_rng_tracker = lambda *args, **kwargs: None
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    transformer_block.get_cpu_offload_context = lambda *args, **kwargs: (contextlib.nullcontext(), None)
-    moe_utils.te_general_gemm = None
-    # Alone in its group a rank gets its own tensor back, as it is; torch refuses to change that in place (mlp.py:247).
-    mappings._ReduceFromModelParallelRegion.forward = staticmethod(lambda ctx, tensor, group: tensor.clone())
-    causal = lambda sq: torch.ones(sq, sq).triu(1).bool()  # noqa: E731
-    core_utils.get_default_causal_mask = causal
-    import megatron.core.fusions.fused_softmax as softmax
-
-    softmax.get_default_causal_mask = causal
-    for module in (attention, hf_gdn, gated_self_attention):
-        module.SplitAlongDim = None
-    _local_specs()
-    native_gdn.TEColumnParallelLinear = hf_gdn.TEColumnParallelLinear = ColumnParallelLinear
-    native_gdn.TENorm = Norm
-    for module in (core_gdn, gated_delta_net, sys.modules.get(f"{core_gdn.__name__}.common", core_gdn)):
-        module.HAVE_FLA, module.l2norm = True, lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
-
-
-def _local_specs() -> None:
-    specs, local = te_specs.TESpecProvider, LocalSpecProvider()
-    specs.core_attention = lambda self: local.core_attention()
-    specs.grouped_mlp_modules = lambda self, *args: local.grouped_mlp_modules(*args)
-    specs.column_parallel_linear = lambda self: ColumnParallelLinear
-    specs.row_parallel_linear = lambda self: RowParallelLinear
-    specs.column_parallel_layer_norm_linear = lambda self: NormLinear
-    specs.layer_norm = lambda self, *args, **kwargs: Norm
 
 
 def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, **changed: Any) -> list[nn.Module]:
@@ -203,28 +134,20 @@ class Seen:
 @contextlib.contextmanager
 def recording(stages: list[nn.Module]) -> Iterator[Seen]:
     """Hooks on real layers; what the last forward showed them stays."""
-    seen, hooks = Seen(), []
-    for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
-        number, inner = layer.layer_number, layer.self_attention
-        hooks.append(layer.register_forward_pre_hook(partial(_record_layer, seen, number), with_kwargs=True))
-        for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv"):
-            if projection := getattr(inner, name, None):
-                take = partial(_record_gdn, seen, number, _is_time_first(inner))
-                hooks.append(projection.register_forward_pre_hook(take))
-        if hasattr(inner, "core_attention"):
-            take = partial(_record_attention, seen, number)
-            hooks.append(inner.core_attention.register_forward_pre_hook(take))
-        if hasattr(layer.mlp, "router"):
-            hooks.append(layer.mlp.router.register_forward_pre_hook(partial(_record_router, seen, number)))
-    try:
+    seen = Seen()
+    with contextlib.ExitStack() as hooks:
+        for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
+            number, inner = layer.layer_number, layer.self_attention
+            hooks.enter_context(layer.register_forward_pre_hook(partial(_record_layer, seen, number), with_kwargs=True))
+            taken = {getattr(inner, name, None): _record_gdn for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv")}
+            taken |= {
+                getattr(inner, "core_attention", None): _record_attention,
+                getattr(layer.mlp, "router", None): _record_router,
+            }
+            for module, take in taken.items():
+                if module is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(partial(take, seen, number, inner)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _is_time_first(inner: nn.Module) -> bool:
-    return type(inner).__name__ == "GatedDeltaNet"  # Megatron's; transformers' is [B, S, H]
 
 
 def _record_layer(seen: Seen, number: int, _: nn.Module, given: Any, named: dict[str, Any]) -> None:
@@ -232,16 +155,16 @@ def _record_layer(seen: Seen, number: int, _: nn.Module, given: Any, named: dict
     seen.runs[number] += 1
 
 
-def _record_gdn(seen: Seen, number: int, time_first: bool, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+def _record_gdn(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Tensor, ...]) -> None:
     zero = given[0].eq(0).all(-1)
-    seen.gdn[number] = zero.T if time_first else zero
+    seen.gdn[number] = zero.T if type(inner).__name__ == "GatedDeltaNet" else zero  # Megatron's; transformers' is [B, S, H]
 
 
-def _record_attention(seen: Seen, number: int, _: nn.Module, given: tuple[Any, ...]) -> None:
+def _record_attention(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Any, ...]) -> None:
     seen.attention[number] = given[3]
 
 
-def _record_router(seen: Seen, number: int, _: nn.Module, given: tuple[Any, ...]) -> None:
+def _record_router(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Any, ...]) -> None:
     seen.router[number] = None if given[1] is None else given[1].T
 
 

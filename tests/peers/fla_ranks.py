@@ -1,12 +1,13 @@
 """One of two Gloo ranks that run fla's released context parallelism: the rule and the convolution, forward and backward.
 
-argv: rank, file of the store, file to write. A batch is split by `split_batch`, its offsets are those of
+argv: the file to write; RANK and STORE tell the rest. A batch is split by `split_batch`, its offsets are those of
 `gated_delta_kwargs(kernel="fla_cp")`, outputs come back by `gather_sequence`; one process is the truth.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,11 +19,7 @@ from fla.ops.cp import build_cp_context
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
 from collate_npu import CollateError, ContextParallel, Segments, gather_sequence, split_batch
-from collate_npu.kernels.gated_delta import (
-    gated_delta_kwargs,
-    reference_causal_conv1d,
-    reference_gated_delta_rule,
-)
+from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.keys import TOKENS
 from collate_npu.parallel import rank_offsets
 
@@ -92,8 +89,8 @@ def error(found, expected):
     return max(float((x - y).detach().abs().max().nan_to_num(nan=torch.inf)) for x, y in pairs)
 
 
-def main(rank, store, report):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank, report):
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
     right = ContextParallel.from_group(dist.group.WORLD, layout="contiguous")
     zigzag = ContextParallel.from_group(dist.group.WORLD, layout="zigzag")
     packed = Segments.from_lengths([[3, 70, 55]])
@@ -121,4 +118,4 @@ def main(rank, store, report):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(os.environ["RANK"]), sys.argv[1])

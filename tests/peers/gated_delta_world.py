@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_world import PAD, TEDotProductAttention, far, loss_and_gradients, on_cpu
+from megatron_world import PAD, TEDotProductAttention, gpt, loss_and_gradients, on_cpu, samples
 from torch import Tensor
 from torch.nn.functional import normalize, silu
 
-from collate_npu import PaddingCollator, Segments, gather_sequence, per_sequence
+from collate_npu import PaddingCollator, Segments, gather_sequence
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, pad_documents
 
 CASES = {
@@ -47,39 +48,23 @@ def convolution(x: Tensor, weight: Tensor, *, initial_state: Any, output_final_s
 
 def hybrid(**changed: Any) -> Any:
     """Gated DeltaNet, attention, Gated DeltaNet; the same weights at every call."""
-    import gpt_on_cpu
-    from megatron.core import parallel_state
-
-    size = parallel_state.get_context_parallel_world_size()
-    model = gpt_on_cpu.gpt(
-        KINDS,
-        flash=TEDotProductAttention,
-        deterministic_mode=False,
-        activation_func=silu,
-        context_parallel_size=size,
-        **changed,
-    )
+    model = gpt(KINDS, flash=TEDotProductAttention, deterministic_mode=False, activation_func=silu, **changed)
     for layer in model.decoder.layers:  # a state that is kept for long, so that one that leaks shows
         if hasattr(layer.self_attention, "A_log"):
             layer.self_attention.A_log.data.fill_(-3.0)
     return model
 
 
-def samples(lengths: list[int]) -> list[dict[str, Any]]:
-    rows = [[(7 * i + 3 * b) % 60 + 1 for i in range(length)] for b, length in enumerate(lengths)]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
 def flat(case: str) -> dict[str, Any]:
     lengths, multiple = CASES[case]
     collate = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple)
-    return collate(samples(lengths))
+    return collate(samples(*lengths))
 
 
 def alone(case: str, model: Any) -> dict[str, Any]:
     """Each sample by itself, in a batch of one row, on one rank."""
     one, rank = PaddingCollator(pad_token_id=PAD), ContextParallel(1, 0)
-    runs = [gpt_batch(one([row]), model, context_parallel=rank) for row in samples(CASES[case][0])]
+    runs = [gpt_batch(one([row]), model, context_parallel=rank) for row in samples(*CASES[case][0])]
     loss, logits, gradients = loss_and_gradients(model, runs)
     return {"loss": loss, "logits": [x.detach() for x in logits], "gradients": gradients}
 
@@ -103,14 +88,6 @@ def run(case: str, spoil: Any = None) -> dict[str, Any]:
         for value in (loss, *gradients.values()):
             dist.all_reduce(value)
     return {"loss": loss, "logits": per_sequence(logits, truth), "gradients": gradients, "width": truth.shape[1]}
-
-
-def gaps(found: dict[str, Any], by_itself: dict[str, Any]) -> dict[str, float]:
-    logits = [(x - y).abs().max() for x, y in zip(found["logits"], by_itself["logits"], strict=True)]
-    worst = torch.stack(logits).max() if torch.stack(logits).isfinite().all() else torch.tensor(float("inf"))
-    loss = (found["loss"] - by_itself["loss"]).abs() / (1 + by_itself["loss"].abs())
-    apart = far(found["gradients"], by_itself["gradients"])
-    return {"logits": float(worst), "loss": float(loss), "gradients": apart if apart == apart else float("inf")}
 
 
 def shared_out(lengths: list[int], size: int) -> tuple[Segments, ContextParallel]:

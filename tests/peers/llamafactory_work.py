@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 # ruff: noqa: E402
 import yaml
 from llamafactory.train.tuner import run_exp
+from processes import run_jobs, saved_model, watched
 from transformers import Trainer
 from watching import Watch
 
 from collate_npu import wrap_collator
-from collate_npu.testing import byte_tokenizer, tiny_model
 
 SETTINGS = {
     "plain": {"finetuning_type": "full"},
@@ -50,15 +50,6 @@ def write_data(folder):
     }
     for name, table in {"sft": asked, "dpo": pairs, "kto": tags, "dataset_info": info}.items():
         (folder / f"{name}.json").write_text(json.dumps(table), encoding="utf-8")
-
-
-def saved_model(folder, name):
-    if not (folder / name).exists():
-        tokenizer = byte_tokenizer()
-        model = tiny_model(name, vocab_size=len(tokenizer))
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return str(folder / name)
 
 
 def config(folder, stage, model, setting):
@@ -105,18 +96,8 @@ def run(folder, stage, model, setting, who):
         traceback.print_exc()
     finally:
         Trainer.__init__ = build
-    watch = seen["watch"]
-    watch.__exit__()
-    watch.base.eval()
-    error, compared = watch.error(set(sequences(seen["rows"])))
-    masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
-    return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": seen["collator"]}
+    return watched(seen["watch"], sequences(seen["rows"]), refused, seen["collator"])
 
 
 if __name__ == "__main__":
-    out, folder, *jobs = sys.argv[1:]
-    write_data(Path(folder))
-    found = {}
-    for job in jobs:
-        found[job] = run(Path(folder), *job.split())
-        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    run_jobs(run, write_data)

@@ -1,29 +1,28 @@
-"""A real `GPTModel` of megatron-core on a CPU, through its constructor; what stands in for hardware is listed in `on_cpu`.
+"""Real `GPTModel`s of megatron-core on a CPU, through their constructor, hybrid ones too; and what comes of their batches.
 
-`TEDotProductAttention` here is the test's own stand-in for Transformer Engine's kernel, which needs a GPU: causal, blind to
-dense masks, thd by the offsets of PackedSeqParams, keys and values gathered over the context-parallel group. Local
-attention of Megatron refuses context parallelism, so `DotProductAttention` here is the same kernel with a dense mask.
+Hardware and attention are stood in for by `cpu_world`.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
-from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
+from cpu_world import Attention, groups, hardware
 from torch import Tensor
 
-from collate_npu import Segments, gather_sequence, per_sequence
-from collate_npu.parallel import ContextParallel, token_rows
+from collate_npu import Segments
+from collate_npu.outputs import per_sequence
 
 if int(version("megatron-core").split(".")[1]) >= 18:
-    import triton_stub  # noqa: F401  (before megatron)
+    stand_ins.triton()
 
 VOCABULARY, PAD, HIDDEN = 64, 63, 32
 
@@ -32,29 +31,11 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     """A CPU in the place of CUDA, and process groups."""
     if "mcore_bridge" in sys.modules:
         pytest.skip("mcore-bridge, once imported, changes Megatron's classes: run these files in a process of their own")
-    from megatron.core import parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
-    from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer import attention, transformer_block
-    from megatron.core.transformer.moe import moe_utils
 
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    tracker = SimpleNamespace(is_initialized=lambda: False, fork=lambda *args: nullcontext())
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    patch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
-    patch.setattr(random, "initialize_rng_tracker", lambda *args, **kwargs: None)
+    groups()
+    hardware(partial(patch.setattr, raising=False))
     patch.setattr(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _rotary_part)  # its index goes by pinned memory
-    # Where another test file has put stand-ins for Transformer Engine in place, nothing here may call one.
-    patch.setattr(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
-    patch.setattr(attention, "SplitAlongDim", None)
-    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # 0.16.1 reads the name and sets it with TE alone
-    # Alone in its group a rank gets its own tensor back, as it is; this torch refuses to change that in place (mlp.py:247).
-    reduce = staticmethod(lambda ctx, tensor, group: mappings._reduce(tensor.clone(), group))
-    patch.setattr(mappings._ReduceFromModelParallelRegion, "forward", reduce)
 
 
 def _rotary_part(frequencies: Tensor, dim: int, group: Any) -> Tensor:
@@ -64,48 +45,64 @@ def _rotary_part(frequencies: Tensor, dim: int, group: Any) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
 
 
-def build(*, attention: Any = None, experts: bool = False, positions: str = "learned_absolute", **changed: Any) -> Any:
-    """A model of two layers (and `mtp_num_layers` more), the same weights at every call; `attention` replaces the local."""
+def gpt(kinds: str = "aa", *, flash: Any = Attention, positions: str = "rope", **changed: Any) -> Any:
+    """A model of these layers: `a` attention, `g` Gated DeltaNet; the same weights at every call. It needs `hardware`.
+
+    `flash` is the kernel in the place of TransformerEngine's; None leaves Megatron's local attention."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.transformer import TransformerConfig, transformer_block
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    if experts:
-        changed = {
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_aux_loss_coeff": 1.0,
-            "moe_router_load_balancing_type": "aux_loss",
-            **changed,
-        }
     torch.manual_seed(0)
+    recurrent = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [k == "g" for k in kinds]}
+    recurrent["deterministic_mode"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = TransformerConfig(
-            num_layers=2,
-            hidden_size=HIDDEN,
-            num_attention_heads=4,
-            ffn_hidden_size=64,
-            use_cpu_initialization=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            bias_dropout_fusion=False,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
-            apply_rope_fusion=False,
-            init_method_std=0.3,
-            context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            **changed,
-        )
+            num_layers=len(kinds), hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=64,
+            use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3,
+            bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False, apply_rope_fusion=False, linear_conv_kernel_dim=4, linear_key_head_dim=8,
+            linear_value_head_dim=8, linear_num_key_heads=4, linear_num_value_heads=4,
+            **{
+                "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+                **(recurrent if "g" in kinds else {}),
+                **changed,
+            },
+        )  # fmt: skip
         layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-        if attention is not None:
-            layer.submodules.self_attention.submodules.core_attention = attention
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        spec = transformer_block.TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=Norm)
+        if flash:
+            layer.submodules.self_attention.submodules.core_attention = flash
+        spec = TransformerBlockSubmodules([_gated_delta(layer) if kind == "g" else layer for kind in kinds], layer_norm=Norm)
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-        return GPTModel(config, spec, VOCABULARY, 64, position_embedding_type=positions, mtp_block_spec=mtp)
+        made = GPTModel(config, spec, VOCABULARY, 64, position_embedding_type=positions, mtp_block_spec=mtp)
+    with torch.no_grad():  # a zero row for the padding would hide what reaches it
+        held = made.embedding.word_embeddings
+        first = held.vocab_start_index
+        held.weight[[token - first for token in (0, PAD) if first <= token < first + len(held.weight)]] += 1.0
+    return made.eval()
+
+
+def _gated_delta(layer: Any) -> Any:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+    layer = copy.deepcopy(layer)
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return layer
+
+
+def build(*, attention: Any = None, experts: bool = False, positions: str = "learned_absolute", **changed: Any) -> Any:
+    """One to be trained, of two attention layers (and `mtp_num_layers` more); `attention` replaces the local one."""
+    mixture = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1.0}
+    mixture["moe_router_load_balancing_type"] = "aux_loss"
+    return gpt("aa", flash=attention, positions=positions, **{**(mixture if experts else {}), **changed}).train()
 
 
 class Norm(torch.nn.LayerNorm):
@@ -179,71 +176,23 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(gaps) if all(gap == gap for gap in gaps) else float("inf")
 
 
+def gaps(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    """How far a run is from another: loss, logits and gradients."""
+    return {
+        "loss": float((found["loss"] - alone["loss"]).abs() / (1 + alone["loss"].abs())),
+        "logits": apart(found["logits"], alone["logits"]),
+        "gradients": far(found["gradients"], alone["gradients"]),
+    }
+
+
 # --- attention in the place of a GPU's
 
 
-class TEDotProductAttention(torch.nn.Module):
-    """Causal; a dense mask that is given is not looked at, as Transformer Engine does under `causal`."""
+class TEDotProductAttention(Attention):
+    """A mask that is given is not looked at, as Transformer Engine does under `causal`."""
 
-    reads_dense = False
-
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.group = pg_collection.cp
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, packed_seq_params: Any = None, **kwargs: Any
-    ) -> Tensor:
-        """`[S, B, H, D]`, or `[T, H, D]` with `packed_seq_params`: this rank's queries against everybody's keys."""
-        size, rank = self.group.size(), self.group.rank()
-        group = self.group if size > 1 else None
-        flat = packed_seq_params is not None
-        cp = ContextParallel(size, rank, layout="document_zigzag" if flat else "zigzag", group=group)
-        bounds = _places(packed_seq_params) if flat else None
-        keys, values = (gather_sequence(x, cp, dim=0, cu_seqlens=bounds, loss="local") for x in (key, value))
-        rows = token_rows(len(keys), cp, bounds)
-        if flat:
-            allowed_QK = _allowed(packed_seq_params, len(keys), size)[rows]
-            out = _softmax(query[:, None], keys[:, None], values[:, None], allowed_QK)
-            return out.flatten(1)
-        if self.reads_dense:
-            assert masked is not None
-            assert masked.shape[-2:] == (len(rows), len(keys))
-            return _softmax(query, keys, values, ~masked).flatten(2)
-        return _softmax(query, keys, values, torch.ones(len(keys), len(keys)).tril().bool()[rows]).flatten(2)
+    lenient, reads_dense = True, False
 
 
-class DotProductAttention(TEDotProductAttention):
-    """With the dense mask of this rank's queries, True = blocked."""
-
-    reads_dense = True
-
-
-def _places(params: Any) -> Tensor:
-    """Some send no padded offsets (ms-swift): then there is nothing between sequences."""
-    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-
-
-def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
-    scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / query.shape[-1] ** 0.5
-    weights = scores.masked_fill(~allowed, -10000.0).softmax(-1)  # core/transformer/utils.py:54-55
-    return torch.einsum("bhqk,kbhd->qbhd", weights, value)
-
-
-def _allowed(params: Any, width: int, size: int) -> Tensor:
-    """bool `[T, T]`: causal inside the real tokens of each sequence, which the physical offsets place.
-
-    What Transformer Engine decides where nobody says it: v2.9 to v2.16, dot_product_attention.py `pad_between_seqs is None`.
-    """
-    real, physical = params.cu_seqlens_q.tolist(), _places(params).tolist()
-    told = getattr(params, "pad_between_seqs", None)
-    between = physical[:-1] != real[:-1] if told is None else told
-    if not between and size > 1:
-        assert not any((stop - start) % (2 * size) for start, stop in pairwise(real)), "TransformerEngine issue 3331"
-    assert physical[-1] == width
-    allowed = torch.zeros(width, width, dtype=torch.bool)
-    for (start, stop), at in zip(pairwise(real), (physical if between else real)[:-1]):
-        part = slice(at, at + stop - start)
-        allowed[part, part] = torch.ones(stop - start, stop - start).tril().bool()
-    return allowed
+class DotProductAttention(Attention):
+    """Megatron's local one, which refuses context parallelism: here with the dense mask of this rank's queries."""

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from processes import QUIET, free_port
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PLUGIN = str(ROOT / "collate_npu/integrations/swift/plugin.py")
@@ -59,8 +61,8 @@ def run(command: str, *words: str, record: Path, ranks: int = 0, **env: str) -> 
     """`swift sft ...` or `megatron sft ...` through the console entry: exit code, output, and each rank's JSON."""
     record.mkdir(exist_ok=True)
     path = [str(ROOT), *([str(HERE), str(HERE / "swift_site")] if command == "megatron" else [])]
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SWIFT_RECORD": str(record), "OMP_NUM_THREADS": "1"}
-    given |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **env}
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SWIFT_RECORD": str(record)}
+    given |= {**QUIET, **env}
     if ranks:
         given |= {"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())}
     entry = Path(sys.executable).with_name(command)
@@ -68,11 +70,3 @@ def run(command: str, *words: str, record: Path, ranks: int = 0, **env: str) -> 
     done = subprocess.run(argv, env=given, cwd=record, capture_output=True, text=True, timeout=400)
     said = [json.loads(file.read_text()) for file in sorted(record.glob("rank*.json"))]
     return done.returncode, done.stdout + done.stderr, said
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])

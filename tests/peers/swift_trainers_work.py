@@ -16,13 +16,20 @@ from typing import Any
 
 import megatron_on_cpu  # noqa: F401  (before swift.megatron)
 import torch
+from cpu_world import Attention
+from mcore_bridge.model.modules import gated_delta_net as native
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.megatron.pipelines.train.sft import MegatronSft
 from swift_launch import MEGATRON
 
 from collate_npu.integrations import swift
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
+REACHED: list[Any] = []
+"""The offsets of each convolution, and its width."""
 _BUILT: dict[str, Any] = {}
+_local = DotProductAttention.forward
 os.environ |= {"GENERATIVE_RERANKER_POSITIVE_TOKEN": "y", "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "n"}  # one byte each
 
 
@@ -64,6 +71,11 @@ KINDS: dict[str, tuple[type, tuple[str, ...], Any]] = {
         ("--rlhf_type", "dpo"),
         lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
     ),
+    "flat": (
+        MegatronSft,
+        ("--padding_free", "true", "--megatron_extra_kwargs", '{"deterministic_mode": false, "persist_layer_norm": false}'),
+        lambda i: {"messages": answered(i, "ok" * i)},
+    ),
     "kto": (MegatronRLHF, ("--rlhf_type", "kto"), lambda i: {"messages": answered(i, "ok" * i), "label": i % 2 == 0}),
 }
 
@@ -95,6 +107,42 @@ def step(trainer: Any, rows: list[Any]) -> Any:
         return trainer.forward_step(iter([batch]), trainer.wrapped_models[0])
 
 
+def convolution(x: torch.Tensor, weight: torch.Tensor, *, cu_seqlens: Any = None, **given: Any) -> Any:
+    REACHED.append([None if cu_seqlens is None else cu_seqlens.tolist(), x.shape[1]])
+    return reference_causal_conv1d(x, weight, cu_seqlens=cu_seqlens, **given), None
+
+
+def attention(self: Any, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+    if packed_seq_params is None:
+        return _local(self, query, key, value, *args, **kwargs)
+    return Attention(None)(query, key, value, None, packed_seq_params=packed_seq_params)
+
+
+def flat(model: str, folder: str) -> dict[str, Any]:
+    """A flat row under the guard: which offsets reached Gated DeltaNet, and each sample against itself alone without us."""
+    native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
+    DotProductAttention.forward, os.environ["COLLATE_NPU_GUARD"] = attention, "1"
+    trainer, samples = build("flat", model, folder)
+    swift.install()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            step(trainer, [samples[i] for i in (1, 4, 2)])
+        raw, reached = trainer.data_collator(copy.deepcopy([samples[i] for i in (1, 4, 2)])), REACHED[0]
+        given = trainer._prepare_batch({key: value for key, value in raw.items() if key != "channel"})
+    finally:
+        swift.uninstall()
+        del os.environ["COLLATE_NPU_GUARD"]
+    inner, starts, errors = trainer.unwrapped_models[0], given["packed_seq_params"].cu_seqlens_q.tolist(), []
+    with torch.no_grad():
+        whole = inner(**{key: value for key, value in given.items() if key not in ("labels", "loss_scale", "channel")})[0]
+        for start, length in zip(starts, raw["seq_lens"]):
+            ids = raw["input_ids"][:, start : start + length]
+            row = inner(input_ids=ids, position_ids=torch.arange(length)[None], attention_mask=None)[0]
+            errors.append(float((whole[start : start + length] - row).abs().max()))
+    told = {"reached": reached, "lengths": list(raw["seq_lens"]), "width": raw["input_ids"].shape[1]}
+    return {**told, "errors": errors, "said": said.getvalue()}
+
+
 def watched(trainer: Any, name: str, seen: list[Any]) -> None:
     """Keep what the trainer's own method returns, each time its loss calls it."""
     trainer.__dict__.pop(name, None)
@@ -113,11 +161,11 @@ def rows_of(kind: str, samples: Any, sizes: list[int]) -> list[list[Any]]:
     return [[next(drawn) for _ in range(size)] for size in sizes]
 
 
-def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[int], ours: bool) -> dict[str, Any]:
+def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[int]) -> dict[str, Any]:
     """Prepare every batch, then take the losses in `order`: the worst error of what each loss pooled against the samples
     alone, and how far another batch's tokens would have been."""
     trainer, samples = build(kind, model, folder)
-    swift.install() if ours else swift.uninstall()
+    swift.install()
     try:
         return _measure(kind, trainer, samples, sizes, order)
     finally:

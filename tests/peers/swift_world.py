@@ -11,15 +11,18 @@ from unittest import mock
 
 import te_stub  # noqa: F401  (before megatron, mcore_bridge and swift.megatron)
 import torch
-from mcore_bridge.model import get_mcore_model_type, get_model_meta
+from mcore_bridge.model import MultimodalGPTModel, get_mcore_model_type, get_model_meta
+from mcore_bridge.model.gpts.qwen3_next import Qwen3NextGatedDeltaNet
+from mcore_bridge.model.modules import TransformerLayer
 from swift.megatron.arguments import MegatronSftArguments
-from swift.megatron.trainers import MegatronTrainer, base
-from swift.megatron.trainers import utils as trainer_utils
+from swift.megatron.trainers import MegatronTrainer, base, utils as trainer_utils
 from swift.megatron.utils import get_padding_to
 from swift.template import TEMPLATE_MAPPING
 from swift.template.base import Template
 from torch import Tensor
 
+from collate_npu import Segments
+from collate_npu.masks import dense
 from collate_npu.testing import byte_tokenizer, tiny_config
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -27,6 +30,10 @@ NEEDS_2D = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
 MULTIMODAL = frozenset({"qwen3_5", "qwen3_5_moe"})
 VOCABULARY = 258
 PAD = 257
+LENGTHS = (7, 3, 5)
+LOCAL = {"attention_backend": "local", "masked_softmax_fusion": False}
+"""The kernels that read a dense mask."""
+KINDS = ("template", "2d", "4d masked", "4d keep", "4d additive", "2d beside 4d")
 
 
 @functools.cache
@@ -144,5 +151,47 @@ def trainer_of(args: Any) -> Any:
         return OnNoDevice(args, template(cp=args.context_parallel_size, padding_free=args.padding_free))
 
 
+def pooling_trainer(args: Any) -> Any:
+    """Its loss gives back what it pools, with the mask that `forward_step` found in its batch."""
+    trainer = trainer_of(args)
+    trainer.seq_cls_loss_func = lambda output, *, attention_mask, packed_seq_params, labels: trainer.get_last_tokens(
+        output, packed_seq_params, attention_mask
+    )
+    return trainer
+
+
 def prepare(args: Any, data: dict[str, Any]) -> dict[str, Any]:
     return trainer_utils.prepare_batch(args, dict(data))
+
+
+def as_kind(args, kind, lengths=LENGTHS, side="right"):
+    """A batch as some collator sends it, and the truth of it."""
+    if kind == "template":
+        data = collate(args, *lengths)
+        return data, Segments.from_lengths(lengths, data["input_ids"].shape[1])
+    width = -(-max(lengths) // 4) * 4
+    truth = Segments.from_lengths(lengths, width, side)
+    ids = torch.where(truth.keep, torch.arange(truth.ids.numel()).view(truth.shape) % 200 + 3, PAD)
+    data = {"input_ids": ids, "labels": torch.where(truth.keep, ids, -100), "position_ids": truth.position_ids.clone()}
+    polarity = {"4d keep": "keep", "4d additive": "bias"}.get(kind, "masked")
+    if "4d" in kind:
+        data["attention_mask"] = dense(truth, polarity=polarity)
+    if kind == "2d":
+        data["attention_mask"] = truth.keep.long()
+    if kind == "2d beside 4d":
+        data["attention_mask_2d"] = truth.keep.long()
+    return data, truth
+
+
+def held() -> list[Any]:
+    """What stands where ours would be put."""
+    watched: list[tuple[Any, str]] = [
+        (Template, "_data_collator"),
+        (trainer_utils, "prepare_batch"),
+        (base, "prepare_batch"),
+        (base.BaseMegatronTrainer, "get_last_tokens"),
+        (MultimodalGPTModel, "forward"),
+        (TransformerLayer, "forward"),
+        (Qwen3NextGatedDeltaNet, "__init__"),
+    ]
+    return [getattr(owner, name) for owner, name in watched]

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-pytest.importorskip("axolotl")
 from axolotl.utils.collators import (
     BatchSamplerDataCollatorForSeq2Seq,
     DataCollatorForSeq2Seq,
     MambaDataCollator,
     V2BatchSamplerDataCollatorForSeq2Seq,
 )
+from processes import found_by
 from watching import gradient_error
 
-from collate_npu import CollateError, UnsupportedFormError, wrap_collator
+from collate_npu import CollateError, wrap_collator
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import byte_tokenizer, tiny_model
 
-HERE = Path(__file__).parent
+NEEDS = ("axolotl",)
+
 RIGHT, WRONG = 1e-5, 0.05
 JOBS = ["qwen3_next plain ours", "qwen3 rows ours", "qwen3_next packed own", "qwen3_next packed ours", "qwen3_next dpo ours"]
 JOBS += ["qwen3_next patched ours"]  # the last: axolotl never takes that patch back
@@ -33,13 +28,8 @@ JOBS += ["qwen3_next patched ours"]  # the last: axolotl never takes that patch 
 def runs(tmp_path_factory):
     """What every job gave; one process, one training step each."""
     folder = tmp_path_factory.mktemp("axolotl")
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "axolotl_work.py"), str(folder / "out.json"), str(folder), *JOBS]
-    env = {**os.environ, **quiet, "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
+    return found_by("axolotl_work", folder, folder, *JOBS, variants=(silent,))[0]
 
 
 def saw(runs, job):

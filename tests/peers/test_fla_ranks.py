@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from processes import found_by
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("fla_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), folder / "store", folder / "found.json"], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), said[0][-2000:] + said[1][-2000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("fla_ranks", tmp_path_factory.mktemp("ranks"), ranks=2)[0]
 
 
 @pytest.mark.parametrize("name", ["packed", "tail", "one"])

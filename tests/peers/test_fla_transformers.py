@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from strategies import laid_out
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("transformers", reason="its models are what is tested")
@@ -111,7 +112,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape):
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **SHAPES[shape])(SAMPLES)
+    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **laid_out(SHAPES[shape]))(SAMPLES)
     starts = batch["cu_seq_lens_q"].tolist()
     assert len(starts) == SHAPES[shape]["max_sequences"] + 1
     assert (batch["cu_seq_lens_q"].diff() > 0).all()

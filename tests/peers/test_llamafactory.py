@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("llamafactory")
-HERE = Path(__file__).parent
+NEEDS = ("llamafactory",)
+
 if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no sound is heard here
     sys.modules["torchaudio"] = ModuleType("torchaudio")
     sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
-sys.path.insert(0, str(HERE.parent / "integration"))
 
 # ruff: noqa: E402
 from llamafactory.data import collator as theirs
+from processes import found_by
 from tiny_vision import VOCAB, alone, sample, vision_model
 from watching import gradient_error
 
-from collate_npu import UnsupportedFormError, needs_mask_2d, wrap_collator
+from collate_npu import needs_mask_2d, wrap_collator
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -42,13 +39,7 @@ def runs(tmp_path_factory):
     if version("transformers") > "5.6.1":
         pytest.skip("llamafactory 0.9.5 trains with transformers up to 5.6.0")
     folder = tmp_path_factory.mktemp("llamafactory")
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "llamafactory_work.py"), str(folder / "out.json"), str(folder), *JOBS]
-    env = {**os.environ, **quiet, "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    return found_by("llamafactory_work", folder, folder, *JOBS)[0]
 
 
 def saw(runs, job):

@@ -1,65 +1,40 @@
 """mcore-bridge 1.6.5: real `GPTModel`s of Qwen3-Next and Qwen3.5, once for each Gated DeltaNet (USE_MCORE_GDN).
 
-`bridge_work` builds and runs them in a process of its own for each setting and says what every layer received. Tests
+`bridge_work` builds and runs them in a process for each setting and says what every layer received. Tests
 named `upstream` hold what a release does without `install()`: one that fails says that a new release does otherwise.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
-import json
-import os
-import subprocess
-import sys
-import textwrap
 import warnings
-from pathlib import Path
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import torch
+from mcore_bridge.model import MultimodalGPTModel
+from mcore_bridge.model.gpts import qwen3_next
+from mcore_bridge.model.mm_gpts import qwen3_5
+from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer
+from megatron.core import mpu
+from swift_world import World, arguments, prepare
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-for _name in ("swift", "mcore_bridge", "megatron"):
-    if importlib.util.find_spec(_name) is None:
-        pytest.skip(f"{_name} is not installed", allow_module_level=True)
+from collate_npu import CollateError, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations import swift
+from collate_npu.integrations.megatron import mcore_bridge
 
-import te_stub  # noqa: E402, F401
-
-# isort: split  (the stand-ins stand before mcore_bridge is imported)
-import torch  # noqa: E402
-from mcore_bridge.model import GPTModel, MultimodalGPTModel  # noqa: E402
-from mcore_bridge.model.gpts import qwen3_next  # noqa: E402
-from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer  # noqa: E402
-from mcore_bridge.model.register import ModelLoader  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from swift_world import World, arguments, prepare  # noqa: E402
-
-from collate_npu import CollateError, Segments, UnsupportedFormError  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.integrations.megatron import mcore_bridge  # noqa: E402
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
 EXACT, WRONG = 1e-4, 1.0
+LAYERS = ["native", "transformers"]
 PADDED = [3, 1, 8, 8]
 """The dense mask of the three rows of `bridge_work`; a "template" case is what ms-swift's own template collates."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What both processes saw, by "native" (Megatron's layer, the default) and "transformers" (USE_MCORE_GDN=0)."""
-    folder, work = tmp_path_factory.mktemp("bridge"), Path(__file__).with_name("bridge_work.py")
-    path = os.pathsep.join([str(work.parents[2]), os.environ.get("PYTHONPATH", "")])
-    seen = {}
-    for name, setting in (("native", "1"), ("transformers", "0")):
-        env = {**os.environ, "USE_MCORE_GDN": setting, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, work, folder / name], env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
-        seen[name] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return seen
-
-
-LAYERS = ["native", "transformers"]
+@pytest.fixture
+def found(bridges):
+    return {layer: told["padded"] for layer, told in bridges.items()}
 
 
 def runs(found, layer, who):
@@ -145,10 +120,6 @@ def test_upstream_a_router_learns_the_padding_from_a_dense_mask_alone(found, lay
             assert case["router"] == dict.fromkeys("1234", case["attention"]["2"] is not None), name
 
 
-def test_upstream_a_layer_that_is_handed_the_2d_mask_raises(found):
-    assert "unexpected keyword argument 'attention_mask_2d'" in found["native"]["2D handed to a layer, upstream"]
-
-
 # --- what cannot be run, and who says so
 
 
@@ -178,55 +149,14 @@ def test_upstream_neither_gated_delta_net_runs_under_context_parallelism(found):
 
     megatron-core 0.18 has a layer that gathers the sequence; when this is red, run it on two ranks.
     """
-    for name in ("qwen3_next", "qwen3_5"):
-        said = found["transformers"][built(name, 2, "upstream")]
-        assert "currently does not support context parallel" in said
-        assert "runs on whole rows" in found["transformers"][built(name, 2, "ours")]
-        assert "from megatron-core 0.18 on" in found["transformers"][built(name, 2, "ours")]
-        for who in ("upstream", "ours"):
-            said = found["native"][built(name, 2, who)]
-            assert "AssertionError: Gated delta net does not support context parallel for now" in said
+    for name, who in product(("qwen3_next", "qwen3_5"), ("upstream", "ours")):
+        assert "currently does not support context parallel" in found["transformers"][built(name, 2, who)]
+        said = found["native"][built(name, 2, who)]
+        assert "AssertionError: Gated delta net does not support context parallel for now" in said
 
 
 def built(name, ranks, who):
     return f"{name} on {ranks} ranks is built, {who}"
-
-
-# --- the released sources: who reads which mask under context parallelism
-
-
-def function_of(function):
-    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-
-
-@pytest.mark.parametrize("layer", [GatedDeltaNet, GatedDeltaNet.__mro__[1]], ids=["mcore-bridge", "megatron-core"])
-def test_upstream_megatrons_layer_never_looks_at_its_mask(layer):
-    read = [node.id for node in ast.walk(function_of(layer.forward)) if isinstance(node, ast.Name)]
-    assert "hidden_states" in read
-    assert not {"attention_mask", "kwargs"} & set(read)
-
-
-@pytest.mark.parametrize(("function", "dim"), [(GPTModel.forward, 1), (TransformerLayer.forward, 0)])
-def test_upstream_the_router_and_mlp_padding_free_take_the_whole_mask_and_cut_it_zigzag_themselves(function, dim):
-    calls = [node for node in ast.walk(function_of(function)) if isinstance(node, ast.Call)]
-    (cut,) = [call for call in calls if getattr(call.func, "id", "") == "split_cp_inputs"]
-    assert [ast.unparse(argument) for argument in cut.args[1:]] == ["None", str(dim)]
-    assert not cut.keywords  # no cp_partition_mode: zigzag, whatever the tokens are
-
-
-@pytest.mark.parametrize("npu", [True, False])
-def test_upstream_transformers_layer_reads_a_2d_mask_on_an_npu_alone(monkeypatch, npu):
-    monkeypatch.setattr(qwen3_next, "is_torch_npu_available", lambda: npu)
-    keep, blocked = torch.tensor([[True, False]]), torch.zeros(1, 1, 2, 2, dtype=torch.bool)
-    read = qwen3_next.resolve_gdn_attention_mask({"attention_mask_2d": keep, "attention_mask": blocked})
-    assert read.tolist() == (keep.tolist() if npu else [[True, True]])
-
-
-def test_upstream_the_text_forward_and_every_layer_refuse_the_2d_mask():
-    for takes in (GPTModel.forward, TransformerLayer._forward_attention):
-        parameters = inspect.signature(takes).parameters
-        assert "attention_mask_2d" not in parameters
-        assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(monkeypatch):
@@ -284,17 +214,23 @@ def test_tensor_parallel_ranks_zero_their_own_tokens(monkeypatch, rank):
     assert torch.equal(mine, (whole * keep.T[..., None])[2 * rank : 2 * rank + 2])
 
 
-def test_a_whole_rows_mask_beside_a_ranks_tokens_is_refused():
+def test_a_whole_rows_mask_is_refused_beside_a_ranks_tokens_and_what_is_not_finite_at_padding_is_zero_too():
     config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
     with pytest.raises(CollateError, match=r"attention_mask_2d: got bool \[2, 8\]. This rank holds 4 tokens of 2 rows"):
         mcore_bridge._zero_padding(torch.ones(2, 8, dtype=torch.bool), config, None, (torch.ones(4, 2, 1),))
-
-
-def test_what_is_not_finite_at_padding_is_zero_too():
-    config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
     hidden = torch.tensor([float("nan"), 1.0]).view(2, 1, 1)
     (out,) = mcore_bridge._zero_padding(torch.tensor([[0, 1]]), config, None, (hidden,))
     assert out.flatten().tolist() == [0.0, 1.0]
+
+
+def test_the_config_says_layer_types_only_while_a_layer_is_built():
+    bare, own = SimpleNamespace(), SimpleNamespace(layer_types=["linear_attention"])
+    build = lambda self, config, submodules, number: config.layer_types[number]  # noqa: E731
+    for number in (1, 3):
+        assert mcore_bridge._gated_delta_net_init(build, None, bare, None, number) == "linear_attention"
+        assert not vars(bare)
+    mcore_bridge._gated_delta_net_init(build, None, own, None, 0)
+    assert own.layer_types == ["linear_attention"]
 
 
 def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
@@ -309,13 +245,14 @@ def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
 
 
 def test_uninstall_gives_back_what_install_took():
-    taken = [(ModelLoader, "__init__"), (MultimodalGPTModel, "forward"), (TransformerBlock, "_checkpointed_forward")]
-    taken += [(TransformerLayer, "forward")]
-    before = [getattr(owner, name) for owner, name in taken]
+    taken = [(MultimodalGPTModel, "forward"), (TransformerBlock, "_checkpointed_forward"), (TransformerLayer, "forward")]
+    taken += [(GatedDeltaNet, "_resolve_cu_seqlens"), (qwen3_next.Qwen3NextGatedDeltaNet, "forward")]
+    taken += [(qwen3_next.Qwen3NextGatedDeltaNet, "__init__"), (qwen3_5.Qwen3_5MoeGatedDeltaNet, "forward")]
+    before = [vars(owner)[name] for owner, name in taken]
     mcore_bridge.install()
-    assert not any(getattr(owner, name) is was for (owner, name), was in zip(taken, before))
+    assert not any(vars(owner)[name] is was for (owner, name), was in zip(taken, before))
     mcore_bridge.uninstall()
-    assert [getattr(owner, name) for owner, name in taken] == before
+    assert [vars(owner)[name] for owner, name in taken] == before
 
 
 def test_a_multimodal_class_that_cannot_be_helped_is_reported_once():

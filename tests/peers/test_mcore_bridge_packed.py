@@ -1,52 +1,27 @@
 """mcore-bridge 1.6.5 on flat rows: real models of both Gated DeltaNets, each sequence against itself alone.
 
-`bridge_packed_work.py` runs them, in a process for each value of `USE_MCORE_GDN`; fla's kernels are the references.
+`bridge_packed_work` runs them, in a process for each value of `USE_MCORE_GDN`; fla's kernels are the references.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from mcore_bridge.model.modules import GatedDeltaNet
+from mcore_bridge.model.modules.gated_delta_net import _unpack_sequence
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-for _name in ("swift", "mcore_bridge"):
-    if importlib.util.find_spec(_name) is None:
-        pytest.skip(f"{_name} is not installed", allow_module_level=True)
+from collate_npu import CollateError, releases
+from collate_npu.integrations.megatron import mcore_bridge
 
-import te_stub  # noqa: E402, F401  (before megatron and mcore_bridge)
-import torch  # noqa: E402
-from mcore_bridge.model.gpts import qwen3_next  # noqa: E402
-from mcore_bridge.model.mm_gpts import qwen3_5  # noqa: E402
-from mcore_bridge.model.modules import GatedDeltaNet  # noqa: E402
-from mcore_bridge.model.modules.gated_delta_net import _unpack_sequence  # noqa: E402
-
-from collate_npu import CollateError  # noqa: E402
-from collate_npu.integrations.megatron import flat_rows, mcore_bridge  # noqa: E402
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
 EXACT, WRONG = 1e-4, 1.0
 LAYERS = ["native", "transformers"]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What both processes saw, by "native" (Megatron's layer, the default) and "transformers" (USE_MCORE_GDN=0)."""
-    folder, work = tmp_path_factory.mktemp("bridge"), Path(__file__).with_name("bridge_packed_work.py")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(work.parents[2]), env.get("PYTHONPATH", "")])
-    runs = {}
-    for name, setting in zip(LAYERS, ("1", "0")):
-        command = [sys.executable, work, folder / name]
-        runs[name] = subprocess.Popen(command, env={**env, "USE_MCORE_GDN": setting}, stderr=subprocess.PIPE, text=True)
-    for process in runs.values():
-        _, said = process.communicate(timeout=600)
-        assert process.returncode == 0, said[-4000:]
-    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in runs}
+@pytest.fixture
+def found(bridges):
+    return {layer: told["flat"] for layer, told in bridges.items()}
 
 
 def rows(found, layer):
@@ -144,11 +119,11 @@ def test_a_convolution_that_runs_across_sequences_is_refused(found):
 
 def test_older_transformers_takes_mcore_bridges_convolution(monkeypatch):
     layer = type("Qwen3_5MoeGatedDeltaNet", (), {"__module__": "mcore_bridge.model.mm_gpts.qwen3_5"})()
-    monkeypatch.setattr(flat_rows, "transformers_version", lambda: (5, 14))
-    flat_rows.refuse_unseparated([layer])
-    monkeypatch.setattr(flat_rows, "transformers_version", lambda: (5, 15))
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.1")
+    mcore_bridge.refuse_unseparated([layer])
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
     with pytest.raises(CollateError, match="USE_MCORE_GDN"):
-        flat_rows.refuse_unseparated([layer])
+        mcore_bridge.refuse_unseparated([layer])
 
 
 # --- the resolver, under context parallelism
@@ -188,13 +163,3 @@ def test_offsets_that_fit_pass_and_so_does_an_object_without_any(installed):
     assert resolve(None, [0, 5, 5, 12], 12).tolist() == [0, 5, 5, 12]
     assert resolve([5, 12], None, 12).tolist() == [0, 5, 12]  # ends, which upstream mends
     assert resolve(None, None, 12) is None
-
-
-def test_uninstall_gives_back_the_layers():
-    taken = [(GatedDeltaNet, "_resolve_cu_seqlens"), (qwen3_next.Qwen3NextGatedDeltaNet, "forward")]
-    taken.append((qwen3_5.Qwen3_5MoeGatedDeltaNet, "forward"))
-    before = [vars(owner)[name] for owner, name in taken]
-    mcore_bridge.install()
-    assert not any(vars(owner)[name] is was for (owner, name), was in zip(taken, before))
-    mcore_bridge.uninstall()
-    assert [vars(owner)[name] for owner, name in taken] == before

@@ -12,39 +12,21 @@ import sys
 import types
 
 import pytest
-
-if any(importlib.util.find_spec(name) is None for name in ("megatron", "areal", "colorlog", "uvloop", "torchdata", "numba")):
-    pytest.skip("areal, or what the imported files of it need, is not installed", allow_module_level=True)
-
 import torch
-from megatron_world import (
-    PAD,
-    DotProductAttention,
-    TEDotProductAttention,
-    apart,
-    aux_losses,
-    build,
-    loss_and_gradients,
-    on_cpu,
-    samples,
-)
+from megatron_world import PAD, TEDotProductAttention, apart, aux_losses, build, loss_and_gradients, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, per_sequence
+from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
+from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel
+
+NEEDS = ("megatron", "areal", "colorlog", "uvloop", "torchdata", "numba")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 ALIGN, PAGE = 4, 256
 """tp * cp * 2, and what the whole is padded to (utils/data.py:815)."""
 REST = PAGE - 20
 ROWS = samples(7, 3, 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    patch = pytest.MonkeyPatch()
-    on_cpu(patch)
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +46,9 @@ def areal(cpu):
     sys.modules.update(before)
 
 
-def rollout(side="right"):
+def rollout():
     """What AReaL's workflows hand over: padded rows, 1 = real token."""
-    batch = PaddingCollator(pad_token_id=PAD, padding_side=side, consumer="transformers")(ROWS)
+    batch = PaddingCollator(pad_token_id=PAD, consumer="transformers")(ROWS)
     keep = batch["attention_mask"]
     return {"input_ids": batch["input_ids"], "attention_mask": keep.long(), "loss_mask": keep.long()}
 
@@ -78,20 +60,13 @@ def micro_batch(areal, batch):
     return padded, real
 
 
-class Recorder(torch.nn.Module):
-    """A model that notes what it is called with."""
-
-    def forward(self, **inputs):
-        self.seen = inputs
-        return torch.zeros(*inputs["input_ids"].shape, 1)
-
-
 def padded_inputs(areal):
     """What a model that takes no packed rows is called with, Qwen3.5's (packed_context_parallel.py:300-410)."""
     batch, real = micro_batch(areal, rollout())
-    recorder = Recorder()
-    areal.packed.packed_context_parallel_forward(recorder, batch, use_padded_seq=True)
-    return recorder.seen, real
+    seen = {}
+    model = lambda **inputs: seen.update(inputs) or torch.zeros(*inputs["input_ids"].shape, 1)  # noqa: E731
+    areal.packed.packed_context_parallel_forward(model, batch, use_padded_seq=True)
+    return seen, real
 
 
 def alone(model):
@@ -104,16 +79,6 @@ def real_tokens(logits, lengths=(7, 3, 6)):
 
 
 # --- padded rows
-
-
-def test_what_areal_hands_to_a_padded_model(areal):
-    """2D, True = real and alignment, padding on the right; a row of its own for the page; no positions, no padding_mask."""
-    inputs, real = padded_inputs(areal)
-    assert inputs["attention_mask"].dtype == torch.bool
-    assert inputs["attention_mask"].sum(1).tolist() == [8, 4, 8, REST]
-    assert inputs["position_ids"] is None
-    assert "padding_mask" not in inputs
-    assert real.tolist() == [0, 7, 10, 16]
 
 
 def test_padded_rows_are_right_on_local_kernels_where_upstream_they_stop(areal):
@@ -144,16 +109,6 @@ def test_with_the_real_lengths_routers_count_no_alignment_and_no_page(areal):
         gpt_batch({**inputs, "attention_mask": truth.keep}, model)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_rollout_itself_is_right_on_both_sides(areal, side):
-    """Upstream, packing takes the first tokens of a row, whichever are real (utils/data.py:252-256)."""
-    model = build(positions="rope")
-    mine, truth = gpt_batch(rollout(side), model)
-    assert apart(per_sequence(model(**mine), truth), alone(model)) <= 1e-5
-    packed = areal.data.pack_tensor_dict(rollout(side))["input_ids"].tolist()
-    assert (packed == [i for row in ROWS for i in row["input_ids"]]) == (side == "right")
-
-
 # --- flat rows
 
 
@@ -182,9 +137,3 @@ def test_flat_rows_equal_samples_alone_with_real_offsets_beside_the_physical_one
     assert apart(per_sequence(model(**mine), truth), alone(model)) <= 1e-5
     cut, _ = gpt_batch(row, model, padding_free=True, context_parallel=ContextParallel(2, 0))
     assert cut["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 8, 12, 20]
-
-
-def test_tokens_without_a_row(areal):
-    batch, _ = micro_batch(areal, rollout())
-    with pytest.raises(CollateError, match=r"Add the row: x\[None\]"):
-        gpt_batch(batch, build(attention=DotProductAttention), padding_free=True)

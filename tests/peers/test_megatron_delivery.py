@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
-
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-if importlib.util.find_spec("mcore_bridge") and "mcore_bridge" in __import__("sys").modules:
-    pytest.skip("mcore-bridge has changed Megatron's classes in this process", allow_module_level=True)
-
 import torch
-from megatron_world import PAD, TEDotProductAttention, build, on_cpu, packed_rows, samples
+from megatron_world import PAD, TEDotProductAttention, build, samples
 
-from collate_npu import CollateError, PaddingCollator, check_delivery, dense, guard_first_batch
-from collate_npu.integrations import delivery
+from collate_npu import CollateError, PaddingCollator, check_delivery, guard_first_batch
 from collate_npu.integrations.megatron import gpt_batch
+from collate_npu.masks import dense
+from collate_npu.proof import delivery
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    patch = pytest.MonkeyPatch()
-    on_cpu(patch)
-    yield
-    patch.undo()
+NEEDS = ("megatron",)
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +35,6 @@ def test_what_gpt_batch_hands_over_is_delivered(local, side):
     found = check_delivery(local, inputs, segments=segments, alone=True)
     assert set(found.layers) == {f"decoder.layers.{n}.self_attention.core_attention" for n in range(2)}
     assert max(found.alone.errors.values()) <= found.alone.limit < 1e-4
-
-
-def test_packed_rows_with_a_dense_mask(local):
-    inputs, segments = gpt_batch(packed_rows(samples(4, 3, 5), [[4, 3], [5]]), local)
-    check_delivery(local, inputs, segments=segments, alone=True)
 
 
 def test_a_mask_of_the_other_polarity_names_the_layers(local):

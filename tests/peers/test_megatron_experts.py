@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
-
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-
 import torch
-from megatron_world import (
-    PAD,
-    TEDotProductAttention,
-    apart,
-    aux_losses,
-    build,
-    far,
-    logits_of,
-    loss_and_gradients,
-    on_cpu,
-    samples,
-)
+from megatron_world import PAD, TEDotProductAttention, apart, aux_losses, build, far, logits_of, loss_and_gradients, samples
 
-from collate_npu import PaddingCollator, Segments, UnsupportedFormError, per_sequence
+from collate_npu import PaddingCollator, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron
 from collate_npu.integrations.megatron import experts, gpt_batch
+from collate_npu.outputs import per_sequence
+
+NEEDS = ("megatron",)
+pytestmark = pytest.mark.usefixtures("cpu")
 
 ROWS = samples(7, 3, 5)
 FULL = samples(6, 6, 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    patch = pytest.MonkeyPatch()
-    on_cpu(patch)
-    yield
-    patch.undo()
 
 
 def padded(side="right", multiple=1):

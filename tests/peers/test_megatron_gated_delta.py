@@ -6,12 +6,8 @@ Gloo processes. fla's kernels and TransformerEngine's are stand-ins (gated_delta
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 
@@ -23,20 +19,17 @@ if RELEASE < 19:
     pytest.skip("megatron-core 0.18 is the first whose Gated DeltaNet takes flat rows, and 0.19 cuts them otherwise",
                 allow_module_level=True)  # fmt: skip
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+import gated_delta_world as world
+import torch
+from hypothesis import given, settings, strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GDNBase
+from megatron_world import gaps
 
-import gated_delta_world as world  # noqa: E402  (first: the stand-in for triton)
-import torch  # noqa: E402
-from gloo_pool import Pool  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GDNBase  # noqa: E402
-
-from collate_npu import CollateError, Segments  # noqa: E402
-from collate_npu.integrations.megatron import packed_seq_params  # noqa: E402
-from collate_npu.integrations.swift.flat import number_sequences  # noqa: E402
-from collate_npu.parallel import ContextParallel, token_rows  # noqa: E402
+from collate_npu import CollateError, Segments
+from collate_npu.integrations.megatron import packed_seq_params
+from collate_npu.integrations.swift import number_sequences
+from collate_npu.parallel import ContextParallel, token_rows
 
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -131,16 +124,6 @@ def test_lengths_that_divide_by_the_ranks_and_not_by_twice_as_many_are_refused_a
     assert sorted(index.tolist()) != list(range(sum(lengths)))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "width", "size", "said"),
-    [([0, 4, 6], 8, 1, "does not match"), ([0, 5, 8], 8, 2, "divisible by cp_size=2")],
-)
-def test_upstream_raises_for_an_uncovered_tail_and_for_odd_lengths(offsets, width, size, said):
-    bounds = torch.tensor(offsets)
-    with pytest.raises(ValueError, match=said):
-        resolved(PackedSeqParams("thd", bounds, bounds, bounds, bounds), width, size)
-
-
 # --- the whole model
 
 
@@ -153,11 +136,9 @@ def cpu():
 
 
 @pytest.fixture(scope="module")
-def ranks(cpu):
-    pool = Pool(2)
-    pool("gated_delta_world.start", seconds=IMPORTS)
-    yield pool
-    pool.close()
+def pool(cpu, ranks):
+    ranks(2)("gated_delta_world.start", seconds=IMPORTS)
+    return ranks(2)
 
 
 @pytest.fixture(scope="module")
@@ -165,26 +146,18 @@ def by_itself(cpu):
     return {case: world.alone(case, world.hybrid()) for case in world.CASES}
 
 
-def noted(name, gaps):
-    """Figures for whoever asks for them."""
-    if folder := os.environ.get("COLLATE_NPU_FIGURES"):
-        with Path(folder, "megatron_gated_delta.jsonl").open("a") as file:
-            file.write(json.dumps({name: gaps}) + "\n")
-    return gaps
-
-
 @pytest.mark.parametrize("case", world.CASES)
 def test_every_sequence_of_a_flat_row_equals_itself_alone(by_itself, case):
-    gaps = noted(f"1 rank, {case}", world.gaps(world.run(case), by_itself[case]))
-    assert max(gaps.values()) <= EXACT, gaps
+    apart = gaps(world.run(case), by_itself[case])
+    assert max(apart.values()) <= EXACT, apart
 
 
 @pytest.mark.parametrize("case", world.CASES)
-def test_and_on_two_ranks_with_each_sequence_padded_to_what_they_share_out(ranks, by_itself, case):
-    for found in ranks("gated_delta_world.run", case, seconds=IMPORTS):
+def test_and_on_two_ranks_with_each_sequence_padded_to_what_they_share_out(pool, by_itself, case):
+    for found in pool("gated_delta_world.run", case, seconds=IMPORTS):
         assert found["width"] % 4 == 0
-        gaps = noted(f"2 ranks, {case}", world.gaps(found, by_itself[case]))
-        assert max(gaps.values()) <= EXACT, gaps
+        apart = gaps(found, by_itself[case])
+        assert max(apart.values()) <= EXACT, apart
 
 
 def joined(params):
@@ -203,6 +176,6 @@ def shifted(params):
 
 @pytest.mark.parametrize("spoil", [joined, shifted])
 def test_it_has_power(by_itself, spoil):
-    gaps = noted(f"1 rank, {spoil.__name__}", world.gaps(world.run("odd lengths", spoil), by_itself["odd lengths"]))
-    assert gaps["logits"] > WRONG
-    assert gaps["gradients"] > WRONG
+    apart = gaps(world.run("odd lengths", spoil), by_itself["odd lengths"])
+    assert apart["logits"] > WRONG
+    assert apart["gradients"] > WRONG

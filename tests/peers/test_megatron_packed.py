@@ -3,35 +3,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from dataclasses import fields, make_dataclass
 
 import pytest
-
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, on_cpu, packed_rows, samples
+from hypothesis import given, settings, strategies as st
+from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, packed_rows, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError, dense, unpad
+from collate_npu import CollateError, PaddingCollator, Segments, unpad
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.megatron import gpt_batch, packed, packed_seq_params
 from collate_npu.integrations.megatron.packed import takes_places
+from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, pad_documents
+
+NEEDS = ("megatron",)
+pytestmark = pytest.mark.usefixtures("cpu")
 
 one = PaddingCollator(pad_token_id=PAD)
 flat = PaddingCollator(pad_token_id=PAD, padding_free=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    patch = pytest.MonkeyPatch()
-    on_cpu(patch)
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")

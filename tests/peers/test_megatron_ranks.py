@@ -3,57 +3,34 @@ parallelism, against one process. Attention is the test's own in the place of a 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import megatron_work as work
 import pytest
+from megatron_world import far
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-
-import megatron_work as work  # noqa: E402
-from gloo_pool import Pool  # noqa: E402
-from megatron_world import far, on_cpu  # noqa: E402
+NEEDS = ("megatron",)
+pytestmark = pytest.mark.usefixtures("cpu")
 
 IMPORTS = 120
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    patch = pytest.MonkeyPatch()
-    on_cpu(patch)
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def ranks(pool):
+def pool(ranks):
     """Two ranks of a context-parallel group."""
-    pool("megatron_work.start", 1, seconds=IMPORTS)
-    return pool
+    ranks(2)("megatron_work.start", 1, seconds=IMPORTS)
+    return ranks(2)
 
 
 @pytest.fixture
-def tensor_ranks(pool):
+def tensor_ranks(ranks):
     """Two ranks of a tensor-parallel group."""
-    pool("megatron_work.start", 2, seconds=IMPORTS)
-    return pool
+    ranks(2)("megatron_work.start", 2, seconds=IMPORTS)
+    return ranks(2)
 
 
 @pytest.mark.parametrize("case", work.CASES)
-def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(ranks, case):
+def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(pool, case):
     alone = work.run(case)
-    for found in ranks("megatron_work.run", case, seconds=IMPORTS):
+    for found in pool("megatron_work.run", case, seconds=IMPORTS):
         gaps = work.compare(found, alone)
         assert max(gaps.values()) <= 1e-5, gaps
         B, S = alone["shapes"]["input_ids"]
@@ -62,15 +39,15 @@ def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(ranks, case):
 
 
 @pytest.mark.parametrize(("case", "how"), [(case, how) for case, ways in work.SPOILT.items() for how in ways])
-def test_it_has_power(ranks, case, how):
+def test_it_has_power(pool, case, how):
     alone = work.run(case)
-    for found in ranks("megatron_work.run", case, how, seconds=IMPORTS):
+    for found in pool("megatron_work.run", case, how, seconds=IMPORTS):
         assert max(work.compare(found, alone).values()) > 1e-2
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_each_key_is_what_megatrons_own_split_gives_the_rank(ranks, side):
-    ranks("megatron_work.same_as_megatron", side, seconds=IMPORTS)
+def test_each_key_is_what_megatrons_own_split_gives_the_rank(pool, side):
+    pool("megatron_work.same_as_megatron", side, seconds=IMPORTS)
 
 
 @pytest.mark.parametrize(

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from megatron.core import mpu
+from swift_world import KINDS, LENGTHS, LOCAL, MODEL_TYPES, MULTIMODAL, NEEDS_2D, arguments, as_kind, collate, reaches_model
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-if importlib.util.find_spec("swift") is None:
-    pytest.skip("ms-swift is not installed", allow_module_level=True)
+from collate_npu import Segments, split_batch
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks import dense
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 
-import te_stub  # noqa: E402, F401
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
-# isort: split  (the stand-ins stand before Megatron is imported)
-import torch  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from swift_fixtures import KINDS, LENGTHS, LOCAL, as_kind  # noqa: E402
-from swift_world import (  # noqa: E402
-    MODEL_TYPES,
-    MULTIMODAL,
-    NEEDS_2D,
-    arguments,
-    collate,
-    reaches_model,
-)
-
-from collate_npu import Segments, UnsupportedFormError, dense, split_batch  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.parallel import ContextParallel, query_rows, split_tensor  # noqa: E402
-
-pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
@@ -40,15 +22,16 @@ def out_of_order(model_type, layout, place):
     return model_type in NEEDS_2D and layout == "contiguous" and place[1] > 1
 
 
-@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 2)], ids=lambda place: f"rank {place[0]} of {place[1]}")
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("layout", "place", "there"),
+    [("zigzag", (0, 1), False), ("zigzag", (0, 1), True)]
+    + [(layout, (rank, 2), True) for layout in ("zigzag", "contiguous") for rank in (0, 1)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.usefixtures("installed")
-def test_on_an_npu_the_model_gets_none_and_the_2d_mask_where_it_has_layers_that_read_it(
-    world, model_type, kind, layout, place
-):
-    world.npu()
+def test_the_model_gets_none_and_the_2d_mask_where_it_has_layers_that_read_it(world, model_type, kind, layout, place, there):
+    world.npu(there)
     world.rank(*place)
     args = arguments(model_type, cp=place[1], cp_partition_mode=layout)
     data, truth = as_kind(args, kind)
@@ -70,21 +53,6 @@ def test_on_an_npu_the_model_gets_none_and_the_2d_mask_where_it_has_layers_that_
         assert torch.equal(batch["padding_mask"], ~local["keep"])
     else:
         assert "padding_mask" not in batch
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.usefixtures("installed")
-def test_off_an_npu_recurrent_layers_get_the_2d_mask_too_and_a_router_learns_the_padding(world, model_type, kind):
-    world.npu(False)
-    args = arguments(model_type)
-    data, truth = as_kind(args, kind)
-    batch = reaches_model(args, data)
-    assert batch["attention_mask"] is None
-    assert ("attention_mask_2d" in batch) == (model_type in NEEDS_2D)
-    assert model_type not in NEEDS_2D or torch.equal(batch["attention_mask_2d"], truth.keep)
-    assert ("padding_mask" in batch) == args.model_info.is_moe_model
-    assert not args.model_info.is_moe_model or torch.equal(batch["padding_mask"], ~truth.keep)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["gpu", "npu"])
@@ -153,16 +121,6 @@ def test_padding_before_a_row_is_not_asked_for_its_first_token(world, place):
     assert (data["labels"].roll(-1, dims=-1)[~truth.keep] != -100).any(), "upstream asks"
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_whole_2d_mask_on_every_rank_for_layers_that_gather_the_row(world):
-    swift.install(mask_2d="global")
-    world.npu()
-    world.rank(1, 2)
-    args = arguments("qwen3_next", cp=2)
-    data, truth = as_kind(args, "template")
-    assert torch.equal(reaches_model(args, data)["attention_mask_2d"], truth.keep)
-
-
 @pytest.mark.parametrize("context_parallel", [1, 2])
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
 @pytest.mark.usefixtures("installed")
@@ -170,6 +128,7 @@ def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor
     world.npu()
     world.rank(context_parallel - 1, context_parallel)
     monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tensor_parallel - 1)
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda: tensor_parallel)
     shared = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
     args = arguments("qwen3_next", cp=context_parallel, **shared)
     data = collate(args, 3, 2)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from swift_world import World, arguments, collate, prepare
 
-sys.path[:0] = [str(Path(__file__).parent)]
-for _name in ("swift", "mcore_bridge"):
-    if importlib.util.find_spec(_name) is None:
-        pytest.skip(f"{_name} is not installed", allow_module_level=True)
+from collate_npu import CollateError, Segments
+from collate_npu.integrations.swift import guard
+from collate_npu.integrations.swift.guard import flat_segments
 
-import torch  # noqa: E402
-from swift_world import World, arguments, collate, prepare  # noqa: E402
-
-from collate_npu import CollateError, Segments  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.integrations.swift import guard  # noqa: E402
-from collate_npu.integrations.swift.flat import flat_segments  # noqa: E402
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
 LENGTHS = (7, 3, 5)
-
-
-@pytest.fixture(params=["ours", "upstream"])
-def whoever(request):
-    if request.param == "ours":
-        swift.install()
-    yield request.param
-    swift.uninstall()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +29,7 @@ def whoever(request):
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, [0, 8, 12, 20]),
     ],
 )
-def test_the_offsets_are_physical_end_with_the_row_and_can_be_shared_out(monkeypatch, whoever, ranks, changed, offsets):
+def test_the_offsets_are_physical_end_with_the_row_and_can_be_shared_out(monkeypatch, installed, ranks, changed, offsets):
     world = World(monkeypatch)
     world.npu(False)
     world.rank(0, ranks)
@@ -122,8 +106,8 @@ def test_the_guard_stops_at_the_first_batch_and_looks_once(capsys):
         prepare_batch = lambda *_, offsets=offsets: {"packed_seq_params": Params(offsets)}  # noqa: E731
         if said is None:
             with pytest.raises(CollateError, match="packed_seq_params"):
-                guard.guarded("local", None, prepare_batch, trainer, row)
+                guard.guarded(None, prepare_batch, trainer, row)
             guard._GUARDED.clear()
         else:
-            guard.guarded("local", None, prepare_batch, trainer, row)
+            guard.guarded(None, prepare_batch, trainer, row)
             assert capsys.readouterr().out.count("the flat row are those of its 3 samples") == said

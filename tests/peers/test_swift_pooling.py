@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from swift_world import LOCAL, Recorder, arguments, as_kind, pooling_trainer, trainer_of
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-if importlib.util.find_spec("swift") is None:
-    pytest.skip("ms-swift is not installed", allow_module_level=True)
+from collate_npu import CollateError, Segments
+from collate_npu.integrations import swift
+from collate_npu.masks import dense
 
-import te_stub  # noqa: E402, F401
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
-# isort: split  (the stand-ins stand before Megatron is imported)
-import torch  # noqa: E402
-from gloo_pool import Pool  # noqa: E402
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from swift.megatron.trainers.reward_trainer import MegatronRewardTrainer  # noqa: E402
-from swift_fixtures import LOCAL, as_kind  # noqa: E402
-from swift_world import Recorder, arguments, trainer_of  # noqa: E402
-
-from collate_npu import CollateError, Segments, dense  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-
-pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
@@ -37,15 +23,6 @@ def prepared(args, trainer, rows, side):
     data["labels"] = torch.zeros(len(rows), dtype=torch.long)
     loss = trainer.forward_step(iter([data]), Recorder())[1]
     return truth.position_ids.unsqueeze(-1).float(), loss
-
-
-def pooling_trainer(args):
-    """Its loss gives back what it pools, with the mask that `forward_step` found in its batch."""
-    trainer = trainer_of(args)
-    trainer.seq_cls_loss_func = lambda output, *, attention_mask, packed_seq_params, labels: trainer.get_last_tokens(
-        output, packed_seq_params, attention_mask
-    )
-    return trainer
 
 
 @given(batches=st.lists(lengths, min_size=1, max_size=4), backend=st.sampled_from(["local", "flash"]), data=st.data())
@@ -80,21 +57,6 @@ def test_a_prepared_batch_answers_as_each_trainer_asks_and_the_model_gets_what_i
     assert read is None if backend == "flash" else read.shape == (3, 1, 7, 7)
 
 
-def test_the_reward_trainers_loss_pools_the_batch_it_holds(world, installed, monkeypatch):
-    world.npu()
-    args = arguments("qwen3", task_type="seq_cls")
-    args.center_rewards_coefficient = None
-    trainer, seen = trainer_of(args), []
-    monkeypatch.setattr(trainer, "_all_reduce_metric", lambda metric: metric)
-    tokens = trainer.get_last_tokens
-    monkeypatch.setattr(trainer, "get_last_tokens", lambda *given: seen.append(tokens(*given)) or seen[-1])
-    batches = [trainer._prepare_batch(as_kind(args, "2d", rows)[0]) for rows in ((7, 3), (2, 5))]
-    for rows, batch in zip(((7, 3), (2, 5)), batches):
-        width = batch["input_ids"].shape[1]
-        MegatronRewardTrainer.loss_func(trainer, torch.arange(width).float().expand(2, -1).unsqueeze(-1), data=batch)
-        assert seen[-1].flatten().tolist() == [n - 1.0 for n in rows]
-
-
 def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, installed):
     world.npu()
     args = arguments("qwen3", task_type="seq_cls")
@@ -102,9 +64,9 @@ def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, in
     trainer._prepare_batch(data)
     places = truth.position_ids.unsqueeze(-1).float()
     other = Segments.from_lengths((2, 6, 1), truth.shape[1])
-    for mask in (other.keep, other.keep.long(), dense(other, polarity="masked")):
+    for mask in (other.keep, other.keep.long()):
         assert trainer.get_last_tokens(places, None, mask).flatten().tolist() == [1.0, 5.0, 0.0]
-    refused = [None, other.keep[:2], other.keep[:, :5], dense(other, polarity="masked")[:, :, :4]]
+    refused = [None, other.keep[:2], other.keep[:, :5], dense(other, polarity="masked")]
     for mask in refused:
         with pytest.raises(CollateError, match=r"this output has 3 rows of 7 \(1 ranks\). .* unsplit"):
             trainer.get_last_tokens(places, None, mask)
@@ -120,19 +82,12 @@ def test_a_rank_that_holds_part_of_a_row_is_not_pooled_by_its_part_of_the_mask(w
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("backend", ["flash", "local"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_two_ranks_pool_the_last_token_of_rows_they_share(pool, layout, backend):
+def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend):
     """Upstream's own gather, on Gloo; two batches are prepared before the first of them is pooled."""
     batches = [(7, 3, 5), (2, 8, 1)]
-    for found in pool("swift_work.last_tokens", layout, backend, batches, [1, 0], seconds=180):
+    for found in ranks(2)("swift_work.last_tokens", layout, backend, batches, [1, 0], seconds=180):
         assert found == [[1.0, 7.0, 0.0], [6.0, 2.0, 4.0]]
 
 

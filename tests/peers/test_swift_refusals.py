@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
+import torch
+from swift_world import LENGTHS, LOCAL, arguments, as_kind, collate, prepare, reaches_model
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-if importlib.util.find_spec("swift") is None:
-    pytest.skip("ms-swift is not installed", allow_module_level=True)
+from collate_npu import CollateError, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations import swift
+from collate_npu.integrations.swift import masks as swift_masks
+from collate_npu.masks import dense
+from collate_npu.masks.forms import open_empty_rows
 
-import te_stub  # noqa: E402, F401
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
-# isort: split  (the stand-ins stand before Megatron is imported)
-import torch  # noqa: E402
-from swift_fixtures import LENGTHS, LOCAL, as_kind  # noqa: E402
-from swift_world import (  # noqa: E402
-    arguments,
-    collate,
-    prepare,
-    reaches_model,
-)
-
-from collate_npu import CollateError, Segments, UnsupportedFormError, dense  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-from collate_npu.integrations.megatron import gpt_batch  # noqa: E402
-from collate_npu.integrations.swift import masks as swift_masks  # noqa: E402
-from collate_npu.masks.forms import open_empty_rows  # noqa: E402
-
-pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
@@ -81,31 +64,6 @@ def test_where_mindspeed_is_installed_its_rules_are_asked(world, monkeypatch, se
     assert (masked is None) == (gets == "none")
     if masked is not None:
         assert torch.equal(masked, open_empty_rows(dense(truth, polarity="masked")))
-
-
-@pytest.mark.usefixtures("installed")
-def test_fused_softmax_is_refused_as_megatron_refuses_it(world):
-    """One rule, one message, one remedy, with ms-swift's own defaults; `test_twinkle` has the same for twinkle."""
-    world.npu()
-    model = torch.nn.Sequential(type("DotProductAttention", (torch.nn.Module,), {})())
-    model.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=True)
-    data, _ = as_kind(None, "2d", side="left")
-    for backend in ("flash", "local"):
-        args = arguments("qwen3", attention_backend=backend)
-        assert args.masked_softmax_fusion, "ms-swift's default"
-        with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as ours:
-            prepare(args, data)
-        with pytest.raises(UnsupportedFormError) as megatrons:
-            gpt_batch(data, model)
-        assert str(ours.value) == str(megatrons.value)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_dense_model_on_local_kernels_takes_left_padding_whatever_gdn_is_compiled_in(world):
-    world.npu()
-    args = arguments("qwen3", **LOCAL)
-    data, truth = as_kind(args, "2d", side="left")
-    assert torch.equal(prepare(args, data)["attention_mask"], dense(truth, polarity="masked"))
 
 
 @pytest.mark.usefixtures("installed")

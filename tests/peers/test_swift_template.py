@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from swift.template.base import Template
+from swift_world import LENGTHS, arguments, collate, template
+from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-if importlib.util.find_spec("swift") is None:
-    pytest.skip("ms-swift is not installed", allow_module_level=True)
+from collate_npu.integrations import swift
 
-import te_stub  # noqa: E402, F401
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
-# isort: split  (the stand-ins stand before Megatron is imported)
-import torch  # noqa: E402
-from swift.template.base import Template  # noqa: E402
-from swift_fixtures import LENGTHS  # noqa: E402
-from swift_world import (  # noqa: E402
-    arguments,
-    collate,
-    template,
-)
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from collate_npu import Segments  # noqa: E402
-from collate_npu.integrations import swift  # noqa: E402
-
-pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
@@ -82,14 +65,6 @@ def test_other_tasks_templates_send_the_2d_mask_alone(task):
     batch = made.data_collator(rows)
     assert "attention_mask" not in batch
     assert batch["attention_mask_2d"].sum(1).tolist() == [n for n in LENGTHS for _ in range(2 if task == "embedding" else 1)]
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_transformers_path_of_the_template_is_left_alone():
-    made = template()
-    made.use_megatron = False
-    batch = made.data_collator([{"input_ids": [5] * n, "labels": [5] * n} for n in LENGTHS])
-    assert batch["attention_mask"].tolist() == Segments.from_lengths(LENGTHS).keep.long().tolist()
 
 
 @pytest.mark.usefixtures("installed")

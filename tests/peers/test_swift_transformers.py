@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+from swift_world import LENGTHS, VOCABULARY, samples, template
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
-if importlib.util.find_spec("swift") is None:
-    pytest.skip("ms-swift is not installed", allow_module_level=True)
+from collate_npu import BatchAdapter, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations.swift.transformers_backend import check_batch
+from collate_npu.testing import tiny_model
 
-import te_stub  # noqa: E402, F401
+NEEDS = ("swift", "mcore_bridge", "megatron")
 
-# isort: split  (the stand-ins stand before Megatron is imported)
-import torch  # noqa: E402
-from swift_fixtures import LENGTHS  # noqa: E402
-from swift_world import VOCABULARY, samples, template  # noqa: E402
-
-from collate_npu import BatchAdapter, Segments, UnsupportedFormError  # noqa: E402
-from collate_npu.integrations.swift.transformers_backend import check_batch  # noqa: E402
-from collate_npu.testing import tiny_model  # noqa: E402
-
-pytest_plugins = "swift_fixtures"
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from collate_npu import CollateError, PaddingCollator, Segments, UnsupportedFormError
+from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.torchtitan import TitanCollator, trainer_batch
 
 INNER = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
@@ -36,7 +38,6 @@ def test_packed_rows_predict_inside_a_sequence():
 def test_labels_that_are_shifted_stay():
     batch = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     shifted = torch.tensor([[6, 7, 9]])
-    assert trainer_batch({**batch, "labels": shifted}, labels_shifted=True)[1].tolist() == [[6, 7, -100]]
     assert trainer_batch({**batch, "shift_labels": shifted})[1].tolist() == [[6, 7, -100]]
 
 
@@ -54,7 +55,8 @@ def test_what_the_model_would_be_called_with_is_refused():
     rows = [{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in ROWS]
     with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
         TitanCollator(INNER)(rows)
-    for_the_model = {"pad_token_id": 0, "consumer": "torchtitan", "model_type": "qwen3"}
+    dense = SimpleNamespace(layer_types=["full_attention"])
+    for_the_model = {"pad_token_id": 0, "consumer": "torchtitan", "model": dense}
     with pytest.raises(UnsupportedFormError, match=r"(?s)got attention_masks.*without consumer="):
         TitanCollator(PaddingCollator(**for_the_model))(ROWS)
 

@@ -5,18 +5,14 @@ In one process and on Ray, on a CPU; each program runs in processes of its own (
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from processes import found_by
 
-if any(find_spec(name) is None for name in ("twinkle", "mcore_bridge", "megatron", "ray")):
-    why = "twinkle-kit 0.5.1, mcore-bridge 1.6.5 and ray are not installed (nox -s peers_misc)"
-    pytest.skip(why, allow_module_level=True)
+NEEDS = ("twinkle", "mcore_bridge", "megatron", "ray")
+
 
 HERE = Path(__file__).parent
 NEAR = 2e-5
@@ -27,19 +23,10 @@ DENSE = {"attention": [[3, 1, 7, 7]] * 2, "recurrent": [[3, 1, 7, 7]] * 2}
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Both at once: each takes a while to import its stack."""
-    folder = tmp_path_factory.mktemp("told")
-    paths = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]), "RAY_USAGE_STATS_ENABLED": "0"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    names = ("twinkle_work", "twinkle_ray_work")
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, str(HERE / f"{name}.py"), str(folder / name)], env={**os.environ, **paths}, **pipes
-        )
-        for name in names
-    }
-    out = {name: process.communicate(timeout=500)[0] for name, process in running.items()}
-    assert not any(process.returncode for process in running.values()), {name: text[-3000:] for name, text in out.items()}
-    return {name: json.loads((folder / name).read_text()) for name in names}
+    folder, names = tmp_path_factory.mktemp("told"), ("twinkle_work", "twinkle_ray_work")
+    with ThreadPoolExecutor() as pool:
+        work = pool.map(lambda name: found_by(name, folder, variants=[{"RAY_USAGE_STATS_ENABLED": "0"}])[0], names)
+        return dict(zip(names, work))
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,16 @@ torchtitan 0.3.0 is written against a torch after 2.13; the two functions that i
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import titan_kernels
 import torch
 import torch._utils
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 torch._utils._get_available_device_type = lambda: "cpu"
 _DEVICE = {
@@ -27,12 +27,12 @@ _DEVICE = {
 }
 for _name, _function in _DEVICE.items():
     setattr(torch.cpu, _name, _function)
-# Expert-parallel copies on CUDA, in triton: imported with every model, used by none that runs here.
-sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
 
 from torchtitan.models.common import attention  # noqa: E402
 
 attention.FlexAttention._compiled_flex_attn = staticmethod(titan_kernels.dense_flex_attention)
+for _user in (attention, _attention):  # test_torchtitan compiles it, and compares
+    _user._compiled_create_block_mask = create_block_mask  # type: ignore[attr-defined]
 
 _divide_factors = _fsdp_collectives._get_gradient_divide_factors
 # Gloo has no PREMUL_SUM.

@@ -16,7 +16,7 @@ import titan_cpu  # noqa: F401
 import titan_kernels
 import torch
 import torch.distributed as dist
-from titan_alone import TEXT_ALONE, alone
+from titan_kernels import TEXT_ALONE, alone
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -25,7 +25,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 
 from collate_npu import PaddingCollator
-from collate_npu.integrations.torchtitan import TitanCollator, masks_in_forward
+from collate_npu.integrations import torchtitan
 
 WIDTH, VOCABULARY = 256, 2048
 LAYOUTS = {  # per row: (tokens, of a sequence or of padding)
@@ -79,7 +79,7 @@ class Loader(ParallelAwareDataloader):
 
         def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
             features, step = [features for features, _ in pairs], pairs[0][1]
-            ours = TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
+            ours = torchtitan.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
             input_dict, labels = without_us(features) if "theirs" in step else ours(features)
             return {**input_dict, **config.extra}, labels
 
@@ -94,14 +94,7 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__()
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        raise NotImplementedError
+    encode = decode = get_vocab_size = None  # the tokens are there already
 
 
 class Comparing(Trainer):
@@ -115,7 +108,7 @@ class Comparing(Trainer):
         super().__init__(config)
         self.told: list[dict[str, Any]] = []
         for part in self.model_parts:
-            masks_in_forward(part, compiled=False)
+            torchtitan.masks_in_forward(part, compiled=False)
         with torch.no_grad():  # small random models hide wrong masks
             for part in self.model_parts:
                 for weight in part.parameters():

@@ -1,21 +1,34 @@
-"""The kernels that torchtitan's models call and a CPU lacks, in torch, with a backward; importing this patches nothing.
+"""The kernels that torchtitan's models call and a CPU lacks, in torch, with a backward. Import it before torchtitan.
 
 FlexAttention has no backward on a CPU: `dense_flex_attention` reads a BlockMask as the real one does: full blocks are not
-asked, partial blocks ask `mask_mod`, other blocks are skipped. flash-linear-attention needs a GPU: its two kernels of
-Qwen3.5 are the recurrence itself, document by document; `fla_modules()` are the modules that torchtitan imports. Shown is
+asked, partial blocks ask `mask_mod`, other blocks are skipped. flash-linear-attention needs a GPU: in the
+place of its two kernels of Qwen3.5 stand our references; `fla_modules()` are the modules that torchtitan imports. Shown is
 that masks and offsets arrive and keep documents apart, not what a card computes.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torch.nn.functional import conv1d, silu
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.functional import cross_entropy
+
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+
+if importlib.util.find_spec("triton") is None:
+    # Expert-parallel copies on CUDA, in triton: imported with every model, used by none that runs here.
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
 
 RECEIVED: list[Tensor] = []
 """bool `[B, Q, K]` of each call of FlexAttention: what a query attends."""
@@ -65,50 +78,20 @@ def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMa
 
 
 def by_document(function: Any, offsets: Tensor, *sequences: Tensor) -> Tensor:
-    parts = [function(*(x[:, a:b] for x in sequences)) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+    parts = [function(*(x[:, a:b] for x in sequences))[0] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
     return torch.cat(parts, 1)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-) -> tuple[Tensor, None]:
-    """The recurrence, one token at a time."""
-    assert use_qk_l2norm_in_kernel
+def delta_rule(*given: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, **settings: Any) -> Any:
     if cu_seqlens is None:
-        return _document(q, k, v, g, beta), None
+        return reference_gated_delta_rule(*given, **settings)
     assert torch.equal(cu_seqlens, cu_seqlens_cpu)
     OFFSETS.append(cu_seqlens)
-    return by_document(_document, cu_seqlens, q, k, v, g, beta), None
+    return by_document(partial(reference_gated_delta_rule, **settings), cu_seqlens, *given), None
 
 
-def _document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
-    state, outs = torch.zeros(*k.shape[2:], v.shape[-1]), []
-    for t in range(q.shape[1]):
-        state = state * g[0, t].exp()[:, None, None]
-        change = (v[0, t] - torch.einsum("nk,nkv->nv", k[0, t], state)) * beta[0, t][:, None]
-        state = state + k[0, t][:, :, None] * change[:, None, :]
-        outs.append(torch.einsum("nk,nkv->nv", q[0, t], state) * q.shape[-1] ** -0.5)
-    return torch.stack(outs)[None]
-
-
-def convolution(
-    *, x: Tensor, weight: Tensor, bias: None, activation: str, backend: str, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
-) -> tuple[Tensor, None]:
-    def document(x: Tensor) -> Tensor:
-        padded = nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-        return silu(conv1d(padded, weight[:, None], groups=len(weight))).transpose(1, 2)
-
-    assert (bias, activation) == (None, "silu")
-    return by_document(document, cu_seqlens, x), None
+def convolution(*, x: Tensor, backend: str, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, **settings: Any) -> Any:
+    return by_document(lambda part: (reference_causal_conv1d(part, **settings),), cu_seqlens, x), None
 
 
 def fla_modules() -> dict[str, ModuleType]:
@@ -132,3 +115,67 @@ def fla_modules() -> dict[str, ModuleType]:
         made[name].__path__ = []
         vars(made[name]).update(held)
     return made
+
+
+# --- models
+
+
+@contextmanager
+def with_fla() -> Iterator[pytest.MonkeyPatch]:
+    """fla's modules in place, and no mesh to check types against."""
+    if importlib.util.find_spec("fla") is not None:
+        pytest.skip("fla is installed: its kernels would be dispatched to a GPU")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in fla_modules().items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr("torchtitan.distributed.utils._spmd_backend", "default")
+        yield patch
+
+
+def built(config: Any) -> nn.Module:
+    """The model of a config, the same weights at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = config.build()
+        model.init_states(buffer_device=torch.device("cpu"))
+        for name, weight in model.named_parameters():  # small random models hide wrong masks
+            if weight.ndim > 1 and "vision" not in name:
+                nn.init.normal_(weight, std=0.05)
+    return model
+
+
+# --- every sample by itself, without anything of ours: what a batch is compared with
+
+
+TEXT_ALONE = {"special_tokens": {"image_id": -1, "video_id": -1}}
+"""What Qwen3.5 asks of a batch without images."""
+
+
+def alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of every sample by itself, on the same model built plainly."""
+    model = config.build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    model.load_state_dict(weights, strict=False)
+    total, count = torch.zeros(()), 0
+    for row in batch:
+        ids, segments = (torch.tensor(row[key]) for key in ("input_ids", "attention_mask"))
+        for number in range(1, int(segments.max()) + 1):
+            sample = ids[segments == number]
+            logits = model(sample[None], **arguments_of_one(config, len(sample)))
+            follows = (segments == number).nonzero()[:, 0].diff() == 1  # across a hole nothing is predicted
+            total = total + cross_entropy(logits[0, :-1][follows], sample[1:][follows], reduction="sum")
+            count += int(follows.sum())
+    (total / count).backward()
+    told = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return float(total.detach() / count), told
+
+
+def arguments_of_one(config: Any, length: int) -> dict[str, Any]:
+    causal: Any = create_block_mask(lambda b, h, q, k: q >= k, 1, None, length, length, device="cpu")
+    if not hasattr(config, "vision_encoder"):
+        return {"positions": torch.arange(length)[None], "attention_masks": causal}
+    from torchtitan.models.common.attention import VarlenMetadata
+
+    offsets = torch.tensor([0, length], dtype=torch.int32)
+    masks = {"quadratic_attention": causal, "deltanet": VarlenMetadata(offsets, offsets, length, length, (0, length))}
+    return {"positions": torch.arange(length)[None], "attention_masks": masks, **TEXT_ALONE}

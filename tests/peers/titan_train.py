@@ -1,7 +1,54 @@
-"""`python titan_train.py --module ... --config ...`: `python -m torchtitan.train` on a CPU."""
+"""`python titan_train.py OUT`: `python -m torchtitan.train` on a CPU, several times in the same two processes.
+
+First on both ranks, which RANK, WORLD_SIZE and STORE tell, then once more in each of them alone. Beside OUT stands a JSON
+for each job; OUT itself says that all are done.
+"""
+
+import os
+import sys
+from pathlib import Path
 
 import titan_cpu  # noqa: F401
+import torch
+import torch.distributed as dist
+import torchtitan.trainer
+from processes import free_port
 from torchtitan.train import main
 
-if __name__ == "__main__":
+TOGETHER = {
+    "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr"), "context"),
+    "qwen3_5 shared": ("qwen3_5", ("right", "left", "packed"), "pipeline"),
+}
+ALONE = {
+    "qwen3": ("qwen3", ("right", "left", "packed", "holes:ids", "left:theirs", "packed:theirs"), ""),
+    "qwen3_5": ("qwen3_5", ("right", "packed", "packed:theirs"), ""),
+}
+
+
+def train(folder: Path, name: str, config: str, steps: tuple[str, ...], shared: str) -> None:
+    """By the words a user types."""
+    given = {"module": "titan_jobs", "config": config, "dataloader.steps": ",".join(steps), "training.steps": len(steps)}
+    given["dump_folder"] = folder / f"outputs of {name}"
+    if shared:
+        given[f"parallelism.{shared}_parallel_degree"] = 2
+    sys.argv[1:] = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
+    os.environ["TITAN_OUT"] = str(folder / f"{name}.json")
+    torch.manual_seed(0)
     main()
+
+
+if __name__ == "__main__":
+    out, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # rank 0 waits for the others at the end: here their exit codes tell
+    torchtitan.trainer.time.sleep = lambda seconds: None
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
+    ports = [free_port() for _ in TOGETHER]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
+    for port, (name, job) in zip(ports, TOGETHER.items()):
+        os.environ["MASTER_PORT"] = str(port)
+        train(out.parent, name, *job)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    out.write_text("true")
+    train(out.parent, *[(name, *job) for name, job in ALONE.items()][rank])

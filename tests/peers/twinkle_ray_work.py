@@ -11,9 +11,9 @@ import ray
 import te_stub  # noqa: F401  (before megatron)
 import twinkle
 import twinkle_world as world
-from gpt_on_cpu import seen, watch
+from cpu_world import watch
 from twinkle import DeviceGroup, DeviceMesh
-from twinkle_work import LENGTHS, logits
+from twinkle_work import LENGTHS, error
 
 from collate_npu.integrations import twinkle as ours
 
@@ -29,21 +29,9 @@ def prepare(model: Any) -> None:
     world.whole(model.model[0])
 
 
-def received(model: Any) -> Any:
-    return seen(model.model[0])
-
-
 def stages(model: Any) -> list[str]:
     processor = next(iter(model.optimizer_group.values())).processor
     return sorted({type(stage.__self__).__name__ for stage in processor.process_pipeline if hasattr(stage, "__self__")})
-
-
-def error(model: Any, rows: list[Any]) -> Any:
-    """In the worker too: logits come back lazily, and in lists."""
-    together = logits(model, rows)
-    got = received(model)
-    alone = [logits(model, [row])[0] for row in rows if len(row["input_ids"]) > 1]
-    return {"error": max(float((x - y).abs().max()) for x, y in zip([r for r in together if len(r) > 1], alone)), **got}
 
 
 def step(model: Any, rows: list[Any]) -> Any:
@@ -68,7 +56,7 @@ if __name__ == "__main__":
     ours.install(model)
     RESULTS["stages"] = in_worker(model, stages)
     RESULTS["step"] = step(model, rows)
-    RESULTS["ours"] = in_worker(model, lambda model: error(model, rows))
+    RESULTS["ours"] = in_worker(model, error)
     model.set_processor("InputProcessor", padding_side="left")
     RESULTS["left"] = step(model, world.features(7, 3, 5))
     ours.uninstall(model)

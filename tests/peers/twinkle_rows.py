@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from twinkle import Platform
+from twinkle.processor import base
 
-why = "twinkle-kit 0.5.1 is not installed (nox -s peers_misc)"
-base = pytest.importorskip("twinkle.processor.base", reason=why, exc_type=ImportError)
-from twinkle import Platform  # noqa: E402
-
-from collate_npu.integrations import twinkle  # noqa: E402
+from collate_npu.integrations import twinkle
 
 
 @pytest.fixture(autouse=True)

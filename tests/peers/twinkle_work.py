@@ -5,16 +5,18 @@ A process of its own, because a CPU is put in the place of a card for all of it.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
 import traceback
 from typing import Any
 
-import gpt_on_cpu
+import cpu_world
 import torch
 import twinkle_world as world
-from gpt_on_cpu import seen, watch
+from cpu_world import seen, watch
+from megatron_world import far
 
 LENGTHS = (7, 3, 5, 1)
 RESULTS: dict[str, Any] = {}
@@ -53,11 +55,6 @@ def gradients(model: Any, batches: list[Any]) -> dict[str, Any]:
     for rows in batches:
         model.forward_backward(inputs=[dict(row) for row in rows], micro_batch_size=len(rows))
     return {name: p.grad.clone() for name, p in model.model[0].named_parameters() if p.grad is not None}
-
-
-def far(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[key] - theirs[key]).abs().max() / (1 + theirs[key].abs().max())) for key in theirs)
 
 
 def megatron(kind: str, npu: bool, **processor: Any) -> Any:
@@ -105,7 +102,7 @@ def in_local_kernels() -> None:
     RESULTS["upstream dense left"] = reported(error, model, (7, 3, 5))
     twinkle.install(model)
     RESULTS["ours dense left"] = reported(error, model)
-    TESpecProvider.core_attention = lambda self: gpt_on_cpu.Attention
+    TESpecProvider.core_attention = lambda self: cpu_world.Attention
 
 
 def hybrid() -> str:
@@ -176,6 +173,7 @@ def objects() -> None:
 
     import collate_npu.integrations.twinkle as ours
 
+    gc.collect()  # models of the parts before, which nobody uninstalled
     called: list[str] = []
     kept, ours.gather_object = ours.gather_object, lambda *args: called.append("ours") or kept(*args)
     model = megatron("qwen3", False)

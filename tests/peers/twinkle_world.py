@@ -6,15 +6,13 @@ local ones instead), FLA's norm, MindSpeed. `worker` prepares a process of Ray's
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import te_stub  # noqa: F401  (before megatron and mcore_bridge)
 import torch
-from gpt_on_cpu import Attention, patched
+from cpu_world import Attention, hardware, layers
 from torch import nn
 
 PAD = 63
@@ -65,62 +63,12 @@ def worker() -> None:
 
 def on_cpu() -> None:
     """A CPU where a card would be, for this whole process."""
-    patched()
-    from mcore_bridge.model.gpts import qwen3_next, qwen3_next_gdn
-    from mcore_bridge.model.modules import gated_delta_net, gated_self_attention
-    from megatron.core.extensions import transformer_engine as te
-    from megatron.core.extensions import transformer_engine_spec_provider as te_specs
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.ssm import gated_delta_net as core
-    from megatron.core.tensor_parallel import random
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from mcore_bridge.model import gpts  # noqa: F401  (its layers get what Megatron's get)
 
-    if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    random._CUDA_RNG_STATE_TRACKER = SimpleNamespace(
-        is_initialized=lambda: False, fork=lambda *_: contextlib.nullcontext(), reset=lambda: None, add=lambda *_: None,
-        get_states=dict, set_states=lambda _: None,
-    )  # fmt: skip
-    specs, local = te_specs.TESpecProvider, LocalSpecProvider()
-    specs.core_attention = lambda self: Attention
-    specs.grouped_mlp_modules = lambda self, *args: local.grouped_mlp_modules(*args)
-    specs.column_parallel_linear = lambda self: ColumnParallelLinear
-    specs.row_parallel_linear = lambda self: RowParallelLinear
-    specs.column_parallel_layer_norm_linear = lambda self: _norm_linear()
-    specs.layer_norm = lambda self, rms_norm=False, for_qk=False: Norm
-    te.TENorm.__new__ = lambda cls, config, hidden_size, eps=1e-6: Norm(config, hidden_size, eps)
-    for module in (qwen3_next, gated_self_attention):
-        module.SplitAlongDim = None
-    qwen3_next_gdn.TEColumnParallelLinear = qwen3_next.TEColumnParallelLinear = ColumnParallelLinear
-    qwen3_next_gdn.TENorm = Norm
-    gated_delta_net.l2norm = core.l2norm
-
-
-class Norm(nn.Module):
-    """For TENorm."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
-
-    def forward(self, x: Any) -> Any:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-def _norm_linear() -> type:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    class NormLinear(ColumnParallelLinear):
-        """For TELayerNormColumnParallelLinear."""
-
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
-            super().__init__(input_size, output_size, config=config, **given)
-            self.layer_norm = Norm(config, input_size)
-
-        def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(self.layer_norm(x), *args, **kwargs)
-
-    return NormLinear
+    hardware(setattr)
+    layers(setattr, Attention)
 
 
 def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
@@ -154,7 +102,7 @@ def whole(chunk: nn.Module) -> None:
             if "A_log" in name or "dt_bias" in name:
                 p.uniform_(-1.5, -0.5, generator=draw)
             elif p.ndim == 1:
-                p.normal_(1.0, 0.1, generator=draw)
+                p.normal_(0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0, 0.1, generator=draw)
             else:
                 p.normal_(0.0, 2.0 * p[0].numel() ** -0.5, generator=draw)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import gpt_on_cpu
 import torch
+from megatron_world import PAD
 from torch import nn
 
 LENGTHS = (7, 3, 1, 5)
@@ -25,7 +25,7 @@ def left_padded(values):
     rows = values.unbind()
     width = max(map(len, rows)) + 1
     keep = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
-    ids = torch.full(keep.shape, gpt_on_cpu.PAD).masked_scatter(keep, values.values())
+    ids = torch.full(keep.shape, PAD).masked_scatter(keep, values.values())
     return ids, keep, (keep.cumsum(1) - 1).clamp(min=0)
 
 

@@ -1,6 +1,7 @@
 """Run as a program: verl's own `run_ppo` on a Ray cluster that stood before, with a task runner that asks verl's workers.
 
-Arguments: a folder with a model's config, then hydra overrides as for `python -m verl.trainer.main_ppo`. Prints JSON.
+Arguments: one hydra override for each run, `--`, and those of all runs, as for `python -m verl.trainer.main_ppo`. Each run
+leaves a JSON in `trainer.default_local_dir`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,15 @@ class Runner:
         pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Asked)), device_name="cpu")
         (answer,) = group.report(config.actor_rollout_ref.model.external_lib, config.actor_rollout_ref.model.path)
-        Path(config.trainer.default_local_dir).write_text(json.dumps(answer))
+        Path(config.trainer.default_local_dir, config.trainer.experiment_name).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    with initialize_config_module(CONFIG, version_base=None):
-        settings = compose("ppo_megatron_trainer", sys.argv[1:])
-    run_ppo(settings, task_runner_class=ray.remote(num_cpus=0)(Runner))
+    split = sys.argv.index("--")
+    for run, setting in enumerate(sys.argv[1:split]):
+        with initialize_config_module(CONFIG, version_base=None):
+            words = [setting, f"trainer.experiment_name={run}.json", *sys.argv[split + 1 :]]
+            settings = compose("ppo_megatron_trainer", words)
+        run_ppo(settings, task_runner_class=ray.remote(num_cpus=0)(Runner))
+        ray.shutdown()
+    print("done")

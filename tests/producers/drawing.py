@@ -1,4 +1,4 @@
-"""What producers are asked to mask: rows of sequences in nine padding styles, drawn from a fixed seed, and their truth.
+"""What producers are asked to mask: rows in nine padding styles, drawn from the seed of the run, and their truth.
 
 The truth is written here once more, in plain numpy, so that nothing it is compared with has built it.
 Legend: B rows, S width, Q/K query and key places, L tokens of one sequence.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rotation import SEED
 
 STYLES = ("none", "right", "left", "holes", "mixed", "empty_row", "packed", "packed_right", "packed_gaps")
 PACKED = frozenset({"packed", "packed_right", "packed_gaps"})
@@ -18,7 +19,6 @@ ONE_SEQUENCE = tuple(style for style in STYLES if style not in PACKED)
 SIDED = ("none", "right", "left")
 """What a collator that pads samples can make."""
 PAD = 0
-SEED = 20261120
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,17 @@ class Draw:
         """The tokens of each row without its padding."""
         return [row[keep].tolist() for row, keep in zip(self.tokens, self.keep)]
 
-    def sequences(self) -> list[list[list[int]]]:
-        """The tokens of each sequence, row by row."""
+    def sequences(self) -> list[list[int]]:
+        """The tokens of each sequence."""
         rows = zip(self.tokens, self.ids)
-        return [[row[ids == n].tolist() for n in range(1, ids.max(initial=0) + 1)] for row, ids in rows]
+        return [row[ids == n].tolist() for row, ids in rows for n in range(1, ids.max(initial=0) + 1)]
+
+    def number(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
 
 
 def draw(style: str, index: int) -> Draw:
-    """The index-th batch of a style: the same each time."""
+    """The index-th batch of a style: the same each time with one seed."""
     rng = np.random.default_rng([SEED, STYLES.index(style), index])
     B, S = _shape(rng, index)
     rows = np.stack([_row(style, S, rng) for _ in range(B)])
@@ -77,30 +80,20 @@ def _shape(rng: np.random.Generator, index: int) -> tuple[int, int]:
 
 
 def _row(style: str, S: int, rng: np.random.Generator) -> np.ndarray:
-    length = int(rng.integers(1, S + 1))
-    one = np.ones(length, np.int64)
-    if style == "none":
-        return np.ones(S, np.int64)
-    if style in ("right", "left", "empty_row"):
-        return _placed(one, S, 0 if style == "right" else S - length)
-    if style == "mixed":
-        return _placed(one, S, int(rng.choice([0, S - length, rng.integers(0, S - length + 1)])))
+    length = S if style in ("none", "packed", "packed_gaps") else int(rng.integers(1, S + 1))
     if style == "holes":
         keep = rng.random(S) < 0.7
         keep[rng.integers(S)] = True
         return keep.astype(np.int64)
-    if style == "packed":
-        return _sequences(S, rng)
-    if style == "packed_right":
-        return _placed(_sequences(length, rng), S, 0)
-    parts = _sequences(S, rng)
-    gone = rng.random(int(parts.max())) < 0.35
-    return _renumbered(np.where(gone[parts - 1] & (parts > 0), 0, parts) if not gone.all() else parts)
-
-
-def _placed(part: np.ndarray, S: int, start: int) -> np.ndarray:
+    part = _sequences(length, rng) if style in PACKED else np.ones(length, np.int64)
+    if style == "packed_gaps":
+        gone = rng.random(int(part.max())) < 0.35
+        part = _renumbered(np.where(gone[part - 1], 0, part)) if not gone.all() else part
+    start = 0 if style in ("right", "packed_right") else S - length
+    if style == "mixed":
+        start = int(rng.choice([0, S - length, rng.integers(0, S - length + 1)]))
     row = np.zeros(S, np.int64)
-    row[start : start + len(part)] = part
+    row[start : start + length] = part
     return row
 
 

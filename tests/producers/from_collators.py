@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, PAD, SIDED, Draw
-from producing import Producer, emitted
+from producing import Producer, emitted, joined, placed, side_of
 from verdicts import Case
 
-HF = ("transformers",)
-TRL = ("trl>=1",)
+HF, TRL = ("transformers",), ("trl>=1",)
 EOS = 1
-FLAT = ("none", "packed")
+FLAT, RIGHT = ("none", "packed"), ("none", "right")
 
 
 @cache
@@ -27,135 +26,67 @@ def tokenizer(side: str, pad: str = "<pad>") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {str(n): n for n in range(3, 128)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     names = {"pad_token": pad, "eos_token": "<eos>", "unk_token": "<unk>"}
-    built = PreTrainedTokenizerFast(
-        tokenizer_object=made, padding_side=side, model_input_names=["input_ids", "attention_mask"], **names
-    )
+    names |= {"tokenizer_object": Tokenizer(models.WordLevel(words, unk_token="<unk>"))}
+    built = PreTrainedTokenizerFast(padding_side=side, model_input_names=["input_ids", "attention_mask"], **names)
     built.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
     return built
 
 
-def placed(lengths: list[int], width: int, side: str) -> np.ndarray:
-    """Segment ids of samples padded to one side."""
-    ids = np.zeros((len(lengths), width), np.int64)
-    for row, length in zip(ids, lengths):
-        row[slice(0, length) if side == "right" else slice(width - length, width)] = 1
-    return ids
+def features_of(rows: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"input_ids": row} for row in rows]
 
 
-def _side(draw: Draw) -> str:
-    return "left" if draw.style == "left" else "right"
+def by_tokenizer(draw: Draw, name: str, *, pad: str = "<pad>", labels: bool = True, **settings: Any) -> Case:
+    """A collator of transformers on samples of these lengths."""
+    import transformers
 
-
-def _features(draw: Draw, *, eos: bool = False, labels: bool = True) -> list[dict[str, Any]]:
-    rows = [[*row[:-1], EOS] if eos else row for row in draw.rows()]
-    return [{"input_ids": row} | ({"labels": list(row)} if labels else {}) for row in rows]
-
-
-def by_tokenizer(draw: Draw, collator: Any, *, pad: str = "<pad>", labels: bool = False, **settings: Any) -> Case:
-    """`collator(tokenizer)` on samples of these lengths."""
-    features = _features(draw, eos=pad == "<eos>", labels=labels)
-    batch = collator(tokenizer(_side(draw), pad), **settings)([dict(feature) for feature in features])
-    ids = placed(draw.lengths, batch["input_ids"].shape[1], _side(draw))
-    return emitted(draw, batch, ids=ids, features=features)
-
-
-def with_padding(draw: Draw, **settings: Any) -> Case:
-    from transformers import DataCollatorWithPadding
-
-    return by_tokenizer(draw, DataCollatorWithPadding, **settings)
-
-
-def seq2seq(draw: Draw) -> Case:
-    from transformers import DataCollatorForSeq2Seq
-
-    return by_tokenizer(draw, DataCollatorForSeq2Seq, labels=True, pad_to_multiple_of=4)
-
-
-def language(draw: Draw, pad: str = "<pad>") -> Case:
-    from transformers import DataCollatorForLanguageModeling
-
-    return by_tokenizer(draw, DataCollatorForLanguageModeling, pad=pad, mlm=False)
-
-
-def classes(draw: Draw) -> Case:
-    from transformers import DataCollatorForTokenClassification
-
-    return by_tokenizer(draw, DataCollatorForTokenClassification, labels=True)
+    rows = [[*row[:-1], EOS] if pad == "<eos>" else row for row in draw.rows()]
+    features = [feature | ({"labels": list(feature["input_ids"])} if labels else {}) for feature in features_of(rows)]
+    collator = getattr(transformers, name)(tokenizer(side_of(draw), pad), **settings)
+    batch = collator([dict(feature) for feature in features])
+    return emitted(draw, batch, ids=placed(draw.lengths, batch["input_ids"].shape[1], side_of(draw)), features=features)
 
 
 def flattened(draw: Draw, **settings: Any) -> Case:
     """Every sequence of the batch in one row."""
     from transformers import DataCollatorWithFlattening
 
-    features = [{"input_ids": sequence} for row in draw.sequences() for sequence in row]
+    features = features_of(draw.sequences())
     batch = DataCollatorWithFlattening(**settings)([dict(feature) for feature in features])
     return emitted(draw, batch, ids=joined(features), features=features, flat=True)
 
 
-def joined(features: list[dict[str, Any]], width: int | None = None) -> np.ndarray:
-    """Segment ids of one flat row; padding behind."""
-    row = [n for n, feature in enumerate(features, start=1) for _ in feature["input_ids"]]
-    return np.array([row + [0] * ((width or len(row)) - len(row))], np.int64)
-
-
 def fixed(draw: Draw, collate: str) -> Case:
     """Rows that were padded when they were tokenized, stacked as they are."""
-    features = [
-        {"input_ids": tokens.tolist(), "attention_mask": keep.astype(int).tolist()}
-        for tokens, keep in zip(draw.tokens, draw.keep)
-    ]
+    pairs = zip(draw.tokens.tolist(), draw.keep.astype(int).tolist())
+    features: list[dict[str, Any]] = [{"input_ids": tokens, "attention_mask": keep} for tokens, keep in pairs]
     if collate == "torch":
         features = [{key: torch.tensor(value) for key, value in feature.items()} for feature in features]
-        batch = torch.utils.data.default_collate(features)
-    else:
-        from transformers import default_data_collator
+        return emitted(draw, torch.utils.data.default_collate(features), features=features)
+    from transformers import default_data_collator
 
-        batch = default_data_collator(features)
-    return emitted(draw, batch, ids=draw.ids, features=features)
+    return emitted(draw, default_data_collator(features), features=features)
 
 
-def sft(draw: Draw, **settings: Any) -> Case:
+def sft(draw: Draw, *, flat: bool = False, packed: bool = False, **settings: Any) -> Case:
+    """TRL's collator on samples, or on rows that its `pack_dataset` made: `input_ids` of several and their `seq_lengths`."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    features = [{"input_ids": row} for row in draw.rows()]
-    batch = DataCollatorForLanguageModeling(pad_token_id=PAD, **settings)(features)
-    ids = placed(draw.lengths, batch["input_ids"].shape[1], "right")
-    return emitted(draw, batch, ids=ids, features=features)
+    features = features_of(draw.sequences())
+    if packed:
+        import datasets
+        from trl import pack_dataset
 
-
-def sft_padding_free(draw: Draw, **settings: Any) -> Case:
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    features = [{"input_ids": sequence} for row in draw.sequences() for sequence in row]
-    batch = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True, **settings)(features)
-    return emitted(draw, batch, ids=joined(features, batch["input_ids"].shape[1]), features=features, flat=True)
-
-
-def packed_rows(draw: Draw) -> list[dict[str, Any]]:
-    """A dataset packed by TRL: `input_ids` of several sequences and their `seq_lengths`."""
-    import datasets
-    from trl import pack_dataset
-
-    datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_dict({"input_ids": [sequence for row in draw.sequences() for sequence in row]})
-    return list(pack_dataset(rows, draw.shape[1], "bfd"))
-
-
-def sft_packed(draw: Draw, *, padding_free: bool) -> Case:
-    """TRL's collator on such rows: one flat row, or rows whose positions start again."""
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    features = packed_rows(draw)
-    batch = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=padding_free, return_position_ids=True)(features)
-    lengths = [row["seq_lengths"] for row in features]
-    if padding_free:
-        lengths = [[length for row in lengths for length in row]]
-    width = batch["input_ids"].shape[1]
-    rows = [[n for n, length in enumerate(row, start=1) for _ in range(length)] for row in lengths]
-    ids = np.array([row + [0] * (width - len(row)) for row in rows], np.int64)
-    return emitted(draw, batch, ids=ids, features=features, flat=padding_free)
+        datasets.disable_progress_bars()
+        features = list(pack_dataset(datasets.Dataset.from_list(features), draw.shape[1], "bfd"))
+    batch = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=flat, **settings)(features)
+    lengths = [list(row.get("seq_lengths", [len(row["input_ids"])])) for row in features]
+    rows = [[n for row in lengths for n in row]] if flat else lengths
+    ids = np.zeros((len(rows), batch["input_ids"].shape[1]), np.int64)
+    for row, parts in zip(ids, rows):
+        row[: sum(parts)] = np.repeat(np.arange(1, len(parts) + 1), parts)
+    return emitted(draw, batch, ids=ids, features=features, flat=flat)
 
 
 def preference(draw: Draw) -> Case:
@@ -164,8 +95,8 @@ def preference(draw: Draw) -> Case:
 
     features = []
     for row in draw.rows():
-        cut = int(draw.rng.integers(0, len(row)))
-        other = draw.rng.integers(3, 100, int(draw.rng.integers(1, 6))).tolist()
+        cut = draw.number(0, len(row) - 1)
+        other = draw.rng.integers(3, 100, draw.number(1, 5)).tolist()
         features.append({"prompt_ids": row[:cut], "chosen_ids": row[cut:], "rejected_ids": other})
     batch = DataCollatorForPreference(pad_token_id=PAD)(features)
     lengths = [len(row["prompt_ids"]) + len(row[key]) for key in ("chosen_ids", "rejected_ids") for row in features]
@@ -177,55 +108,50 @@ def prompts_and_completions(draw: Draw, *, flush: bool = False) -> Case:
     from trl.trainer.utils import flush_left, pad
 
     rows = [torch.tensor(row) for row in draw.rows()]
-    cuts = [int(draw.rng.integers(0, len(row) + 1)) for row in rows]
-    halves = ([row[:cut] for row, cut in zip(rows, cuts)], [row[cut:] for row, cut in zip(rows, cuts)])
-    sides = ("left", "right")
-    tokens = torch.cat([pad(half, PAD, side) for half, side in zip(halves, sides)], 1)
-    keep = torch.cat([pad([torch.ones_like(row) for row in half], 0, side) for half, side in zip(halves, sides)], 1)
+    cuts = [draw.number(0, len(row)) for row in rows]
+    halves = {"left": [row[:cut] for row, cut in zip(rows, cuts)], "right": [row[cut:] for row, cut in zip(rows, cuts)]}
+    tokens = torch.cat([pad(half, PAD, side) for side, half in halves.items()], 1)
+    keep = torch.cat([pad([torch.ones_like(row) for row in half], 0, side) for side, half in halves.items()], 1)
     if flush:
         keep, tokens = flush_left(keep, tokens)
-    features = [{"input_ids": row.tolist()} for row in rows]
     batch = {"input_ids": tokens, "attention_mask": keep}
-    return emitted(draw, batch, ids=keep.numpy().astype(np.int64), features=features)
+    return emitted(draw, batch, ids=keep.numpy().astype(np.int64), features=features_of(draw.rows()))
+
+
+def hf(name: str, *details: str, **settings: Any) -> Producer:
+    return Producer(", ".join([f"hf {name}", *details]), HF, partial(by_tokenizer, name=name, **settings), SIDED)
+
+
+def flat(name: str, *ambiguous: str, **settings: Any) -> Producer:
+    return Producer(f"hf Flattening{name}", HF, partial(flattened, **settings), FLAT, ambiguous)
+
+
+def trl(name: str, make: Any, styles: tuple[str, ...], **settings: Any) -> Producer:
+    return Producer(f"trl {name}", TRL, partial(make, **settings), styles)
 
 
 PRODUCERS = [
-    Producer("hf DataCollatorWithPadding", HF, with_padding, SIDED),
-    Producer("hf DataCollatorWithPadding, to 8", HF, partial(with_padding, pad_to_multiple_of=8), SIDED),
-    Producer(
-        "hf DataCollatorWithPadding, max_length", HF, partial(with_padding, padding="max_length", max_length=66), SIDED
-    ),
-    Producer("hf DataCollatorForSeq2Seq", HF, seq2seq, SIDED),
-    Producer("hf DataCollatorForLanguageModeling", HF, language, SIDED),
-    Producer("hf DataCollatorForLanguageModeling, pad is eos", HF, partial(language, pad="<eos>"), SIDED),
-    Producer("hf DataCollatorForTokenClassification", HF, classes, SIDED),
-    Producer("hf Flattening", HF, flattened, FLAT),
-    Producer("hf Flattening, no positions", HF, partial(flattened, return_position_ids=False), FLAT, ("no boundaries",)),
-    Producer("hf Flattening, offsets", HF, partial(flattened, return_flash_attn_kwargs=True), FLAT),
-    Producer(
-        "hf Flattening, offsets alone",
-        HF,
-        partial(flattened, return_position_ids=False, return_flash_attn_kwargs=True),
-        FLAT,
-    ),
-    Producer("hf Flattening, seq_idx", HF, partial(flattened, return_seq_idx=True), FLAT),
-    Producer(
-        "hf Flattening, all options",
-        HF,
-        partial(flattened, return_flash_attn_kwargs=True, return_seq_idx=True),
-        FLAT,
-    ),
+    hf("DataCollatorWithPadding", labels=False),
+    hf("DataCollatorWithPadding", "max_length", labels=False, padding="max_length", max_length=66),
+    hf("DataCollatorForSeq2Seq", pad_to_multiple_of=4),
+    hf("DataCollatorForLanguageModeling", labels=False, mlm=False),
+    hf("DataCollatorForLanguageModeling", "pad is eos", labels=False, mlm=False, pad="<eos>"),
+    hf("DataCollatorForTokenClassification"),
+    flat(""),
+    flat(", no positions", "no boundaries", return_position_ids=False),
+    flat(", offsets", return_flash_attn_kwargs=True),
+    flat(", offsets alone", return_position_ids=False, return_flash_attn_kwargs=True),
+    flat(", seq_idx", return_seq_idx=True),
+    flat(", all options", return_flash_attn_kwargs=True, return_seq_idx=True),
     Producer("hf default_data_collator", HF, partial(fixed, collate="transformers"), ONE_SEQUENCE),
     Producer("torch default_collate", (), partial(fixed, collate="torch"), ONE_SEQUENCE),
-    Producer("trl SFT", TRL, sft, ("none", "right")),
-    Producer(
-        "trl SFT, to 8, positions", TRL, partial(sft, pad_to_multiple_of=8, return_position_ids=True), ("none", "right")
-    ),
-    Producer("trl SFT padding free", TRL, sft_padding_free, FLAT),
-    Producer("trl SFT padding free, to 8", TRL, partial(sft_padding_free, pad_to_multiple_of=8), FLAT),
-    Producer("trl SFT packed, padding free", TRL, partial(sft_packed, padding_free=True), FLAT),
-    Producer("trl SFT packed, rows", TRL, partial(sft_packed, padding_free=False), FLAT),
-    Producer("trl DPO", TRL, preference, ("none", "right")),
-    Producer("trl GRPO pads", TRL, prompts_and_completions, ("none", "right", "left")),
-    Producer("trl flush_left", TRL, partial(prompts_and_completions, flush=True), ("none", "right", "left")),
+    trl("SFT", sft, RIGHT),
+    trl("SFT, to 8, positions", sft, RIGHT, pad_to_multiple_of=8, return_position_ids=True),
+    trl("SFT padding free", sft, FLAT, flat=True),
+    trl("SFT padding free, to 8", sft, FLAT, flat=True, pad_to_multiple_of=8),
+    trl("SFT packed, padding free", sft, FLAT, flat=True, packed=True, return_position_ids=True),
+    trl("SFT packed, rows", sft, FLAT, packed=True, return_position_ids=True),
+    trl("DPO", preference, RIGHT),
+    trl("GRPO pads", prompts_and_completions, SIDED),
+    trl("flush_left", prompts_and_completions, SIDED, flush=True),
 ]

@@ -13,13 +13,11 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-from drawing import ONE_SEQUENCE, PAD, SIDED, Draw, chunked, sliding
-from from_collators import joined, placed
-from producing import Producer, case, emitted, keep_2d, restarting
+from drawing import ONE_SEQUENCE, PAD, SIDED, Draw
+from from_collators import FLAT, RIGHT, features_of
+from producing import Producer, case, emitted, joined, keep_2d, placed, restarting, said, side_of
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 from verdicts import Case
-
-from collate_npu import Pattern
 
 VERL = ("verl", "megatron.core")
 TWINKLE = ("twinkle.processor",)
@@ -41,68 +39,51 @@ class _Alone(ExitStack):
         self.util = util
 
 
-def _jagged(draw: Draw) -> tuple[Any, list[dict[str, Any]]]:
-    rows = [torch.tensor(row) for row in draw.rows()]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged), [{"input_ids": row.tolist()} for row in rows]
+def _rows(draw: Draw, batch: dict[str, Any], side: str = "right", **told: Any) -> Case:
+    ids = placed(draw.lengths, batch["input_ids"].shape[1], side)
+    return emitted(draw, batch, ids=ids, features=features_of(draw.rows()), **told)
 
 
-def verl_padded(draw: Draw, *, npu: bool) -> Case:
-    """`preprocess_bshd_engine`: 2D True = real on a GPU, 4D True = blocked (rows and columns) on an NPU."""
-    nested, features = _jagged(draw)
+def verl_nested(draw: Draw, form: str, npu: bool = False) -> Case:
+    """Padded tokens of a nested tensor: `preprocess_bshd_engine` (2D True = real on a GPU, 4D True = blocked, rows and
+    columns, on an NPU), and `build_vlm_attn_mask_bshd` and `_thd` with a 2D mask."""
+    nested = torch.nested.as_nested_tensor([torch.tensor(row) for row in draw.rows()], layout=torch.jagged)
     with _Alone(npu) as alone:
-        tokens, mask, positions = alone.util.preprocess_bshd_engine(nested)
-    batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-    ids = placed(draw.lengths, tokens.shape[1], "right")
-    return emitted(draw, batch, ids=ids, features=features, polarity="masked" if npu else None)
-
-
-def verl_vision(draw: Draw, form: str) -> Case:
-    """`build_vlm_attn_mask_bshd` and `_thd`: padded tokens and a 2D mask."""
-    nested, features = _jagged(draw)
-    with _Alone(False) as alone:
-        if form == "thd":
-            tokens, mask = alone.util.build_vlm_attn_mask_thd(nested, PAD)
-        else:
-            tokens, mask = alone.util.build_vlm_attn_mask_bshd(nested, len(features), PAD)
-    ids = placed(draw.lengths, tokens.shape[1], "right")
-    return emitted(draw, {"input_ids": tokens, "attention_mask": mask}, ids=ids, features=features)
+        if form == "engine":
+            tokens, mask, positions = alone.util.preprocess_bshd_engine(nested)
+            batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+            return _rows(draw, batch, polarity="masked" if npu else None)
+        build, rows = getattr(alone.util, f"build_vlm_attn_mask_{form}"), [len(draw.ids)] * (form == "bshd")
+        tokens, mask = build(nested, *rows, PAD)
+    return _rows(draw, {"input_ids": tokens, "attention_mask": mask})
 
 
 def verl_legacy(draw: Draw) -> Case:
     """`preprocess_bshd`: left padding moved to the right."""
-    keep = keep_2d(draw, torch.bool)
     with _Alone(False) as alone:
-        given = (torch.from_numpy(draw.tokens), keep, restarting(draw))
+        given = (torch.from_numpy(draw.tokens), keep_2d(draw, torch.bool), restarting(draw))
         tokens, mask, _ = alone.util.preprocess_bshd(*given)
-    batch = {"input_ids": tokens, "attention_mask": mask}
-    ids = placed(draw.lengths, tokens.shape[1], "right")
-    features = [{"input_ids": row} for row in draw.rows()]
-    return emitted(draw, batch, ids=ids, features=features)
+    return _rows(draw, {"input_ids": tokens, "attention_mask": mask})
 
 
 def verl_packed(draw: Draw) -> Case:
     """`preprocess_packed_seqs`: one flat row and PackedSeqParams."""
-    keep = keep_2d(draw, torch.bool)
     with _Alone(False) as alone:
-        flat, params = alone.util.preprocess_packed_seqs(torch.from_numpy(draw.tokens), keep)
-    features = [{"input_ids": row} for row in draw.rows()]
+        flat, params = alone.util.preprocess_packed_seqs(torch.from_numpy(draw.tokens), keep_2d(draw, torch.bool))
+    features = features_of(draw.rows())
     batch = {"input_ids": flat, "packed_seq_params": params}
     return emitted(draw, batch, ids=joined(features), features=features, flat=True)
 
 
-def verl_rollout(draw: Draw, *, left: bool) -> Case:
+def verl_rollout(draw: Draw, *, side: str) -> Case:
     """`postprocess_data`: rows of one length padded to another, as prompts are."""
     from verl.utils.torch_functional import postprocess_data
 
-    rows, S = draw.rows(), draw.shape[1]
-    parts = [
-        postprocess_data(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64), S, PAD, left_pad=left)
-        for row in rows
-    ]
+    S, left = draw.shape[1], side == "left"
+    rows = [(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64)) for row in draw.rows()]
+    parts = [postprocess_data(*row, S, PAD, left_pad=left) for row in rows]
     tokens, mask = (torch.cat(column) for column in zip(*parts))
-    ids = placed(draw.lengths, S, "left" if left else "right")
-    features = [{"input_ids": row} for row in rows]
-    return emitted(draw, {"input_ids": tokens, "attention_mask": mask}, ids=ids, features=features)
+    return _rows(draw, {"input_ids": tokens, "attention_mask": mask}, side)
 
 
 def verl_decoder(draw: Draw) -> Case:
@@ -110,41 +91,31 @@ def verl_decoder(draw: Draw) -> Case:
     from verl.utils.torch_functional import prepare_decoder_attention_mask
 
     mask = prepare_decoder_attention_mask(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1))
-    return case(draw, mask, polarity="bias")
+    return case(draw, mask, told={"polarity": "bias"})
 
 
 def twinkle(draw: Draw, *, framework: str, npu: bool = False, flat: bool = False) -> Case | None:
     """`InputProcessor`: 4D True = blocked for Megatron (None on an NPU), 2D for transformers."""
-    if min(len(sequence) for row in draw.sequences() for sequence in row) == 1:
+    rows = draw.sequences()
+    if min(map(len, rows)) == 1:
         return None  # twinkle 0.5.1 makes a scalar of a sample of one token, and fails
     from twinkle import Platform
     from twinkle.processor import base
 
-    side = "left" if draw.style == "left" else "right"
-    rows = [sequence for row in draw.sequences() for sequence in row]
-    features = [
-        {
-            "input_ids": row,
-            "labels": [*row[1:], -100],
-            "attention_mask": [1] * len(row),
-            "position_ids": list(range(len(row))),
-        }
-        for row in rows
-    ]
+    fields = {"input_ids": list, "labels": lambda row: [*row[1:], -100], "attention_mask": lambda row: [1] * len(row)}
+    fields["position_ids"] = lambda row: list(range(len(row)))
+    features = [{key: make(row) for key, make in fields.items()} for row in rows]
     with ExitStack() as stack:
         stack.enter_context(patch.object(Platform, "get_local_device", staticmethod(lambda *_, **__: "cpu")))
         stack.enter_context(patch.object(Platform, "device_prefix", staticmethod(lambda *_, **__: "npu" if npu else "cuda")))
-        processor = base.InputProcessor(framework=framework, padding_side=side, padding_free=flat)
+        processor = base.InputProcessor(framework=framework, padding_side=side_of(draw), padding_free=flat)
         processor.device_mesh = None
         made = processor([dict(feature) for feature in features], **({"attention_mask_type": "causal"} if npu else {}))
     batch = made[0] if isinstance(made, list) else made
     batch = {key: value for key, value in dict(batch).items() if value is not None}
-    width = batch["input_ids"].shape[1]
-    side = side if framework == "transformers" else "right"
-    ids = joined(features, width) if flat else placed(list(map(len, rows)), width, side)
-    return emitted(
-        draw, batch, ids=ids, features=features, flat=flat, polarity="masked" if framework == "megatron" else None
-    )
+    width, hf = batch["input_ids"].shape[1], framework == "transformers"
+    ids = joined(features, width) if flat else placed(list(map(len, rows)), width, side_of(draw) if hf else "right")
+    return emitted(draw, batch, ids=ids, features=features, flat=flat, polarity=None if hf else "masked")
 
 
 def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:
@@ -154,44 +125,42 @@ def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:
     from torchtitan.models.common import attention
 
     positions, (B, S) = restarting(draw), draw.shape
-    size = int(draw.rng.integers(1, S + 1))
-    parts = [attention.get_causal_mask_mod()]
-    if mods in ("document", "window"):
-        parts.append(attention.get_document_mask_mod(positions))
-    if mods == "fast document":
-        parts.append(attention.get_efficient_causal_mask_mod_for_packed_document(positions))
-    if mods == "window":
-        parts.append(attention.get_sliding_window_mask_mod(size))
-    if mods == "blocks":
-        parts.append(attention.get_fixed_block_mask_mod(size))
-    mask = (create_block_mask if block else create_mask)(and_masks(*parts), B, 1, S, S, device="cpu")
-    more: dict[str, Any] = {}
-    if mods == "window":
-        more = {"attends": sliding(draw.ids, size), "pattern": Pattern.sliding(size)}
-    if mods == "blocks":
-        more = {"attends": chunked(draw.ids, size), "pattern": Pattern.chunked(size)}
-    return case(draw, mask, polarity=None if block else "keep", position_ids=positions, **more)
+    size = draw.number(1, S)
+    parts = {
+        "document": lambda: [attention.get_document_mask_mod(positions)],
+        "fast document": lambda: [attention.get_efficient_causal_mask_mod_for_packed_document(positions)],
+        "window": lambda: [attention.get_document_mask_mod(positions), attention.get_sliding_window_mask_mod(size)],
+        "blocks": lambda: [attention.get_fixed_block_mask_mod(size)],
+    }[mods]()
+    make = create_block_mask if block else create_mask
+    mask = make(and_masks(attention.get_causal_mask_mod(), *parts), B, 1, S, S, device="cpu")
+    pattern = {"window": "sliding", "blocks": "chunked"}.get(mods)
+    told = {"polarity": None if block else "keep"} | (said(draw, pattern, size) if pattern else {})
+    return case(draw, mask, told=told, position_ids=positions)
 
 
-FULL = ("none", "packed")
+def row(name: str, needs: tuple[str, ...], make: Any, styles: Any, *ambiguous: str, **settings: Any) -> Producer:
+    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
+
+
 PRODUCERS = [
-    Producer("verl padded, GPU", VERL, partial(verl_padded, npu=False), ("none", "right")),
-    Producer("verl padded, NPU", VERL, partial(verl_padded, npu=True), ("none", "right")),
-    Producer("verl vision, bshd", VERL, partial(verl_vision, form="bshd"), ("none", "right")),
-    Producer("verl vision, thd", VERL, partial(verl_vision, form="thd"), ("none", "right")),
-    Producer("verl preprocess_bshd", VERL, verl_legacy, SIDED),
-    Producer("verl packed sequences", VERL, verl_packed, SIDED, ("no boundaries",)),
-    Producer("verl prompts, left", VERL, partial(verl_rollout, left=True), ("none", "left")),
-    Producer("verl prompts, right", VERL, partial(verl_rollout, left=False), ("none", "right")),
-    Producer("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
-    Producer("twinkle, Megatron", TWINKLE, partial(twinkle, framework="megatron"), ("none", "right")),
-    Producer("twinkle, Megatron on an NPU", TWINKLE, partial(twinkle, framework="megatron", npu=True), ("none", "right")),
-    Producer("twinkle, transformers", TWINKLE, partial(twinkle, framework="transformers"), SIDED),
-    Producer("twinkle, Megatron, padding free", TWINKLE, partial(twinkle, framework="megatron", flat=True), FULL),
-    Producer("twinkle, transformers, padding free", TWINKLE, partial(twinkle, framework="transformers", flat=True), FULL),
-    Producer("torchtitan documents", TITAN, partial(titan, mods="document"), FULL),
-    Producer("torchtitan documents, BlockMask", TITAN, partial(titan, mods="document", block=True), FULL, ("no tensor",)),
-    Producer("torchtitan documents, fast", TITAN, partial(titan, mods="fast document"), FULL),
-    Producer("torchtitan window", TITAN, partial(titan, mods="window"), FULL),
-    Producer("torchtitan fixed blocks", TITAN, partial(titan, mods="blocks"), ("none",)),
+    row("verl padded, GPU", VERL, verl_nested, RIGHT, form="engine"),
+    row("verl padded, NPU", VERL, verl_nested, RIGHT, form="engine", npu=True),
+    row("verl vision, bshd", VERL, verl_nested, RIGHT, form="bshd"),
+    row("verl vision, thd", VERL, verl_nested, RIGHT, form="thd"),
+    row("verl preprocess_bshd", VERL, verl_legacy, SIDED),
+    row("verl packed sequences", VERL, verl_packed, SIDED, "no boundaries"),
+    row("verl prompts, left", VERL, verl_rollout, ("none", "left"), side="left"),
+    row("verl prompts, right", VERL, verl_rollout, RIGHT, side="right"),
+    row("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
+    row("twinkle, Megatron", TWINKLE, twinkle, RIGHT, framework="megatron"),
+    row("twinkle, Megatron on an NPU", TWINKLE, twinkle, RIGHT, framework="megatron", npu=True),
+    row("twinkle, transformers", TWINKLE, twinkle, SIDED, framework="transformers"),
+    row("twinkle, Megatron, padding free", TWINKLE, twinkle, FLAT, framework="megatron", flat=True),
+    row("twinkle, transformers, padding free", TWINKLE, twinkle, FLAT, framework="transformers", flat=True),
+    row("torchtitan documents", TITAN, titan, FLAT, mods="document"),
+    row("torchtitan documents, BlockMask", TITAN, titan, FLAT, "no tensor", mods="document", block=True),
+    row("torchtitan documents, fast", TITAN, titan, FLAT, mods="fast document"),
+    row("torchtitan window", TITAN, titan, FLAT, mods="window"),
+    row("torchtitan fixed blocks", TITAN, titan, ("none",), mods="blocks"),
 ]

@@ -1,6 +1,8 @@
-"""torch's own masks, numpy, accelerate: flex document masks, nn.Transformer, MultiheadAttention, CausalBias.
+"""Masks without a trainer's package: torch's own, accelerate's, forms that user code builds in one line, and packing.
 
-Legend: B rows, S width, H heads.
+Packing is LLaMA-Factory 0.9.5's and axolotl 0.19.0's: both need more than a test environment has, so their documented forms
+are written here. They were compared once with `prepare_4d_attention_mask` (llamafactory.data.collator) and
+`V2BatchSamplerDataCollatorForSeq2Seq` (axolotl.utils.collators). Legend: B rows, S width, H heads.
 """
 
 from __future__ import annotations
@@ -10,44 +12,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawing import ONE_SEQUENCE, Draw, causal, sliding, together
-from producing import BIDIRECTIONAL, Producer, case, keep_2d, plain_rows, varies
+from drawing import ONE_SEQUENCE, PACKED, SIDED, Draw, causal, sliding
+from producing import Producer, bias_of, case, keep_2d, plain_rows, restarting, said
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 from verdicts import Case
 
 NEVER_EMPTY = tuple(style for style in ONE_SEQUENCE if style != "empty_row")
 ACCELERATE = ("accelerate",)
+LOW = torch.finfo(torch.float32).min
 
 
-def document(draw: Draw, *, padding: str, block: bool) -> Case:
+def document(draw: Draw, *, blocked: bool, block: bool) -> Case:
     """FlexAttention's document mask: ids compared; padding is document 0 and attends itself, or is blocked."""
     ids = torch.from_numpy(draw.ids)
     parts = [lambda b, h, q, k: q >= k, lambda b, h, q, k: ids[b, q] == ids[b, k]]
-    if padding == "blocked":
+    if blocked:
         parts.append(lambda b, h, q, k: (ids[b, k] > 0) & (ids[b, q] > 0))
     B, S = draw.shape
-    build = create_block_mask if block else create_mask
-    mask = build(and_masks(*parts), B, 1, S, S, device="cpu")
-    return case(draw, mask) if block else case(draw, mask, polarity="keep", silent=plain_rows(mask, draw))
+    mask = create_mask(and_masks(*parts), B, 1, S, S, device="cpu")
+    silent = plain_rows(mask, draw)
+    if block:
+        return case(draw, create_block_mask(and_masks(*parts), B, 1, S, S, device="cpu"), told={"silent": silent})
+    return case(draw, mask, told={"polarity": "keep", "silent": silent})
 
 
 def flex_window(draw: Draw) -> Case:
     """A BlockMask with a window: another pattern in a form that holds no numbers."""
     B, S = draw.shape
-    keep, size = keep_2d(draw, torch.bool), int(draw.rng.integers(1, S + 1))
+    keep, size = keep_2d(draw, torch.bool), draw.number(1, S)
     mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < size) & keep[b, k], B, 1, S, S, device="cpu")
-    from collate_npu import Pattern
-
-    return case(draw, mask, attends=sliding(draw.ids, size), pattern=Pattern.sliding(size))
-
-
-def flex_block_causal(draw: Draw) -> Case:
-    """transformers' BlockMask of packing ids `1 1 2 2 0` (integrations/flex_attention.py)."""
-    from transformers.integrations.flex_attention import make_flex_block_causal_mask
-
-    with torch._dynamo.config.patch(disable=True):
-        mask = make_flex_block_causal_mask(torch.from_numpy(draw.ids))
-    return case(draw, mask)
+    return case(draw, mask, told=said(draw, "sliding", size))
 
 
 def square_subsequent(draw: Draw, *, padded: bool) -> Case | None:
@@ -59,7 +53,7 @@ def square_subsequent(draw: Draw, *, padded: bool) -> Case | None:
     if padded:
         blocked = torch.zeros(draw.shape).masked_fill(~keep_2d(draw, torch.bool), -torch.inf)
         mask = mask + blocked[:, None, None, :]
-    return case(draw, mask, polarity="bias", silent=not padded)
+    return case(draw, mask, told={"polarity": "bias", "silent": not padded})
 
 
 def merged(draw: Draw) -> Case:
@@ -68,12 +62,12 @@ def merged(draw: Draw) -> Case:
     attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
     square = torch.ones(S, S, dtype=torch.bool).triu(1)
     mask, _ = attention.merge_masks(square, ~keep_2d(draw, torch.bool), torch.zeros(B, S, 4))
-    return case(draw, mask, polarity="masked")
+    return case(draw, mask, told={"polarity": "masked"})
 
 
 def key_padding(draw: Draw) -> Case:
     """nn.TransformerEncoder's `src_key_padding_mask`: `[B, S]`, True = padding, where a keep mask is expected."""
-    return case(draw, ~keep_2d(draw, torch.bool), polarity="masked", contrary=True)
+    return case(draw, ~keep_2d(draw, torch.bool), told={"polarity": "masked", "contrary": True})
 
 
 def causal_bias(draw: Draw, name: str) -> Case | None:
@@ -86,7 +80,7 @@ def causal_bias(draw: Draw, name: str) -> Case | None:
     mask = getattr(bias, name)(S, S)
     with torch._C.DisableTorchFunctionSubclass():
         mask.zero_()  # the same each time; what lies there is nobody's
-    return case(draw, mask, polarity="keep", silent=True)
+    return case(draw, mask, told={"polarity": "keep", "silent": True})
 
 
 def by_hand(draw: Draw, form: str) -> Case:
@@ -94,10 +88,9 @@ def by_hand(draw: Draw, form: str) -> Case:
     keep, S = draw.keep, draw.shape[1]
     square = keep[:, None, None, :] & np.tri(S, dtype=bool)
     tensor = torch.from_numpy(square.copy())
-    low = torch.finfo(torch.float32).min
     forms: dict[str, tuple[Any, str | None]] = {
         "numpy bool": (square, "keep"),
-        "numpy additive": (np.where(square, 0, low).astype(np.float32), "bias"),
+        "numpy additive": (np.where(square, 0, LOW).astype(np.float32), "bias"),
         "numpy 2D": (keep.astype(np.int64), "keep"),
         "list 2D": (keep.astype(int).tolist(), "keep"),
         "uint8": (tensor.to(torch.uint8), "keep"),
@@ -114,23 +107,20 @@ def by_hand(draw: Draw, form: str) -> Case:
     }
     mask, polarity = forms[form]
     silent = plain_rows(mask, draw) if form == "diagonal forced" else False
-    return case(draw, mask, polarity=polarity, silent=silent)
+    return case(draw, mask, told={"polarity": polarity, "silent": silent})
 
 
 def key_row(draw: Draw, form: str) -> Case:
     """`[B, 1, 1, S]` of an encoder, in either polarity, or additive."""
     keep = keep_2d(draw, torch.bool)[:, None, None, :]
-    additive = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
-    mask = {"keep": keep, "masked": ~keep, "bias": additive}[form]
-    return case(draw, mask, attends=together(draw.ids), pattern=BIDIRECTIONAL, polarity=form)
+    mask = {"keep": keep, "masked": ~keep, "bias": torch.zeros(keep.shape).masked_fill(~keep, LOW)}[form]
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": form})
 
 
 def head_windows(draw: Draw) -> Case:
     """Each head has a window of its own."""
-    sizes = [1, 2, draw.shape[1]]
-    mask = torch.from_numpy(np.stack([sliding(draw.ids, size) for size in sizes], axis=1))
-    alike = bool((mask == mask[:, :1]).all())
-    return case(draw, mask, attends=causal(draw.ids), pattern=None, polarity="keep", richer=not alike)
+    mask = torch.from_numpy(np.stack([sliding(draw.ids, size) for size in (1, 2, draw.shape[1])], axis=1))
+    return case(draw, mask, told={"pattern": None, "polarity": "keep", "richer": not (mask == mask[:, :1]).all()})
 
 
 def position_bias(draw: Draw) -> Case:
@@ -138,59 +128,75 @@ def position_bias(draw: Draw) -> Case:
     blocked = torch.from_numpy(~causal(draw.ids))[:, None]
     numbers = torch.from_numpy(draw.rng.uniform(-200, 200, (1, 1, *draw.shape[1:] * 2)).astype(np.float32))
     mask = numbers + blocked * -1e4
-    return case(draw, mask, pattern=None, polarity="bias", richer=varies(mask, draw))
+    return case(draw, mask, told=bias_of(draw, mask))
 
 
-def accelerate_t5(draw: Draw) -> Case:
-    """accelerate's Megatron encoder mask: `[B, S, S]`, True = blocked, rows and columns."""
+def accelerate(draw: Draw, decoder: bool) -> Case:
+    """accelerate's Megatron masks, True = blocked: of an encoder `[B, S, S]`, of a decoder `[1, S, S]` without padding."""
     from accelerate.utils.megatron_lm import T5TrainStep
 
+    if decoder:
+        return case(draw, T5TrainStep.get_decoder_mask(draw.shape[1], "cpu"), told={"polarity": "masked", "silent": True})
     mask = T5TrainStep.attn_mask_postprocess(keep_2d(draw))
-    return case(draw, mask, attends=together(draw.ids), pattern=BIDIRECTIONAL, polarity="masked")
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "masked"})
 
 
-def accelerate_decoder(draw: Draw) -> Case:
-    """accelerate's Megatron decoder mask: `[1, S, S]`, True = blocked, without padding."""
-    from accelerate.utils.megatron_lm import T5TrainStep
-
-    return case(draw, T5TrainStep.get_decoder_mask(draw.shape[1], "cpu"), polarity="masked", silent=True)
+# --- packing
 
 
-def _document(padding: str, block: bool) -> Producer:
-    name = f"flex documents, padding {padding}" + ", BlockMask" * block
-    ambiguous = ("no tensor",) * block + ("self-attending padding",) * (padding == "is document 0")
-    return Producer(name, (), partial(document, padding=padding, block=block), ambiguous=ambiguous)
+def numbers(draw: Draw, *, positions: bool, ones: bool = False) -> Case:
+    """neat_packing's `1 1 2 2 0`, alone or with positions that restart, as axolotl's V2 collator emits it; `1 1 1 1 0` of
+    axolotl's first multipack collator, where positions alone tell the sequences apart.
+
+    Padding counts 0 (LLaMA-Factory processor/supervised.py:221, transformers' pad of `position_ids`).
+    """
+    more = {"position_ids": restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)} if positions else {}
+    return case(draw, keep_2d(draw) if ones else torch.from_numpy(draw.ids.copy()), **more)
+
+
+def block_diagonal(draw: Draw, dtype: torch.dtype) -> Case:
+    """`prepare_4d_attention_mask`: additive, rows of padding blocked throughout."""
+    mask = torch.zeros((), dtype=dtype).where(torch.from_numpy(causal(draw.ids))[:, None], torch.finfo(dtype).min)
+    return case(draw, mask, told={"polarity": "bias"})
+
+
+def _document(name: str, blocked: bool, block: bool) -> Producer:
+    ambiguous = ("no tensor",) * block + ("self-attending padding",) * (not blocked)
+    make = partial(document, blocked=blocked, block=block)
+    return Producer(f"flex documents, padding {name}" + ", BlockMask" * block, (), make, ambiguous=ambiguous)
+
+
+def row(name: str, make: Any, /, *ambiguous: str, needs: Any = (), styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
 
 
 def _hand(form: str, *ambiguous: str) -> Producer:
-    return Producer(f"by hand: {form}", (), partial(by_hand, form=form), ONE_SEQUENCE, ambiguous)
+    return row(f"by hand: {form}", by_hand, *ambiguous, form=form)
 
 
+packing = partial(row, styles=(*SIDED, *sorted(PACKED)))
 PRODUCERS = [
-    _document("is document 0", False),
-    _document("is document 0", True),
-    _document("blocked", False),
-    _document("blocked", True),
-    Producer("flex window, BlockMask", (), flex_window, ONE_SEQUENCE, ("no tensor",)),
-    Producer("hf make_flex_block_causal_mask", ("transformers",), flex_block_causal, ambiguous=("no tensor",)),
-    Producer("nn.Transformer triangle", (), partial(square_subsequent, padded=False), NEVER_EMPTY, ("says nothing",)),
-    Producer("nn.Transformer triangle + key padding", (), partial(square_subsequent, padded=True), ONE_SEQUENCE),
-    Producer("nn.MultiheadAttention merged", (), merged, ONE_SEQUENCE),
-    Producer("nn key_padding_mask", (), key_padding, ONE_SEQUENCE, ("key row",)),
-    Producer("causal_lower_right", (), partial(causal_bias, name="causal_lower_right"), NEVER_EMPTY, ("no tensor",)),
-    Producer("causal_upper_left", (), partial(causal_bias, name="causal_upper_left"), NEVER_EMPTY, ("no tensor",)),
-    _hand("numpy bool", "no tensor"),
-    _hand("numpy additive", "no tensor"),
-    _hand("numpy 2D", "no tensor"),
-    _hand("list 2D", "no tensor"),
-    *map(_hand, ("uint8", "int64", "float 0/1", "masked", "masked uint8", "3D", "-1e4", "-inf", "row and column")),
+    *(_document(name, name == "blocked", block) for name in ("is document 0", "blocked") for block in (False, True)),
+    row("flex window, BlockMask", flex_window, "no tensor"),
+    row("nn.Transformer triangle", square_subsequent, "says nothing", padded=False, styles=NEVER_EMPTY),
+    row("nn.Transformer triangle + key padding", square_subsequent, padded=True),
+    row("nn.MultiheadAttention merged", merged),
+    row("nn key_padding_mask", key_padding, "key row"),
+    *(row(f"causal_{name}", causal_bias, "no tensor", name=f"causal_{name}", styles=NEVER_EMPTY)
+      for name in ("lower_right", "upper_left")),
+    *(_hand(form, "no tensor") for form in ("numpy bool", "numpy additive", "numpy 2D", "list 2D")),
+    *map(_hand, ("uint8", "int64", "float 0/1", "masked", "masked uint8", "3D", "-1e4", "-inf", "row and column", "heads")),
     _hand("diagonal forced", "self-attending padding"),
-    _hand("heads"),
-    Producer("key row, keep", (), partial(key_row, form="keep"), ONE_SEQUENCE, ("key row",)),
-    Producer("key row, masked", (), partial(key_row, form="masked"), ONE_SEQUENCE, ("key row",)),
-    Producer("key row, additive", (), partial(key_row, form="bias"), ONE_SEQUENCE),
-    Producer("a window for each head", (), head_windows, ONE_SEQUENCE),
-    Producer("position bias beside -1e4", (), position_bias, ONE_SEQUENCE),
-    Producer("accelerate T5 encoder", ACCELERATE, accelerate_t5, ONE_SEQUENCE, ("either polarity",)),
-    Producer("accelerate decoder", ACCELERATE, accelerate_decoder, NEVER_EMPTY, ("says nothing",)),
-]
+    row("key row, keep", key_row, "key row", form="keep"),
+    row("key row, masked", key_row, "key row", form="masked"),
+    row("key row, additive", key_row, form="bias"),
+    row("a window for each head", head_windows),
+    row("position bias beside -1e4", position_bias),
+    row("accelerate T5 encoder", accelerate, "either polarity", needs=ACCELERATE, decoder=False),
+    row("accelerate decoder", accelerate, "says nothing", needs=ACCELERATE, decoder=True, styles=NEVER_EMPTY),
+    packing("LLaMA-Factory neat packing", numbers, positions=False),
+    packing("LLaMA-Factory and axolotl, numbers, positions", numbers, positions=True),
+    packing("axolotl multipack, ones", numbers, positions=True, ones=True),
+    packing("LLaMA-Factory 4D", block_diagonal, dtype=torch.float32),
+    packing("LLaMA-Factory 4D bf16", block_diagonal, dtype=torch.bfloat16),
+]  # fmt: skip

@@ -1,23 +1,32 @@
-"""transformers' own mask functions (5.x: masking_utils), one implementation and pattern each."""
+"""transformers' own mask functions (5.x: masking_utils) and the builders of 4.x, one implementation and pattern each.
+
+`_unmask_unattended` runs on a card alone; here it is called by hand, as 4.x calls it (modeling_attn_mask_utils.py:410).
+"""
 
 from __future__ import annotations
 
+import importlib
 from functools import cache, partial
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
-from drawing import ONE_SEQUENCE, Draw, causal, chunked, first_places, prefix, sliding, together
-from producing import BIDIRECTIONAL, CAUSAL, Producer, case, keep_2d, restarting, varies
+from drawing import ONE_SEQUENCE, SIDED, Draw, causal, first_places, prefix, together
+from producing import Producer, bias_of, case, keep_2d, otherwise, restarting, said
+from torch import Tensor
 from verdicts import Case
 
 from collate_npu import Pattern
 
-HF = ("transformers",)
-NEW = ("transformers>=5",)
-FULL_PACKS = ("packed",)
+HF, NEW, OLD = ("transformers",), ("transformers>=5",), ("transformers<5",)
+PACKED = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
+POLARITY = {"sdpa": "keep", "eager": "bias"}
+WINDOWS = {
+    "sliding": ("create_sliding_window_causal_mask", "sliding_window"),
+    "chunked": ("create_chunked_causal_mask", "attention_chunk_size"),
+}
 
 
 @cache
@@ -47,73 +56,52 @@ def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, dtyp
 
 
 def plain(draw: Draw, implementation: str, **more: Any) -> Case:
-    return case(draw, made(draw, "create_causal_mask", implementation, **more), polarity=polarity_of(implementation))
+    mask = made(draw, "create_causal_mask", implementation, **more)
+    return case(draw, mask, told={"polarity": POLARITY.get(implementation)})
 
 
-def polarity_of(implementation: str) -> str | None:
-    return {"sdpa": "keep", "eager": "bias"}.get(implementation)
-
-
-def from_positions(draw: Draw, implementation: str, beside: bool) -> Case:
+def from_positions(draw: Draw, implementation: str, beside: bool = True) -> Case:
     """Packed rows that transformers finds by their positions."""
-    positions = restarting(draw)
-    mask = made(draw, "create_causal_mask", implementation, two_d=False, position_ids=positions)
-    more = {"position_ids": positions} if beside else {}
-    return case(draw, mask, polarity=polarity_of(implementation), **more)
+    positions = {"position_ids": restarting(draw)}
+    mask = made(draw, "create_causal_mask", implementation, two_d=False, **positions)
+    return case(draw, mask, told={"polarity": POLARITY.get(implementation)}, **(positions if beside else {}))
 
 
-def window(draw: Draw, implementation: str) -> Case:
-    size = int(draw.rng.integers(1, draw.shape[1] + 2))
-    mask = made(draw, "create_sliding_window_causal_mask", implementation, sliding_window=size)
-    attends = sliding(draw.ids, size)
-    return case(draw, mask, attends=attends, pattern=Pattern.sliding(size), polarity=polarity_of(implementation))
+def window(draw: Draw, implementation: str, pattern: str, packed: bool = False) -> Case:
+    name, setting = WINDOWS[pattern]
+    size = draw.number(1, draw.shape[1] + 1)
+    more = {"position_ids": restarting(draw)} if packed else {}
+    mask = made(draw, name, implementation, two_d=not packed, **{setting: size}, **more)
+    return case(draw, mask, told={**said(draw, pattern, size), "polarity": POLARITY[implementation]}, **more)
 
 
-def packed_window(draw: Draw) -> Case:
-    size = int(draw.rng.integers(1, draw.shape[1] + 2))
-    positions = restarting(draw)
-    name = "create_sliding_window_causal_mask"
-    mask = made(draw, name, "sdpa", two_d=False, position_ids=positions, sliding_window=size)
-    attends = sliding(draw.ids, size)
-    return case(draw, mask, attends=attends, pattern=Pattern.sliding(size), polarity="keep", position_ids=positions)
-
-
-def chunks(draw: Draw, implementation: str) -> Case:
-    size = int(draw.rng.integers(1, draw.shape[1] + 2))
-    mask = made(draw, "create_chunked_causal_mask", implementation, attention_chunk_size=size)
-    attends = chunked(draw.ids, size)
-    return case(draw, mask, attends=attends, pattern=Pattern.chunked(size), polarity=polarity_of(implementation))
-
-
-def encoder(draw: Draw, implementation: str, **more: Any) -> Case:
-    mask = made(draw, "create_bidirectional_mask", implementation, **more)
-    attends = together(draw.ids)
-    return case(draw, mask, attends=attends, pattern=BIDIRECTIONAL, polarity=polarity_of(implementation))
+def encoder(draw: Draw, implementation: str) -> Case:
+    mask = made(draw, "create_bidirectional_mask", implementation)
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": POLARITY[implementation]})
 
 
 def encoder_window(draw: Draw) -> Case:
-    size = int(draw.rng.integers(1, draw.shape[1] + 1))
+    size, at = draw.number(1, draw.shape[1]), np.arange(draw.shape[1])
     mask = made(draw, "create_bidirectional_sliding_window_mask", "sdpa", sliding_window=size)
-    at = np.arange(draw.shape[1])
-    attends = together(draw.ids) & (abs(at[:, None] - at) <= size)
-    pattern = BIDIRECTIONAL if (attends == together(draw.ids)).all() else None
-    return case(draw, mask, attends=attends, pattern=pattern, polarity="keep")
+    both = said(draw, "bidirectional")
+    attends = both["attends"] & (abs(at[:, None] - at) <= size)
+    pattern = both["pattern"] if (attends == both["attends"]).all() else None
+    return case(draw, mask, told={"attends": attends, "pattern": pattern, "polarity": "keep"})
 
 
 def prefix_or(draw: Draw) -> Case:
     """A prefix that every token sees, through `or_mask_function`."""
-    size = int(draw.rng.integers(0, draw.shape[1] + 1))
+    size = draw.number(0, draw.shape[1])
     first = torch.from_numpy(first_places(draw.ids).max(axis=1))
     mask = made(draw, "create_causal_mask", "sdpa", or_mask_function=lambda b, h, q, k: k < first[b] + size)
     attends = causal(draw.ids) | (together(draw.ids) & (np.arange(draw.shape[1]) < first.numpy()[:, None, None] + size))
-    return case(draw, mask, attends=attends, pattern=Pattern.prefix(size), polarity="keep")
+    return case(draw, mask, told={"attends": attends, "pattern": Pattern.prefix(size), "polarity": "keep"})
 
 
 def documents_and(draw: Draw) -> Case:
     """Sequences kept apart through `and_mask_function`, padding blocked through the 2D mask."""
     ids = torch.from_numpy(draw.ids)
-    mask = made(draw, "create_causal_mask", "sdpa", and_mask_function=lambda b, h, q, k: ids[b, q] == ids[b, k])
-    return case(draw, mask, polarity="keep")
+    return plain(draw, "sdpa", and_mask_function=lambda b, h, q, k: ids[b, q] == ids[b, k])
 
 
 def image_blocks(draw: Draw) -> Case:
@@ -125,15 +113,13 @@ def image_blocks(draw: Draw) -> Case:
     mask = made(draw, "create_causal_mask", "sdpa", block_sequence_ids=groups)
     blocks = groups.numpy()
     same = (blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None] & together(draw.keep.astype(np.int64))
-    attends = causal(draw.ids) | same
-    pattern = CAUSAL if (attends == causal(draw.ids)).all() else None
-    return case(draw, mask, attends=attends, pattern=pattern, polarity="keep", token_type_ids=kinds)
+    told = otherwise(draw, causal(draw.ids) | same)
+    return case(draw, mask, told={**told, "polarity": "keep"}, token_type_ids=kinds)
 
 
 def paligemma(draw: Draw) -> Case:
     """PaliGemma: `token_type_ids` 0 is prefix, in both directions; 1 is the answer (modeling_paligemma.py:258)."""
-    ids = draw.ids
-    lengths = draw.keep.sum(axis=1)
+    ids, lengths = draw.ids, draw.keep.sum(axis=1)
     sizes = (lengths * draw.rng.random(len(ids))).astype(int)
     place = np.arange(ids.shape[1]) - first_places(ids)
     kinds = torch.from_numpy((place >= sizes[:, None]) & draw.keep).long()
@@ -141,29 +127,19 @@ def paligemma(draw: Draw) -> Case:
     attends = np.concatenate([prefix(ids[b : b + 1], int(size)) for b, size in enumerate(sizes)])
     # One prefix for each sequence that exists: a row of padding alone has none.
     pattern = Pattern.prefix([int(size) for size, length in zip(sizes, lengths) if length] or 0)
-    return case(draw, mask, attends=attends, pattern=pattern, polarity="keep", token_type_ids=kinds)
+    return case(draw, mask, told={"attends": attends, "pattern": pattern, "polarity": "keep"}, token_type_ids=kinds)
 
 
-def bloom(draw: Draw, model: str) -> Case:
+def alibi(draw: Draw, model: str) -> Case:
     """Causal, additive, with each head's own slope: `[B, H, S, S]`."""
-    import importlib
-
-    build = importlib.import_module(f"transformers.models.{model}.modeling_{model}").build_alibi_tensor
-    alibi = build(keep_2d(draw), 4, torch.float32).view(draw.shape[0], 4, 1, -1)
-    mask = made(draw, "create_causal_mask", "eager")
-    low = torch.finfo(torch.float32).min
-    biased = torch.masked_fill(alibi.expand(-1, -1, draw.shape[1], -1), mask < -1, low)
-    return case(draw, biased, pattern=None, polarity="bias", richer=varies(biased, draw))
-
-
-def mpt(draw: Draw) -> Case:
-    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-
-    S = draw.shape[1]
-    alibi = build_mpt_alibi_tensor(4, S).expand(draw.shape[0], 4, S, S)
+    modeling, (B, S) = importlib.import_module(f"transformers.models.{model}.modeling_{model}"), draw.shape
+    if model == "mpt":
+        slopes = modeling.build_mpt_alibi_tensor(4, S).expand(B, 4, S, S)
+    else:
+        slopes = modeling.build_alibi_tensor(keep_2d(draw), 4, torch.float32).view(B, 4, 1, -1).expand(-1, -1, S, -1)
     blocked = made(draw, "create_causal_mask", "eager") < -1
-    biased = torch.masked_fill(alibi, blocked, torch.finfo(torch.float32).min)
-    return case(draw, biased, pattern=None, polarity="bias", richer=varies(biased, draw))
+    mask = torch.masked_fill(slopes, blocked, torch.finfo(torch.float32).min)
+    return case(draw, mask, told=bias_of(draw, mask))
 
 
 def direct(draw: Draw, name: str, **more: Any) -> Case:
@@ -175,7 +151,7 @@ def direct(draw: Draw, name: str, **more: Any) -> Case:
     sizes = {"batch_size": B, "q_length": S, "kv_length": S, "cache_position": torch.arange(S)}
     given = {key: value for key, value in sizes.items() if key in signature(function).parameters}
     mask = function(attention_mask=keep_2d(draw, torch.bool), **given, **more)
-    return case(draw, mask, polarity="keep" if name == "sdpa_mask" else "bias")
+    return case(draw, mask, told={"polarity": "keep" if name == "sdpa_mask" else "bias"})
 
 
 def packed_and_padded(draw: Draw) -> Case:
@@ -186,44 +162,125 @@ def packed_and_padded(draw: Draw) -> Case:
     return direct(draw, "sdpa_mask", mask_function=both, allow_is_causal_skip=False)
 
 
-def _plain(name: str, implementation: str, ambiguous: tuple[str, ...] = (), **more: Any) -> Producer:
-    return Producer(name, HF, partial(plain, implementation=implementation, **more), ONE_SEQUENCE, ambiguous)
+def block_causal(draw: Draw) -> Case:
+    """A BlockMask of packing ids `1 1 2 2 0` (integrations/flex_attention.py)."""
+    from transformers.integrations.flex_attention import make_flex_block_causal_mask
+
+    with torch._dynamo.config.patch(disable=True):
+        return case(draw, make_flex_block_causal_mask(torch.from_numpy(draw.ids)))
+
+
+# --- 4.x
+
+
+def builders() -> Any:
+    from transformers import modeling_attn_mask_utils
+
+    return modeling_attn_mask_utils
+
+
+def decoder(draw: Draw, *, sdpa: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -> Tensor:
+    """`_prepare_4d_causal_attention_mask`, or its form for SDPA, which may be None."""
+    function = getattr(builders(), "_prepare_4d_causal_attention_mask" + "_for_sdpa" * sdpa)
+    return function(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1, dtype=dtype), 0, **more)
+
+
+def old(draw: Draw, **settings: Any) -> Case:
+    return case(draw, decoder(draw, **settings), told={"polarity": "bias"})
+
+
+def old_window(draw: Draw) -> Case:
+    """The converter's window counts without the token itself: one more than `create_sliding_window_causal_mask` sees."""
+    size = draw.number(1, draw.shape[1] + 1)
+    mask = decoder(draw, sliding_window=size)
+    return case(draw, mask, told={**said(draw, "sliding", size + 1), "polarity": "bias"})
+
+
+def triangle(draw: Draw) -> Case:
+    """`to_causal_4d`: no padding at all."""
+    B, S = draw.shape
+    mask = builders().AttentionMaskConverter(is_causal=True).to_causal_4d(B, S, S, dtype=torch.float32)
+    return case(draw, mask, told={"polarity": "bias", "silent": True})
+
+
+def unmasked(draw: Draw) -> Case | None:
+    """Rows that attend nothing are made to attend everything; of a single place that is not to be told from a token."""
+    if draw.shape[1] == 1:
+        return None
+    low, convert = torch.finfo(torch.float32).min, builders().AttentionMaskConverter._unmask_unattended
+    return case(draw, convert(decoder(draw), min_dtype=low), told={"polarity": "bias"})
+
+
+def old_encoder(draw: Draw, *, sdpa: bool = False) -> Case:
+    mask = getattr(builders(), "_prepare_4d_attention_mask" + "_for_sdpa" * sdpa)(keep_2d(draw), torch.float32)
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
+
+
+def extended(draw: Draw, *, is_decoder: bool, rank: int = 2) -> Case:
+    """`ModuleUtilsMixin.get_extended_attention_mask` of a 2D mask, or of a 3D one."""
+    from transformers.modeling_utils import ModuleUtilsMixin
+
+    mixin = ModuleUtilsMixin()
+    mixin.config = config("eager")
+    mixin.config.is_decoder = is_decoder
+    given = keep_2d(draw) if rank == 2 else torch.from_numpy(together(draw.ids))
+    mask = mixin.get_extended_attention_mask(given, draw.shape, dtype=torch.float32)
+    return case(draw, mask, told={**({} if is_decoder else said(draw, "bidirectional")), "polarity": "bias"})
+
+
+def inverted(draw: Draw) -> Case:
+    """`invert_attention_mask`, as encoders and cross-attention call it: additive, `[B, 1, 1, S]`."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    class Any32(PreTrainedModel):
+        dtype = torch.float32
+
+    mask = Any32.invert_attention_mask(Any32.__new__(Any32), keep_2d(draw))
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
+
+
+def row(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return Producer(f"hf {name}", needs, partial(make, **settings), styles, ambiguous)
 
 
 PRODUCERS = [
-    _plain("hf causal sdpa", "sdpa"),
-    _plain("hf causal sdpa, never skipped", "sdpa", allow_is_causal_skip=False),
-    _plain("hf causal eager", "eager"),
-    _plain("hf causal eager bf16", "eager", dtype=torch.bfloat16),
-    _plain("hf causal eager fp16", "eager", dtype=torch.float16),
-    _plain("hf causal flash", "flash_attention_2"),
-    _plain("hf causal flex", "flex_attention", ("no tensor",)),
-    Producer("hf packed sdpa", HF, partial(from_positions, implementation="sdpa", beside=False), FULL_PACKS),
-    Producer("hf packed sdpa, positions", HF, partial(from_positions, implementation="sdpa", beside=True), FULL_PACKS),
-    Producer("hf packed eager, positions", HF, partial(from_positions, implementation="eager", beside=True), FULL_PACKS),
-    Producer(
-        "hf packed flex, positions",
-        HF,
-        partial(from_positions, implementation="flex_attention", beside=True),
-        FULL_PACKS,
-        ("no tensor",),
-    ),
+    row("causal sdpa", plain, implementation="sdpa"),
+    row("causal eager", plain, implementation="eager"),
+    row("causal eager bf16", plain, implementation="eager", dtype=torch.bfloat16),
+    row("causal eager fp16", plain, implementation="eager", dtype=torch.float16),
+    row("causal flash", plain, implementation="flash_attention_2"),
+    row("causal flex", plain, "no tensor", implementation="flex_attention"),
+    row("packed sdpa", from_positions, implementation="sdpa", beside=False, styles=PACKED),
+    row("packed sdpa, positions", from_positions, implementation="sdpa", styles=PACKED),
+    row("packed eager, positions", from_positions, implementation="eager", styles=PACKED),
+    row("packed flex, positions", from_positions, "no tensor", implementation="flex_attention", styles=PACKED),
     Producer("hf packed and padded", HF, packed_and_padded),
     Producer("hf and_mask documents", HF, documents_and),
-    Producer("hf sliding sdpa", HF, partial(window, implementation="sdpa"), ONE_SEQUENCE),
-    Producer("hf sliding eager", HF, partial(window, implementation="eager"), ONE_SEQUENCE),
-    Producer("hf sliding packed", HF, packed_window, FULL_PACKS),
-    Producer("hf chunked sdpa", HF, partial(chunks, implementation="sdpa"), ONE_SEQUENCE),
-    Producer("hf chunked eager", HF, partial(chunks, implementation="eager"), ONE_SEQUENCE),
-    Producer("hf bidirectional sdpa", NEW, partial(encoder, implementation="sdpa"), ONE_SEQUENCE, ("either polarity",)),
-    Producer("hf bidirectional eager", NEW, partial(encoder, implementation="eager"), ONE_SEQUENCE),
-    Producer("hf bidirectional sliding", NEW, encoder_window, ONE_SEQUENCE, ("either polarity",)),
-    Producer("hf prefix by or_mask", HF, prefix_or, ("none", "right", "left"), ("either polarity",)),
-    Producer("hf PaliGemma prefix", NEW, paligemma, ("none", "right", "left", "empty_row"), ("either polarity",)),
-    Producer("hf Gemma3 image blocks", NEW, image_blocks, ONE_SEQUENCE, ("either polarity",)),
-    Producer("hf BLOOM alibi", HF, partial(bloom, model="bloom"), ONE_SEQUENCE),
-    Producer("hf Falcon alibi", HF, partial(bloom, model="falcon"), ONE_SEQUENCE),
-    Producer("hf MPT alibi", HF, mpt, ONE_SEQUENCE),
-    Producer("hf sdpa_mask", HF, partial(direct, name="sdpa_mask", allow_is_causal_skip=False), ONE_SEQUENCE),
-    Producer("hf eager_mask", HF, partial(direct, name="eager_mask"), ONE_SEQUENCE),
+    Producer("hf make_flex_block_causal_mask", HF, block_causal, ambiguous=("no tensor",)),
+    row("sliding sdpa", window, implementation="sdpa", pattern="sliding"),
+    row("sliding eager", window, implementation="eager", pattern="sliding"),
+    row("sliding packed", window, implementation="sdpa", pattern="sliding", packed=True, styles=PACKED),
+    row("chunked sdpa", window, implementation="sdpa", pattern="chunked"),
+    row("chunked eager", window, implementation="eager", pattern="chunked"),
+    row("bidirectional sdpa", encoder, "either polarity", implementation="sdpa", needs=NEW),
+    row("bidirectional eager", encoder, implementation="eager", needs=NEW),
+    row("bidirectional sliding", encoder_window, "either polarity", needs=NEW),
+    row("prefix by or_mask", prefix_or, "either polarity", styles=SIDED),
+    row("PaliGemma prefix", paligemma, "either polarity", needs=NEW, styles=(*SIDED, "empty_row")),
+    row("Gemma3 image blocks", image_blocks, "either polarity", needs=NEW),
+    *(row(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
+    row("sdpa_mask", direct, name="sdpa_mask", allow_is_causal_skip=False),
+    row("eager_mask", direct, name="eager_mask"),
+    row("_prepare_4d_causal", old),
+    row("_prepare_4d_causal bf16", old, dtype=torch.bfloat16),
+    row("_prepare_4d_causal for sdpa", old, sdpa=True),
+    row("_prepare_4d_causal, sliding", old_window),
+    row("to_causal_4d", triangle, "says nothing", styles=SIDED),
+    row("_unmask_unattended", unmasked, "unmasked rows"),
+    row("_prepare_4d (encoder)", old_encoder),
+    row("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
+    row("extended, encoder", extended, needs=OLD, is_decoder=False),
+    row("extended, decoder", extended, needs=OLD, is_decoder=True),
+    Producer("hf extended, 3D documents", OLD, partial(extended, is_decoder=False, rank=3)),
+    row("invert_attention_mask", inverted, needs=OLD),
 ]

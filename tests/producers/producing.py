@@ -9,18 +9,18 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
-from drawing import STYLES, Draw, causal
+from drawing import STYLES, Draw, causal, chunked, prefix, sliding, together
 from torch import Tensor
 from verdicts import Case
 
 from collate_npu import Pattern
 
-CAUSAL = Pattern.of("causal")
-BIDIRECTIONAL = Pattern.of("bidirectional")
+ATTENDS = {"sliding": sliding, "chunked": chunked, "prefix": prefix, "bidirectional": together}
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Producer:
     """None where this software cannot make such a batch."""
     styles: tuple[str, ...] = STYLES
     ambiguous: tuple[str, ...] = ()
-    """Names from `honest.REASONS`: where a refusal of the bare emission is honest, beside those that hold for all."""
-    note: str = ""
+    """Names from `honest.BY_NAME`: where a refusal of the bare emission is honest, beside what holds for all."""
 
     @property
     def available(self) -> bool:
@@ -52,49 +51,44 @@ def there(module: str) -> bool:
             return False
     except ImportError:
         return False
-    from importlib.metadata import version
-
     major = int(version(name.partition(".")[0]).partition(".")[0]) if least or below else 0
     return (not least or major >= int(least)) and (not below or major < int(below))
 
 
-def case(
-    draw: Draw,
-    attention_mask: Any,
-    *,
-    ids: np.ndarray | None = None,
-    attends: np.ndarray | None = None,
-    pattern: Pattern | None = CAUSAL,
-    polarity: Any = None,
-    silent: bool | np.ndarray = False,
-    richer: bool = False,
-    contrary: bool = False,
-    tokens: Any = None,
-    features: list[dict[str, Any]] | None = None,
-    **more: Any,
-) -> Case:
-    """A batch with this mask, its tokens and their labels; the truth is the draw's and causal unless said."""
-    ids = draw.ids if ids is None else ids
-    input_ids = torch.from_numpy(draw.tokens.copy()) if tokens is None else tokens
-    labels = torch.where(torch.from_numpy(ids > 0), input_ids, -100)
+def case(draw: Draw, attention_mask: Any, *, told: dict[str, Any] | None = None, **more: Any) -> Case:
+    """A batch with this mask, its tokens, their labels and `more`; what is `told` of it stands in the fields of `Case`."""
+    input_ids = torch.from_numpy(draw.tokens.copy())
+    labels = torch.where(torch.from_numpy(draw.keep), input_ids, -100)
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **more}
-    features = samples(draw) if features is None else features
-    attends = causal(ids) if attends is None else attends
-    flags = {"silent": silent, "richer": richer, "contrary": contrary}
-    return Case(draw, batch, ids, attends, pattern, polarity, features=features, **flags)
+    return emitted(draw, batch, features=samples(draw), **(told or {}))
 
 
-def emitted(draw: Draw, batch: dict[str, Any], *, ids: np.ndarray, features: list[dict[str, Any]], **more: Any) -> Case:
-    """A whole batch as a collator makes it."""
-    attends = more.pop("attends", None)
-    attends = causal(ids) if attends is None else attends
-    return Case(draw, dict(batch), ids, attends, more.pop("pattern", CAUSAL), features=features, **more)
+def emitted(
+    draw: Draw, batch: dict[str, Any], *, ids: np.ndarray | None = None, attends: np.ndarray | None = None, **told: Any
+) -> Case:
+    """A whole batch as a collator makes it; the truth is the draw's and causal unless said."""
+    ids = draw.ids if ids is None else ids
+    told = {"pattern": Pattern.of("causal")} | told
+    return Case(draw, dict(batch), ids, causal(ids) if attends is None else attends, **told)
+
+
+def said(draw: Draw, name: str, *size: Any) -> dict[str, Any]:
+    """Whom a pattern lets a token attend, and what a user would declare."""
+    return {
+        "attends": ATTENDS[name](draw.ids, *size),
+        "pattern": getattr(Pattern, name)(*size) if size else Pattern.of(name),
+    }
+
+
+def otherwise(draw: Draw, attends: np.ndarray) -> dict[str, Any]:
+    """Attention that no pattern of ours says, unless it happens to be the causal one."""
+    return {"attends": attends, "pattern": Pattern.of("causal") if (attends == causal(draw.ids)).all() else None}
 
 
 def samples(draw: Draw) -> list[dict[str, Any]]:
     """What went in: one sample for each sequence of a packed row, else one for each row, holes marked."""
     if draw.packed:
-        return [{"input_ids": sequence} for row in draw.sequences() for sequence in row]
+        return [{"input_ids": sequence} for sequence in draw.sequences()]
     return [_sample(tokens, keep) for tokens, keep in zip(draw.tokens, draw.keep)]
 
 
@@ -121,15 +115,32 @@ def restarting(draw: Draw) -> Tensor:
     return torch.from_numpy(out)
 
 
-def varies(bias: Tensor, draw: Draw) -> bool:
-    """Does the additive mask say more of the attended places than that they are attended?"""
-    attended = torch.from_numpy(causal(draw.ids))[:, None].expand(bias.shape)
-    low = bias.masked_fill(~attended, torch.inf).amin(-1)
-    high = bias.masked_fill(~attended, -torch.inf).amax(-1)
-    return bool((high > low).any())
+def bias_of(draw: Draw, mask: Tensor) -> dict[str, Any]:
+    """What is told of an additive mask; of values beside the blocked ones no other mask stands for it."""
+    attended = torch.from_numpy(causal(draw.ids))[:, None].expand(mask.shape)
+    low, high = mask.masked_fill(~attended, torch.inf).amin(-1), mask.masked_fill(~attended, -torch.inf).amax(-1)
+    return {"pattern": None, "polarity": "bias", "richer": bool((high > low).any())}
 
 
 def plain_rows(mask: Tensor, draw: Draw) -> np.ndarray:
     """`[B]`: rows whose padding attends so that nothing tells them from a row without padding."""
     attends = mask.reshape(draw.shape[0], -1, *mask.shape[-2:])[:, 0].numpy()
     return (attends == np.tri(draw.shape[1], dtype=bool)).all(axis=(1, 2)) & ~draw.keep.all(axis=1)
+
+
+def placed(lengths: list[int], width: int, side: str) -> np.ndarray:
+    """Segment ids of samples padded to one side."""
+    ids = np.zeros((len(lengths), width), np.int64)
+    for row, length in zip(ids, lengths):
+        row[slice(0, length) if side == "right" else slice(width - length, width)] = 1
+    return ids
+
+
+def joined(features: list[dict[str, Any]], width: int | None = None) -> np.ndarray:
+    """Segment ids of one flat row; padding behind."""
+    row = [n for n, feature in enumerate(features, start=1) for _ in feature["input_ids"]]
+    return np.array([row + [0] * ((width or len(row)) - len(row))], np.int64)
+
+
+def side_of(draw: Draw) -> str:
+    return "left" if draw.style == "left" else "right"

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from drawing import STYLES, Draw, causal, draw, positions, sliding
-from entries import ENTRIES, Entry, megatron, transformers, wrap
-from honest import REASONS, excuse
+from drawing import STYLES, Draw, causal, draw, positions, sliding, together
+from entries import ENTRIES, adapt, wrap
+from honest import BY_NAME, EVERYWHERE, LIMITS, REASONS, excuse
 from producing import case
-from verdicts import Case, Result, check_batch, judge
+from verdicts import Case, check_batch, judge
 
 from collate_npu import CollateError, Pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROWS = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 PACKS = np.array([[1, 1, 2, 2, 0], [1, 2, 2, 3, 3]])
+RIGHT, HOLE, FULL = np.array([[1, 1, 1, 0, 0], [1] * 5]), np.array([[1, 1, 0, 1, 1]]), np.array([[1, 1, 2, 2]])
 NEUTRAL = partial(wrap, with_2d=True)
+TRANSFORMERS = partial(adapt, consumer="transformers")
 
 
-def made(ids: np.ndarray, **more) -> Case:
+def made(ids: np.ndarray, mask=None, style="left", attends=None, **told) -> Case:
+    """A batch of this truth; its mask is bool 4D unless another is given."""
     tokens = np.where(ids > 0, np.arange(ids.size).reshape(ids.shape) + 3, 0)
-    drawn = Draw("left", ids, tokens, np.random.default_rng(0))
-    attends = more.pop("attends", causal(ids))
-    return case(drawn, torch.from_numpy(attends)[:, None], attends=attends, polarity="keep", **more)
+    attends = causal(ids) if attends is None else attends
+    mask = torch.from_numpy(attends)[:, None] if mask is None else mask
+    return case(
+        Draw(style, ids, tokens, np.random.default_rng(0)), mask, told={"polarity": "keep", "attends": attends, **told}
+    )
 
 
-def model(out):
-    """An adapter that gives back a batch made for it, whatever it is asked."""
-    return lambda *args, **settings: lambda batch: dict(out)
+def beside(found: Case, **keys) -> Case:
+    """The same batch with other keys."""
+    return replace(found, batch={**found.batch, **keys})
 
 
 def right(ids: np.ndarray, **changed) -> dict:
@@ -39,14 +45,14 @@ def right(ids: np.ndarray, **changed) -> dict:
     return {**out, "position_ids": torch.from_numpy(positions(ids)), **changed}
 
 
-def verdict(out: dict, ids: np.ndarray = ROWS, entry=megatron) -> Result:
-    return judge(lambda case: entry(case, make=model(out)), made(ids))
+def verdict(out: dict, batch: Case, entry=adapt) -> str:
+    """Of an adapter that gives back `out`, whatever it is asked."""
+    return judge(lambda case: entry(case, make=lambda *_, **__: lambda batch: dict(out)), batch).verdict
 
 
 @pytest.mark.parametrize("ids", [ROWS, PACKS], ids=["rows", "packs"])
 def test_a_right_answer_is_right(ids):
-    assert verdict(right(ids), ids).verdict == "right"
-    assert verdict(right(ids), ids, NEUTRAL).verdict == "right"
+    assert verdict(right(ids), made(ids)) == verdict(right(ids), made(ids), NEUTRAL) == "right"
 
 
 WRONG = {
@@ -54,6 +60,7 @@ WRONG = {
     "the polarity is turned": {"attention_mask": torch.from_numpy(causal(ROWS))[:, None]},
     "padding is attended": {"attention_mask": torch.from_numpy(~causal(np.ones_like(ROWS)))[:, None]},
     "another pattern": {"attention_mask": torch.from_numpy(~sliding(ROWS, 2))[:, None]},
+    "the 2D mask is gone": {"attention_mask_2d": None},
     "the 2D mask is turned": {"attention_mask_2d": torch.from_numpy(ROWS == 0)},
     "the 2D mask is one token off": {"attention_mask_2d": torch.from_numpy(np.roll(ROWS, 1, 1) > 0)},
     "the 2D mask has another width": {"attention_mask_2d": torch.ones(2, 6, dtype=torch.bool)},
@@ -68,134 +75,118 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_answer_is_seen(fault):
-    assert verdict(right(ROWS, **WRONG[fault]), entry=NEUTRAL).verdict == "wrong"
+    assert verdict(right(ROWS, **WRONG[fault]), made(ROWS), NEUTRAL) == "wrong"
 
 
 def test_sequences_that_see_each_other_are_seen():
     one = (PACKS > 0).astype(np.int64)
-    assert verdict(right(PACKS, attention_mask=torch.from_numpy(~causal(one))[:, None]), PACKS).verdict == "wrong"
-
-
-def test_a_2d_mask_that_is_gone_is_seen():
-    out = right(ROWS)
-    del out["attention_mask_2d"]
-    assert verdict(out, entry=NEUTRAL).verdict == "wrong"
+    assert verdict(right(PACKS, attention_mask=torch.from_numpy(~causal(one))[:, None]), made(PACKS)) == "wrong"
 
 
 def test_no_mask_packs_by_positions_on_transformers_alone():
-    ids, row = np.array([[1, 1, 2, 2, 2]]), {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
-    assert verdict(row, ids, transformers).verdict == "right"
-    assert verdict({"attention_mask": None}, ids, transformers).verdict == "wrong"
-    assert verdict(row, ids, megatron).verdict == "wrong"
+    batch, row = made(np.array([[1, 1, 2, 2, 2]])), {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    assert verdict(row, batch, TRANSFORMERS) == "right"
+    assert verdict({"attention_mask": None}, batch, TRANSFORMERS) == "wrong"
+    assert verdict(row, batch) == "wrong"
     two_d = {**row, "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
-    assert verdict(two_d, ids, transformers).verdict == "wrong", "beside a 2D mask transformers does not look for packs"
+    assert verdict(two_d, batch, TRANSFORMERS) == "wrong", "beside a 2D mask transformers does not look for packs"
 
 
 def test_eager_attention_adds_its_mask():
     keep = torch.from_numpy(causal(PACKS))[:, None]
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
-    found = {
-        form: [judge(partial(_read, mask=mask, implementation=form), made(PACKS)).verdict for mask in (keep, added)]
-        for form in ("sdpa", "eager")
-    }
+
+    def read(mask, implementation):
+        check = partial(check_batch, {"attention_mask": mask}, consumer="transformers", implementation=implementation)
+        return judge(check, made(PACKS)).verdict
+
+    found = {form: [read(mask, form) for mask in (keep, added)] for form in ("sdpa", "eager")}
     assert found == {"sdpa": ["right", "wrong"], "eager": ["wrong", "right"]}
 
 
-def _read(case: Case, mask: torch.Tensor, implementation: str) -> None:
-    check_batch({"attention_mask": mask}, case, "transformers", implementation)
-
-
 def test_values_of_a_mask_are_not_replaced():
-    out = right(ROWS)
-
-    def kept(case):
-        return megatron(case, make=lambda **_: lambda batch: {**out, "attention_mask": batch["attention_mask"]})
-
-    assert judge(lambda case: megatron(case, make=model(out)), made(ROWS, richer=True)).verdict == "wrong"
-    assert "replaced" not in judge(kept, made(ROWS, richer=True)).told
+    batch = made(ROWS, richer=True)
+    assert verdict(right(ROWS), batch) == "wrong"
+    kept = {**right(ROWS), "attention_mask": batch.mask}
+    told = judge(lambda case: adapt(case, make=lambda *_, **__: lambda batch: kept), batch).told
+    assert "replaced" not in told
 
 
 @pytest.mark.parametrize("offsets", [[0, 4], [0, 1, 4], [0, 2, 5], [0, 2]])
 def test_offsets_of_a_flat_row_are_compared(offsets):
-    ids = np.array([[1, 1, 2, 2]])
-    drawn = Draw("packed", ids, ids + 2, np.random.default_rng(0))
-    flat = Case(drawn, {"input_ids": torch.from_numpy(ids)}, ids, causal(ids), Pattern.of("causal"), flat=True)
-
-    def entry(out):
-        return judge(lambda case: megatron(case, make=model(out)), flat).verdict
-
-    assert entry({"cu_seq_lens_q": torch.tensor([0, 2, 4])}) == "right"
-    assert entry({"cu_seq_lens_q": torch.tensor(offsets)}) == "wrong"
-    assert entry({"position_ids": torch.tensor([[0, 1, 2, 3]])}) == "wrong"
-    assert entry({}) == "wrong"
+    flat = replace(made(FULL, flat=True), batch={"input_ids": torch.from_numpy(FULL)})
+    assert verdict({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, flat) == "right"
+    assert verdict({"cu_seq_lens_q": torch.tensor(offsets)}, flat) == "wrong"
+    assert verdict({"position_ids": torch.tensor([[0, 1, 2, 3]])}, flat) == verdict({}, flat) == "wrong"
 
 
 def test_errors_are_told_apart():
-    def refuses(case):
-        raise CollateError("no")
+    def fails(error, case):
+        raise error
 
-    assert judge(refuses, made(ROWS)).verdict == "refused"
+    assert judge(partial(fails, CollateError("no")), made(ROWS)).verdict == "refused"
     for error in (KeyError("x"), ValueError("x"), AttributeError("x"), AssertionError("x")):
-        assert judge(partial(_raise, error=error), made(ROWS)).verdict == "raw"
-
-
-def _raise(case: Case, error: Exception) -> None:
-    raise error
+        assert judge(partial(fails, error), made(ROWS)).verdict == "raw"
 
 
 # --- where a refusal is honest
 
-BY_TITLE = {entry.name: entry for entry in ENTRIES}
+ENTRY = {entry.name: entry for entry in ENTRIES}
+DERIVE, DERIVE_2D, MEGATRON, WRAP = (ENTRY[name] for name in ("derive", "derive +2D", "megatron", "wrap"))
+ONES, LONE = np.ones((2, 3), np.int64), np.array([[1, 2], [1, 1]])
+UNMASKED = beside(made(ROWS, style="mixed"), attention_mask=None)
+HOLDS = {
+    "turned around": (made(LONE), DERIVE_2D),
+    "single tokens": (made(np.array([[1, 2]]), flat=True), MEGATRON),
+    "visible padding": (made(FULL), DERIVE),
+    "contrary": (made(ROWS, contrary=True), MEGATRON),
+    "keys for all queries": (made(ROWS, torch.from_numpy(ROWS > 0)[:, None, None]), MEGATRON),
+    "foreign pattern": (made(ROWS, attends=sliding(ROWS, 2), pattern=Pattern.sliding(2)), MEGATRON),
+    "empty row": (made(np.array([[0, 0], [1, 1]])), MEGATRON),
+    "no mask": (UNMASKED, WRAP),
+    "one value": (made(ONES, torch.ones(2, 1, 3, 3)), DERIVE),
+    "additive zeros": (made(ONES, torch.zeros(2, 3)), DERIVE),
+    "square 2D": (made(np.array([[1, 1], [1, 1]]), torch.ones(2, 2)), DERIVE),
+    "one token": (made(LONE), DERIVE),
+    "chunks": (made(FULL), DERIVE),
+    "wide gap": (made(np.array([[1, 1, 0, 2]]), style="packed_gaps"), DERIVE),
+    "hidden steps": (made(HOLE, attends=sliding(HOLE, 2), pattern=Pattern.sliding(2)), DERIVE),
+    "samples against mask": (made(ROWS, silent=True), WRAP),
+    "either polarity": (made(ROWS), DERIVE),
+    "key row": (made(ROWS), DERIVE),
+    "no tensor": (made(ROWS, [[1]]), DERIVE),
+    "self-attending padding": (made(ROWS), DERIVE),
+    "unmasked rows": (made(ROWS), DERIVE),
+    "says nothing": (made(ROWS), DERIVE),
+    "no boundaries": (made(FULL), MEGATRON),
+    "positions against mask": (made(FULL), MEGATRON),
+}
 
 
-@pytest.mark.parametrize("title", BY_TITLE)
-def test_no_refusal_of_plain_padding_is_honest(title):
-    entry = BY_TITLE[title]
-    assert excuse(made(ROWS), entry) is None
-    assert excuse(made(np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])), entry) is None
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_a_fact_of_some_batch_and_not_of_all(reason):
+    """A reason that holds nowhere, or everywhere, excuses nothing or all: both cases are built."""
+    assert REASONS[reason](*HOLDS[reason])
+    elsewhere = WRAP if reason == "no boundaries" else DERIVE if reason == "positions against mask" else DERIVE_2D
+    assert not REASONS[reason](made(RIGHT), elsewhere)
 
 
-def test_a_foreign_pattern_may_be_refused_until_it_is_declared():
-    window = made(ROWS, attends=sliding(ROWS, 2), pattern=Pattern.sliding(2))
-    assert excuse(window, BY_TITLE["megatron +2D"]) == "foreign pattern"
-    assert excuse(window, BY_TITLE["megatron declared"]) is None
-    assert excuse(window, BY_TITLE["derive"]) is None
+@pytest.mark.parametrize("title", ENTRY)
+@pytest.mark.parametrize("ids", [ROWS, RIGHT], ids=["left", "right"])
+def test_no_refusal_of_plain_padding_is_honest(title, ids):
+    assert excuse(made(ids), ENTRY[title]) is None
+    assert excuse(made(ids), DERIVE, tuple(BY_NAME)) is not None
+    assert set(HOLDS) == EVERYWHERE.keys() | BY_NAME.keys()
 
 
-def test_equal_packs_may_be_refused_until_something_tells():
-    ids = np.array([[1, 1, 2, 2]])
-    assert excuse(made(ids), BY_TITLE["derive"]) == "visible padding"
-    assert excuse(made(np.array([[1, 1, 2, 2, 0]])), BY_TITLE["derive"]) == "chunks"
-    assert excuse(made(np.array([[1, 1, 2, 2, 0]])), BY_TITLE["derive declared"]) is None
-    beside = made(ids, position_ids=torch.from_numpy(positions(ids)))
-    assert excuse(beside, BY_TITLE["transformers"]) is None
-    assert excuse(beside, BY_TITLE["derive"]) == "visible padding", "a mask alone has no positions beside it"
-    assert excuse(made(np.array([[1, 1, 2, 2, 2, 0]])), BY_TITLE["derive"]) is None
-
-
-def test_a_batch_without_mask_may_be_refused_where_nothing_tells():
-    bare = made(ROWS)
-    bare.batch["attention_mask"] = None
-    assert excuse(bare, BY_TITLE["megatron"]) == "no mask"
-    assert excuse(bare, BY_TITLE["wrap"]) is None, "the samples stand on one side"
-    assert excuse(bare, BY_TITLE["megatron +2D"]) is None
-
-
-def test_every_reason_is_a_fact_of_some_batch():
-    """A reason that holds nowhere, or everywhere, excuses nothing or all."""
-    from catalogue import PRODUCERS
-
-    names = [name for name, producer in PRODUCERS.items() if producer.available]
-    seen: dict[str, set[bool]] = {name: set() for name in REASONS}
-    for name in names:
-        producer = PRODUCERS[name]
-        for style in producer.styles:
-            for index in (0, 2, 4, 6):
-                if (found := producer.make(draw(style, index))) is not None:
-                    for entry in ENTRIES:
-                        for reason, holds in REASONS.items():
-                            seen[reason].add(bool(holds(entry.case(found), entry)))
-    assert {name for name, values in seen.items() if values != {True, False}} == set()
+def test_what_no_reader_could_read_otherwise_is_narrow():
+    lone = beside(made(np.array([[1, 2]])), position_ids=torch.zeros(1, 2, dtype=torch.int64))
+    assert LIMITS["single tokens by positions"](beside(lone, attention_mask=None), DERIVE)
+    assert not LIMITS["single tokens by positions"](lone, DERIVE)
+    at = np.arange(5)
+    for ids, holds in ((HOLE, True), (np.array([[1, 1, 1, 0, 1]]), False)):
+        window = together(ids) & (abs(at[:, None] - at) <= 1)
+        assert LIMITS["window or pack"](made(ids, attends=window, pattern=None), DERIVE) is holds
 
 
 # --- what is drawn
@@ -203,28 +194,16 @@ def test_every_reason_is_a_fact_of_some_batch():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_style_is_what_its_name_says(style):
-    drawn = [draw(style, index) for index in range(40)]
-    again = [draw(style, index) for index in range(40)]
-    assert all((one.ids == other.ids).all() and (one.tokens == other.tokens).all() for one, other in zip(drawn, again))
-    assert any(one.shape[0] == one.shape[1] > 1 for one in drawn)
-    assert {one.shape[1] for one in drawn} >= {1, 64}
-    keeps = [one.keep for one in drawn]
-    starts = [keep[:, 0].all() for keep in keeps]
-    ends = [keep[:, -1].all() for keep in keeps]
-    assert all(keep.all() for keep in keeps) == (style in ("none", "packed"))
-    assert {"right": all(starts), "packed_right": all(starts), "left": all(ends)}.get(style, True)
-    assert any((~keep).all(axis=1).any() for keep in keeps) == (style == "empty_row")
-    assert any((one.ids > 1).any() for one in drawn) == style.startswith("packed")
-
-
-def test_the_truths_of_patterns_are_those_of_their_pictures():
-    ids = np.array([[0, 1, 1, 1, 2, 2]])
-    rows = causal(ids)[0].astype(int).tolist()
-    assert ["".join(map(str, row)) for row in rows] == ["000000", "010000", "011000", "011100", "000010", "000011"]
-    assert sliding(ids, 2)[0].sum() == 8
-    assert positions(ids).tolist() == [[0, 0, 1, 2, 0, 1]]
-
-
-def test_entries_have_names_of_their_own():
-    assert len(BY_TITLE) == len(ENTRIES)
-    assert all(isinstance(entry, Entry) for entry in ENTRIES)
+    """Of every draw, whatever the seed; the shapes are in turn."""
+    for index in range(40):
+        one, again = draw(style, index), draw(style, index)
+        assert (one.ids == again.ids).all()
+        assert (one.tokens == again.tokens).all()
+        keep, shape = one.keep, one.shape
+        assert keep.all() or style not in ("none", "packed")
+        assert keep[:, 0].all() or style not in ("right", "packed_right")
+        assert keep[:, -1].all() or style != "left"
+        assert (~keep).all(axis=1).any() == (style == "empty_row")
+        assert style.startswith("packed") or not one.packed
+        assert shape[0] == shape[1] or index % 7 != 6
+        assert index % 7 == 6 or index % 5 != 4 or shape[1] == (1, 2, 3, 64)[index // 5 % 4]

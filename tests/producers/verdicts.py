@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,11 @@ class Case:
     def packed(self) -> bool:
         return bool((self.ids > 1).any())
 
+    @cached_property
+    def gapped(self) -> bool:
+        """Does padding stand between real tokens of a row?"""
+        return any((np.diff(np.flatnonzero(row)) > 1).any() for row in self.keep)
+
     @property
     def mask(self) -> Any:
         return self.batch.get("attention_mask")
@@ -60,16 +65,14 @@ class Case:
     @property
     def told_by_samples(self) -> bool:
         """Do the samples stand whole at one end of their rows, so that their lengths tell the padding?"""
-        ids = all("input_ids" in feature for feature in self.features)
-        return ids and self.draw.style in SIDED and len(self.features) == len(self.ids)
+        whole = self.draw.style in SIDED and len(self.features) == len(self.ids)
+        return whole and all("input_ids" in feature for feature in self.features)
 
     @property
     def keys_alone(self) -> bool:
         """A 2D mask of 0 and 1 says who is real, not where a sequence ends."""
         mask = self.mask
-        return (
-            isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
-        )
+        return isinstance(mask, Tensor) and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
 
     @cached_property
     def plain(self) -> bool:
@@ -85,8 +88,7 @@ class Case:
         return replace(self, ids=ids, attends=np.where(silent_B11, causal(ids), self.attends), silent=False)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The verdict, and what was seen."""
 
     verdict: Verdict
@@ -118,27 +120,30 @@ def demand(fact: Any, told: str) -> None:
 # --- what comes out
 
 
+def same(key: str, found: Any, truth: np.ndarray, at: Any = ...) -> None:
+    found = np.asarray(found)
+    demand(found.shape == truth.shape, f"{key} of shape {found.shape}, truth {truth.shape}")
+    demand((found == truth)[at].all(), f"{key} {found.tolist()}, truth {truth.tolist()}")
+
+
 def check_segments(found: Any, case: Case) -> None:
-    ids = found.ids if isinstance(found, Segments) else found
-    ids = np.asarray(ids)
-    demand(ids.shape == case.ids.shape, f"segments of shape {ids.shape}, tokens of {case.ids.shape}")
-    demand((canonical(ids) == canonical(case.ids)).all(), f"segments {ids.tolist()}, truth {case.ids.tolist()}")
+    same("segments", canonical(found.ids if isinstance(found, Segments) else found), canonical(case.ids))
 
 
 def check_batch(
     out: dict[str, Any], case: Case, consumer: str, implementation: str = "sdpa", needs_2d: bool = False
 ) -> None:
     """Everything a model of this consumer would read."""
-    demand(not case.richer or _same(out.get("attention_mask"), case.mask), "a mask of values or heads was replaced")
+    carried, keep = out.get("attention_mask"), out.get("attention_mask_2d")
+    kept = isinstance(carried, Tensor) and isinstance(case.mask, Tensor) and torch.equal(carried, case.mask)
+    demand(kept or not case.richer, "a mask of values or heads was replaced")
     check_attention(attention_of(out, case.ids.shape, consumer, implementation), case)
-    check_keep(out, case, wanted=needs_2d or consumer == "neutral")
+    demand(keep is not None or not (needs_2d or consumer == "neutral"), "attention_mask_2d is gone")
+    if keep is not None:
+        same("attention_mask_2d", keep.bool(), case.keep)
     check_positions(out, case)
     if "segment_ids" in out:
         check_segments(out["segment_ids"], case)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
 
 
 def check_attention(attends: np.ndarray, case: Case) -> None:
@@ -151,18 +156,22 @@ def check_attention(attends: np.ndarray, case: Case) -> None:
 
 def attention_of(out: dict[str, Any], shape: tuple[int, int], consumer: str, implementation: str) -> np.ndarray:
     """bool `[B, S, S]`: what the layers of the consumer compute of this batch."""
-    carried = out.get("attention_mask")
+    carried, (B, S) = out.get("attention_mask"), shape
     if carried is None:
         return _unmasked(out, shape, consumer)
-    if isinstance(carried, Tensor) and carried.ndim == 2:
+    if not isinstance(carried, Tensor):
+        return block_mask_attends(carried, shape)
+    if carried.ndim == 2:
         demand(consumer == "transformers", f"{consumer} got a 2D attention_mask")
         demand(tuple(carried.shape) == shape, f"attention_mask {list(carried.shape)} for tokens {shape}")
         demand(((carried == 0) | (carried == 1)).all(), "a 2D mask of other values than 0 and 1")
-        keep = carried.numpy().astype(bool)
-        return keep[:, None, :] & np.tri(shape[1], dtype=bool)
-    if isinstance(carried, Tensor):
-        return _dense(carried, shape, consumer, implementation)
-    return block_mask_attends(carried, shape)
+        return carried.numpy().astype(bool)[:, None, :] & np.tri(S, dtype=bool)
+    demand(tuple(carried.shape) == (B, 1, S, S), f"attention_mask {list(carried.shape)} for tokens {shape}")
+    if consumer == "transformers" and implementation == "eager":
+        demand(carried.is_floating_point(), "eager adds the mask: a bool one is 1 or 0")
+        return (carried[:, 0] > -1e3).numpy()
+    demand(carried.dtype == torch.bool, f"a {carried.dtype} mask for {consumer}")
+    return (carried if consumer == "transformers" else ~carried)[:, 0].numpy()
 
 
 def _unmasked(out: dict[str, Any], shape: tuple[int, int], consumer: str) -> np.ndarray:
@@ -174,32 +183,11 @@ def _unmasked(out: dict[str, Any], shape: tuple[int, int], consumer: str) -> np.
     return causal(ids)
 
 
-def _dense(carried: Tensor, shape: tuple[int, int], consumer: str, implementation: str) -> np.ndarray:
-    B, S = shape
-    demand(carried.ndim == 4, f"a mask of {carried.ndim} dimensions")
-    demand(tuple(carried.shape) == (B, 1, S, S), f"attention_mask {list(carried.shape)} for tokens {shape}")
-    if consumer == "transformers" and implementation == "eager":
-        demand(carried.is_floating_point(), "eager adds the mask: a bool one is 1 or 0")
-        return (carried[:, 0] > -1e3).numpy()
-    demand(carried.dtype == torch.bool, f"a {carried.dtype} mask for {consumer}")
-    attends = carried[:, 0].numpy()
-    return attends if consumer == "transformers" else ~attends
-
-
 def block_mask_attends(block_mask: Any, shape: tuple[int, int]) -> np.ndarray:
     """A BlockMask's predicate at every place."""
     B, S = shape
     b, q, k = torch.meshgrid(torch.arange(B), torch.arange(S), torch.arange(S), indexing="ij")
     return block_mask.mask_mod(b, torch.zeros_like(b), q, k).expand(B, S, S).numpy()
-
-
-def check_keep(out: dict[str, Any], case: Case, *, wanted: bool) -> None:
-    found = out.get("attention_mask_2d")
-    demand(found is not None or not wanted, "attention_mask_2d is gone")
-    if found is not None:
-        demand(tuple(found.shape) == case.ids.shape, f"attention_mask_2d {list(found.shape)}, tokens {case.ids.shape}")
-        same = (found.numpy().astype(bool) == case.keep).all()
-        demand(same, f"attention_mask_2d {found.int().tolist()}, truth {case.ids.tolist()}")
 
 
 def check_positions(out: dict[str, Any], case: Case) -> None:
@@ -208,16 +196,14 @@ def check_positions(out: dict[str, Any], case: Case) -> None:
     if isinstance(given, Tensor):
         demand(isinstance(found, Tensor) and torch.equal(found, given), "position_ids of the batch were changed")
     elif isinstance(found, Tensor):
-        same = (found.numpy() == positions(case.ids))[case.keep].all()
-        demand(same, f"position_ids {found.tolist()}, truth {case.ids.tolist()}")
+        same("position_ids", found, positions(case.ids), case.keep)
 
 
 def check_flat(out: dict[str, Any], case: Case) -> None:
     """A flat row: every set of boundaries in it is the truth's; at least one set is there."""
     if (mask := out.get("attention_mask")) is not None:  # transformers separates sequences by nothing else on sdpa
         check_attention((mask[:, 0] == 0 if mask.is_floating_point() else mask[:, 0]).numpy().astype(bool), case)
-    lengths = [int((case.ids[0] == n).sum()) for n in range(1, int(case.ids.max()) + 1)]
-    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    ends = np.concatenate([[0], np.bincount(case.ids[0])[1:].cumsum()]).tolist()
     seen = {key: out[key] for key in OFFSETS if isinstance(out.get(key), Tensor)}
     if (params := out.get("packed_seq_params")) is not None:
         seen["packed_seq_params"] = params.cu_seqlens_q
@@ -225,11 +211,8 @@ def check_flat(out: dict[str, Any], case: Case) -> None:
         found = offsets.tolist()
         demand(found[: len(ends)] == ends, f"{key} {found}, truth {ends}")
         demand(max(found) <= case.ids.shape[1] and sorted(found) == found, f"{key} {found}, {case.ids.shape[1]} tokens")
-    given = out.get("position_ids")
-    if isinstance(given, Tensor):
-        same = (given.numpy() == positions(case.ids))[case.keep].all()
-        demand(same, f"position_ids {given.tolist()}, truth {case.ids.tolist()}")
+    if isinstance(given := out.get("position_ids"), Tensor):
+        same("position_ids", given, positions(case.ids), case.keep)
     demand(seen or isinstance(given, Tensor) or not case.packed, "no boundaries at all")
     if isinstance(out.get("seq_idx"), Tensor):
-        found = out["seq_idx"].numpy().reshape(case.ids.shape)
-        demand((found == case.ids - 1)[case.keep].all(), f"seq_idx {found.tolist()}")
+        same("seq_idx", out["seq_idx"].reshape(case.ids.shape), case.ids - 1, case.keep)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from collate_npu import CollateError, Segments, dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu import CollateError, Segments
+from collate_npu.masks import dense
 from collate_npu.tools.saved import batch_of_file, mask_of_file
 
 TRUTH = Segments.from_lengths([3, 5], side="left")
@@ -15,32 +15,30 @@ BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mas
 
 
 def saved(tmp_path, ending, held):
-    path = tmp_path / f"held{ending}"
+    path, tensors = tmp_path / f"held{ending}", held if isinstance(held, dict) else {"mask": held}
     if ending in (".pt", ".pth"):
         torch.save(held, path)
     elif ending == ".safetensors":
-        pytest.importorskip("safetensors.torch").save_file(held if isinstance(held, dict) else {"mask": held}, path)
-    elif isinstance(held, dict):
-        np.savez(path, **{key: value.numpy() for key, value in held.items()})
+        pytest.importorskip("safetensors.torch").save_file(tensors, path)
+    elif ending == ".npz":
+        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
     else:
-        np.savez(path, mask=held.numpy()) if ending == ".npz" else np.save(path, held.numpy())
+        np.save(path, held.numpy())
     return path
 
 
 @pytest.mark.parametrize("ending", [".pt", ".pth", ".safetensors", ".npz"])
-def test_a_saved_batch_is_the_batch(tmp_path, ending):
-    held = batch_of_file(saved(tmp_path, ending, BATCH))
+def test_a_saved_batch_is_the_batch_and_holds_its_mask(tmp_path, ending):
+    path = saved(tmp_path, ending, BATCH)
+    held = batch_of_file(path)
     assert held.keys() == BATCH.keys()
-    assert segments_from_batch(held) == TRUTH
+    assert all(torch.equal(held[key], value) for key, value in BATCH.items())
+    assert torch.equal(mask_of_file(path), BATCH["attention_mask"])
 
 
 @pytest.mark.parametrize("ending", [".pt", ".npy", ".npz", ".safetensors"])
 def test_a_saved_mask_is_the_mask(tmp_path, ending):
     assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
-
-
-def test_the_mask_of_a_saved_batch(tmp_path):
-    assert torch.equal(mask_of_file(saved(tmp_path, ".pt", BATCH)), BATCH["attention_mask"])
 
 
 class Anything:
@@ -69,9 +67,3 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
 def test_several_tensors_and_none_of_them_the_mask(tmp_path):
     with pytest.raises(CollateError, match="A mask is one tensor"):
         mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
-
-
-def test_the_remedy_of_a_file_that_holds_objects_works(tmp_path):
-    batch = {"input_ids": torch.ones(1, 2), "attention_mask": None}
-    torch.save({key: value for key, value in batch.items()}, tmp_path / "batch.pt")  # noqa: C416
-    assert batch_of_file(tmp_path / "batch.pt")["attention_mask"] is None

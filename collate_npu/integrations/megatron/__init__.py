@@ -1,9 +1,8 @@
 """megatron-core 0.16.1: any batch of ours as the arguments of `GPTModel`, cut for this rank.
 
-`GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones, wants
-labels that are shifted already and takes the router's `padding_mask` (True = padding); it has no place for a 2D mask, and
-its GatedDeltaNet reads none. A flat row goes with `PackedSeqParams` instead. Costs O(B * S), and the dense mask where a
-kernel reads it. Legend: B batch, S width.
+`GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones; it takes
+the router's `padding_mask` (True = padding), and has no place for a 2D mask. A flat row goes with `PackedSeqParams` instead.
+Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.arrays import host_tensor
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.host import host_tensor
 from collate_npu.integrations import patching
-from collate_npu.integrations.megatron import flat_rows, mcore_bridge
+from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
 from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
-from collate_npu.integrations.megatron.packed import flat_row_offsets, packed_seq_params, takes_places
+from collate_npu.integrations.megatron.packed import flat_row_offsets, megatron_ranks, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
@@ -32,11 +31,13 @@ from collate_npu.masks.polarity import Polarity
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
 from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments
 
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
+_READ = ("input_ids", "position_ids", "labels")
 _SCHEME: RecurrentScheme = "head_exchange_zigzag"
 """How its recurrent layers share a row, from 0.18 on; before, its config refuses that."""
 
@@ -67,10 +68,10 @@ def gpt_batch(
 ) -> tuple[dict[str, Any], Segments]:
     """The inputs, and the Segments of the whole rows: `model(**inputs)` computes every real token as its sample alone.
 
-    `inputs` are `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where ignored) and
-    `loss_mask`, on MoE models `padding_mask`; all of them this rank's. `context_parallel` is Megatron's own where
-    `parallel_state` has one. Pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels
-    have no right form for the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
+    `inputs` are this rank's `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where
+    ignored) and `loss_mask`, on MoE models `padding_mask`. `context_parallel` is Megatron's own where `parallel_state` has
+    one; pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels have no right form for
+    the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
 
     `padding_free=True` takes one flat row `[1, T]` and adds `packed_seq_params`. Under context or sequence parallelism each
     sequence is padded to what the ranks can share out, so that row and Segments are wider than the batch; gather by
@@ -81,17 +82,16 @@ def gpt_batch(
     """
     _check_keys(batch)
     segments = segments_from_batch(batch, polarity=polarity, padding_free=padding_free)
-    config, cp = config_of(model), context_parallel or _megatron_parallel(model)
-    row: dict[str, Any] = {key: _tensor(key, batch[key]) for key in _READ if batch.get(key) is not None}
-    offsets = None
+    config = config_of(model)
+    cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
+    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
+    offsets, kernel = None, ""
     if padding_free:
-        _refuse_flat(model)
-        if segments.packed:
-            flat_rows.refuse_unseparated(model.modules())
-        cp = cp and cp.for_documents()
-        row, segments = _shared_out(row, segments, cp)
+        row, segments, cp = _flat(row, segments, model, cp)
         offsets = torch.tensor(flat_row_offsets(segments))
-    kernel = "" if padding_free else _kernel(model, segments)
+    else:
+        kernel = _kernel(model, segments)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
     if cp is not None and needs_mask_2d(model):
@@ -101,14 +101,11 @@ def gpt_batch(
         refuse_no_target(row["labels"], segments, config, cp, offsets)
     if cp is not None:
         inputs = split_batch(inputs, cp, segments=segments, cu_seqlens=offsets)
-    if "padding_mask" in inputs:
-        inputs["padding_mask"] = _of_stage(inputs["padding_mask"], model)
     device = row["input_ids"].device
     if padding_free:
-        ranks = cp or ContextParallel(1, 0)
-        inputs["packed_seq_params"] = packed_seq_params(
-            segments, padding_counts=takes_places(model), context_parallel=ranks, device=device
-        )
+        counts, ranks = takes_places(model), cp or ContextParallel(1, 0)
+        params = packed_seq_params(segments, padding_counts=counts, context_parallel=ranks, device=device)
+        inputs["packed_seq_params"] = params
     if kernel in ("megatron", "mindspeed_dense"):
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
@@ -116,8 +113,7 @@ def gpt_batch(
     if debug.ON:
         why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
         say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
-    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
-    return mcore_bridge.pass_through_forward(type(unwrap(model)), inputs, extras), segments
+    return _passed_on(inputs, model), segments
 
 
 def _masked_by_layers(model: Any) -> bool:
@@ -125,25 +121,16 @@ def _masked_by_layers(model: Any) -> bool:
     return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
 
 
-_READ = ("input_ids", "position_ids", "labels")
-
-
 def _check_keys(batch: Mapping[str, Any]) -> None:
     if batch.get("input_ids") is None:
         rule = "GPTModel takes token ids [B, S] under that name."
-        remedy = (
-            "Rename tokens to input_ids; the labels of Megatron's datasets are shifted already, so pass them to the model."
-        )
+        remedy = "Rename tokens to input_ids; labels of Megatron's datasets are shifted already: pass them to the model."
         raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, remedy))
     beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None]
     if beside and batch.get("labels") is not None:
         rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
         remedy = f"Write it into labels (labels.masked_fill(loss_mask == 0, -100)), and leave {', '.join(beside)} out."
         raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
-
-
-def _tensor(key: str, value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else host_tensor(key, value)
 
 
 def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
@@ -162,41 +149,35 @@ def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str,
     return inputs
 
 
-def _shared_out(row: dict[str, Any], segments: Segments, cp: ContextParallel | None) -> tuple[dict[str, Any], Segments]:
+def _flat(
+    row: dict[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
+) -> tuple[dict[str, Any], Segments, ContextParallel | None]:
     """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
+    _refuse_flat(model)
+    if segments.packed:
+        mcore_bridge.refuse_unseparated(model.modules())
     if cp is None:
-        return row, segments
-    offsets = torch.tensor(flat_row_offsets(segments))
+        return row, segments, None
+    offsets, cp = torch.tensor(flat_row_offsets(segments)), cp.for_documents()
     padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
-    return {key: padded[key] for key in row}, segments
+    return {key: padded[key] for key in row}, segments, cp
 
 
-def _of_stage(padding: Tensor, model: Any) -> Tensor:
-    """Under sequence parallelism GPTModel shares the mask out on its first stage alone (gpt_model.py:307-320), and
-    mcore-bridge's only where it derived it itself (1.6.5 model/gpt_model.py:307-316)."""
+def _passed_on(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The masks of routers and recurrent layers by the door that the model's forward has. GPTModel shares the routers' out
+    on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone (1.6.5 model/gpt_model.py:307-316)."""
     stage = unwrap(model)
-    shared = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
-    if shared or not getattr(config_of(model), "sequence_parallel", False):
-        return padding
-    from megatron.core import parallel_state
-
-    tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    return mcore_bridge.router_padding(padding, None, tp)
-
-
-def _megatron_parallel(model: Any) -> ContextParallel | None:
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    shared = bool(getattr(config_of(model), "sequence_parallel", False))
-    cp = ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
-    return None if (cp.size, cp.tensor_parallel) == (1, 1) else cp
+    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
+    if "padding_mask" in extras:
+        cut_later = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
+        shared = not cut_later and bool(getattr(config_of(model), "sequence_parallel", False))
+        extras["padding_mask"] = mcore_bridge.router_padding(extras["padding_mask"], shared=shared)
+    return mcore_bridge.pass_through_forward(type(stage), inputs, extras)
 
 
 def _kernel(model: Any, segments: Segments) -> str:
-    """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always:
-    without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always: without
+    it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
     if needs_mask_2d(model):
@@ -214,8 +195,8 @@ def _refuse_flat(model: Any) -> None:
     if "DotProductAttention" in {name for _, name in kinds}:
         rule = "Megatron's local attention takes no packed_seq_params."
         remedy = "Leave padding_free out: the same row gets a dense mask. Or run TransformerEngine's kernels."
-    elif ("megatron", "GatedDeltaNet") in kinds and (MAJOR, MINOR) < (0, 18):
-        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from 0.18 on, and this is {MAJOR}.{MINOR}."
+    elif ("megatron", "GatedDeltaNet") in kinds and not MEGATRON_PACKED.holds(f"{MAJOR}.{MINOR}"):
+        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from {MEGATRON_PACKED} on; this is {MAJOR}.{MINOR}."
         remedy = "Pad right with one sequence a row, or upgrade megatron-core."
     if rule:
         raise UnsupportedFormError(explain("padding_free", "True", rule, remedy))

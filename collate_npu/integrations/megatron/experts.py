@@ -1,8 +1,7 @@
 """What Megatron-core's mixture of experts does with padding: what its routers are told, and where telling does not help.
 
-`padding_mask` is bool `[B, S]`, True = padding (core/models/gpt/gpt_model.py:495-497; the docstrings of core/transformer/moe
-say the opposite of their code). Told so, a router leaves padding out of its auxiliary losses, its z-loss and its expert
-bias (router.py:471-626). It still routes padding through the experts, and three settings let that reach real tokens.
+`padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their code). A router leaves it
+out of its losses and its expert bias (router.py:471-626), and still routes it: three settings let that reach real tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from collate_npu.segments import Segments
 
 
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
-    """bool `[B, S]`, True = padding, for a model with experts; None for one without.
-
-    Given without padding too: routers that hear of padding count tokens over their group, others multiply their own, and
-    ranks must do the same (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change which experts
-    real tokens get, or where the router cannot take the mask; warns, once, where the auxiliary loss of a row is not that
-    of its sequences.
-    """
+    """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
+    count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
+    of real tokens, or where the router cannot take the mask; warns, once, where the auxiliary loss is of rows."""
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
@@ -52,10 +47,9 @@ def balancing(config: Any) -> tuple[str, ...]:
 
 def counts_tokens(config: Any) -> bool:
     """Does a router of this model add anything to the loss, or to its bias, that counts tokens?"""
-    coefficients = getattr(config, "moe_aux_loss_coeff", 0) or 0
-    listed = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
-    named = ("moe_z_loss_coeff", "moe_router_enable_expert_bias")
-    return any(listed) or any(getattr(config, name, None) for name in named)
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    told = [getattr(config, name, None) for name in names]
+    return any(any(each) if isinstance(each, (list, tuple)) else each for each in told)
 
 
 def _shares_places(config: Any) -> str | None:

@@ -1,59 +1,60 @@
 """mcore-bridge 1.6.5: padding kept out of Gated DeltaNet and out of the routers' counts, on every stage of a pipeline.
 
-Neither of its two Gated DeltaNets reads a 2D mask that arrives: Megatron's own, the default, reads no mask at all
-(modules/gated_delta_net.py:212), and transformers' (`USE_MCORE_GDN=0`) reads one where megatron-core never passes it on
-(core/transformer/transformer_layer.py:521-538). With `install` the input of either is zero at padding, which is exact
-where no padding stands inside a sequence: norm, projections and convolution of Qwen3-Next and Qwen3.5 have no bias, and a
-state that is empty stays so. `pass_through_forward` picks the way in. Costs one masked copy of a recurrent layer's input.
-Legend: B batch, S this rank's width.
+Of its two Gated DeltaNets Megatron's own, the default, reads no mask (modules/gated_delta_net.py:212), and transformers'
+(`USE_MCORE_GDN=0`) one that megatron-core never passes on (core/transformer/transformer_layer.py:521-538). With `install`
+the input of either is zero at padding. That is exact where no padding stands inside a sequence: norm, projections and
+convolution have no bias, and an empty state stays so. Costs one masked copy of a recurrent layer's input.
+
+Of flat rows, offsets that a layer would misread in silence are refused: its own takes the padded ones where they fit the
+row, and else `cu_seqlens_q` (modules/gated_delta_net.py:240-251), the two of transformers `cu_seqlens_q` alone
+(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Legend: B batch, S this rank's width.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
-from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
-from collate_npu.integrations.megatron import flat_rows
 from collate_npu.keys import KEEP_KEY
 from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.releases import CONVOLUTION_SEALED, installed
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "mcore-bridge", "1.6.5"
 
 _EXTRAS = (KEEP_KEY, "padding_mask")
+_REMEDY = "Build them with packed_seq_params(segments, padding_counts=True), or take gpt_batch's inputs."
 
 
 def install(*, holder: str = PACKAGE) -> None:
     """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
 
-    Of flat rows it refuses the offsets that a layer would misread (`flat_rows`).
-
-    It stays until every `holder` that installed it has let it go: `swift.uninstall` leaves your own in place. With it
-    `USE_MCORE_GDN=0` also builds Qwen3-Next beside transformers 5.13 and later; what cannot run is refused when it is built.
+    `USE_MCORE_GDN=0` then builds Qwen3-Next beside transformers 5.13 too. It stays until every `holder` has let it go.
 
     >>> install()  # doctest: +SKIP
     """
     from mcore_bridge.model import MultimodalGPTModel
     from mcore_bridge.model.gpts import qwen3_next
-    from mcore_bridge.model.modules import TransformerBlock, TransformerLayer
-    from mcore_bridge.model.register import ModelLoader
+    from mcore_bridge.model.mm_gpts.qwen3_5 import Qwen3_5MoeGatedDeltaNet
+    from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer
 
-    patching.patch(holder, ModelLoader, "__init__", _loader)
     patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
     patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
     patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
-    flat_rows.install(holder)
+    patching.patch(holder, GatedDeltaNet, "_resolve_cu_seqlens", _resolved)
+    for takes_places in (qwen3_next.Qwen3NextGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
+        patching.patch(holder, takes_places, "forward", _by_places)
 
 
 def uninstall() -> None:
@@ -77,16 +78,12 @@ def refuse_unmaskable(segments: Segments) -> None:
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it has no such door.
 
-    Warns, once for each class, where the forward takes them and then drops them, as a multimodal one does that has
-    no `extra_forward_keys` for `install` to use.
+    Warns, once for each class, where a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
     """
-    if not extras:
-        return dict(batch)
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _warn_if_dropped(model_class)
-        return {**batch, **extras}
-    if extras.keys() <= parameters.keys():
+    if extras.keys() <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if extras:
+            _warn_if_dropped(model_class)
         return {**batch, **extras}
     if "extra_block_kwargs" in parameters:
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
@@ -94,17 +91,21 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     raise UnsupportedFormError(explain(", ".join(extras), "a mask", rule, "Pad right, or use padding_free=True."))
 
 
-def router_padding(padding: Tensor, cp: ContextParallel | None, tp: tuple[int, int] = (0, 1)) -> Tensor:
+def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared: bool = False) -> Tensor:
     """This rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
 
-    Cut as mcore-bridge cuts what it derives from a dense mask (model/gpt_model.py:307-316); `tp` is the rank and the
-    number of the tensor-parallel ranks that share the tokens again (`sequence_parallel`).
+    Cut as mcore-bridge cuts its own (model/gpt_model.py:307-316): by `cp`, then among tensor-parallel ranks where `shared`.
     """
     local = padding if cp is None else split_tensor(padding, cp)
-    rank, size = tp
+    if not shared:
+        return local.contiguous()
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_tensor_model_parallel_world_size()
     if local.shape[1] % size:
         rule = f"{size} tensor-parallel ranks share the tokens of a row."
         raise CollateError(explain("width", str(local.shape[1]), rule, f"Pad to a multiple of {size} on each rank."))
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=1)[rank].contiguous()
 
 
@@ -120,34 +121,9 @@ def _warn_if_dropped(model_class: Any) -> None:
         )
 
 
-def _loader(original: Callable[..., Any], self: Any, config: Any) -> None:
-    """Every model is built by one (model/register.py `get_mcore_model`); the recurrent ones name their layer."""
-    recurrent = getattr(type(self), "gated_delta_net", None)
-    if recurrent is not None and any(config.linear_attention_freq or ()):
-        _refuse_unrunnable(recurrent, config)
-    original(self, config)
-
-
-def _refuse_unrunnable(recurrent: type, config: Any) -> None:
-    """What USE_MCORE_GDN=0 cannot run, said before the model is built, with the versions and the way out.
-
-    Upstream it ends in an AssertionError (qwen3_next.py:456). Megatron's own layer under context parallelism is refused by
-    its config, before 0.18 (core/transformer/transformer_config.py:982-986).
-    """
-    if (
-        not any(base.__module__.startswith("transformers.") for base in recurrent.__mro__)
-        or config.context_parallel_size == 1
-    ):
-        return
-    installed = ", ".join(f"{name} {version(name)}" for name in (PACKAGE, "transformers", "megatron-core"))
-    rule = f"{recurrent.__name__}, which it takes from transformers, runs on whole rows ({installed})."
-    remedy = "Unset it: Megatron's own layer runs under context parallelism from megatron-core 0.18 on."
-    raise UnsupportedFormError(explain("USE_MCORE_GDN", os.environ.get("USE_MCORE_GDN", "0"), rule, remedy))
-
-
 def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its own are cleared by a vision tower and on later stages (mm_gpt_model.py:65, 122); `extra_forward_keys` name what
-    survives (:105, 123), and a missing one is a KeyError, hence per call."""
+    """Its own are cleared by a vision tower and on later stages; `extra_forward_keys` name what survives
+    (mm_gpt_model.py:105, 123), and a missing one is a KeyError, hence per call."""
     language = self.language_model
     before = getattr(language, "extra_forward_keys", None)
     if before is None:
@@ -162,8 +138,7 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
 def _gated_delta_net_init(
     original: Callable[..., Any], self: Any, config: Any, submodules: Any, layer_number: int, **kwargs: Any
 ) -> Any:
-    """transformers' layer asks its config which kind it is (5.19 modeling_qwen3_next.py:616), which mcore-bridge's does
-    not say for Qwen3-Next as it does for Qwen3.5 (gpts/qwen3_next.py:455-462, mm_gpts/qwen3_5.py:39-43)."""
+    """transformers' layer asks its config for its kind (5.19 modeling_qwen3_next.py:616): mcore-bridge's does not say."""
     if getattr(config, "layer_types", None) is not None:
         return original(self, config, submodules, layer_number, **kwargs)
     config.layer_types = {layer_number: "linear_attention"}
@@ -178,32 +153,20 @@ def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, *
     padding = kwargs.get("padding_mask")
     if padding is None:
         return original(self, *args, **kwargs)
-    hooks = [layer.register_forward_pre_hook(partial(_with_padding, padding), with_kwargs=True) for layer in self.layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in self.layers:
+            with_padding = lambda _, args, given: (args, {**given, "padding_mask": padding})  # noqa: E731
+            hooks.enter_context(layer.register_forward_pre_hook(with_padding, with_kwargs=True))
         return original(self, *args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _with_padding(padding: Tensor, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return args, {**kwargs, "padding_mask": padding}
 
 
 def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Every layer gets the 2D mask; none may hand it to megatron-core, and Gated DeltaNet gets its input zeroed."""
     keep, attention = kwargs.pop(KEEP_KEY, None), self.self_attention
-    if keep is None or not _is_gated_delta_net(attention):
+    if keep is None or not any(base.__name__.endswith("GatedDeltaNet") for base in type(attention).__mro__):
         return original(self, *args, **kwargs)
-    hook = attention.register_forward_pre_hook(partial(_zero_padding, keep, self.config))
-    try:
+    with attention.register_forward_pre_hook(partial(_zero_padding, keep, self.config)):
         return original(self, *args, **kwargs)
-    finally:
-        hook.remove()
-
-
-def _is_gated_delta_net(attention: Any) -> bool:
-    return any(base.__name__.endswith("GatedDeltaNet") for base in type(attention).__mro__)
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -218,3 +181,47 @@ def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -
 
         keep_BS = keep_BS.chunk(ranks, dim=1)[mpu.get_tensor_model_parallel_rank()]
     return (hidden.masked_fill(keep_BS.T.unsqueeze(-1) == 0, 0), *args[1:])
+
+
+def refuse_unseparated(modules: Iterable[Any]) -> None:
+    """Raise for a layer whose convolution runs across the sequences of a flat row: transformers from 5.15 on has no place
+    for the one that mcore-bridge puts into Qwen3.5's layer (mm_gpts/qwen3_5.py:31, 48), and its own reads `seq_idx`, which
+    nobody sends (modeling_qwen3_5_moe.py:582-588 of 5.19; measured: 2.8 off)."""
+    if not CONVOLUTION_SEALED.holds():
+        return
+    for module in modules:
+        if type(module).__name__ == "Qwen3_5MoeGatedDeltaNet" and type(module).__module__.startswith("mcore_bridge"):
+            rule = f"With transformers {installed('transformers')} the convolution of {type(module).__name__} is not told "
+            rule += "where sequences end, and runs across them."
+            remedy = "Unset it: Megatron's own layer takes flat rows. Or set padding_free=False."
+            raise UnsupportedFormError(explain("USE_MCORE_GDN", "0 and a flat row", rule, remedy))
+
+
+def _resolved(
+    original: Callable[..., Any], padded: Tensor | None, actual: Tensor | None, total: int, cp_size: int = 1
+) -> Any:
+    """Every sequence a multiple of 2 * cp: it is cut into so many parts (core/ssm/mamba_context_parallel.py:362-374)."""
+    found = original(padded, actual, total, cp_size=cp_size)
+    given = actual if padded is None else padded
+    if given is None:  # the object carries other things than offsets
+        return found
+    parts = 2 * cp_size if cp_size > 1 else 1
+    lengths = torch.diff(given if found is None else found)
+    if found is None or not bool(((lengths >= 0) & (lengths % parts == 0)).all()):
+        rule = f"Gated DeltaNet takes offsets that rise from 0 to the {total} tokens of the row"
+        rule += f", in steps of {parts} on {cp_size} ranks." if cp_size > 1 else "."
+        raise CollateError(explain("packed_seq_params", str(given.tolist())[:80], rule, _REMEDY))
+    return found
+
+
+def _by_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    params = kwargs.get("packed_seq_params")
+    if params is not None and params.qkv_format == "thd":
+        taken = params.cu_seqlens_q
+        if taken.numel() > 2:
+            refuse_unseparated([self])
+        total = hidden_states.shape[0] * (self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1)
+        if int(taken[-1]) != total:  # real ones end early wherever there is padding
+            rule = f"{type(self).__name__} takes cu_seqlens_q for places in the row, and the row has {total} tokens."
+            raise CollateError(explain("cu_seqlens_q", str(taken.tolist())[:80], rule, _REMEDY))
+    return original(self, hidden_states, **kwargs)

@@ -16,6 +16,7 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.megatron.multi_token import depths
+from collate_npu.kernels.check import say_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.parallel import ContextParallel
 from collate_npu.segments import Segments
@@ -30,24 +31,18 @@ def packed_seq_params(
 ) -> Any:
     """`megatron.core.packed_seq_params.PackedSeqParams` of a flat row `[1, S]`: `qkv_format="thd"`, int32 offsets `[N + 1]`.
 
-    Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them: the kernels divide the
-    offsets themselves. `context_parallel` is Megatron's own where `parallel_state` has one. Raises `CollateError` where its
-    ranks cannot share out each sequence: Gated DeltaNet of 0.18 to 0.19.2 asks for lengths % cp alone, and then cuts each
-    sequence into 2 * cp parts (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600), which is no order of the tokens.
+    Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them. `context_parallel` is
+    Megatron's own where `parallel_state` has one. `max_seqlen_*` are physical, because rotary positions are made for those
+    (core/transformer/attention.py:1082-1089), and `total_tokens` is S, for Mamba's sequence numbers (`__post_init__`).
 
-    `max_seqlen_*` are physical and Python ints, because rotary positions are made for the physical lengths
-    (core/models/common/embeddings/rotary_pos_embedding.py:238-241, core/transformer/attention.py:1082-1089).
-    `total_tokens` is S, where the physical offsets end: from both, 0.17 and later make the sequence numbers for Mamba
-    (`__post_init__`), and they are right only then.
+    `padding_counts=True` hands over the physical offsets as the real ones, for readers that take `cu_seqlens_q` for places
+    in the row (`takes_places`, FlashAttention 2). Causal attention stays exact; what counts tokens by them counts padding.
+    Done unasked beside MindSpeed, whose attention takes them so (core_r0.16.0 core/transformer/dot_product_attention.py:282,
+    0.18 flash_attention/adaptor.py:50-55); and where padding stands behind the last sequence alone, before 0.19 with
+    `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows in silence under context parallelism (issue 3331).
 
-    `padding_counts=True` hands over the physical offsets as the real ones. Causal attention is exact all the same, because
-    padding stands behind its sequence; what counts tokens by the offsets counts padding. It is for readers that take
-    `cu_seqlens_q` for places in the row: Megatron's multi-token prediction, mcore-bridge, kernels without padding between
-    sequences (FlashAttention 2). It is done without being asked for in two cases. Beside MindSpeed, whose attention takes
-    them so (core_r0.16.0 core/transformer/dot_product_attention.py:282, 0.18 flash_attention/adaptor.py:50-55). And where
-    padding stands behind the last sequence alone, before `pad_between_seqs` (0.19): TransformerEngine up to 2.16 compares
-    the offsets without the last one, and under context parallelism reads wrong rows in silence
-    (dot_product_attention.py:1519-1529; its issue 3331). Raises where padding stands before or inside a sequence.
+    Raises `CollateError` for padding before or inside a sequence, and where the ranks cannot share out each sequence: Gated
+    DeltaNet of 0.18 to 0.19.2 takes such in silence (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600).
 
     >>> packed_seq_params(Segments.from_lengths([[3, 2]])).cu_seqlens_q.tolist()  # doctest: +SKIP
     [0, 3, 5]
@@ -66,26 +61,28 @@ def packed_seq_params(
         padded = fields[f"cu_seqlens_{side}_padded"]
         fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
     fields["pad_between_seqs"] = apart
+    newest = {"megatron": "main"}  # attention reads them too: which layers a release has is not judged here
+    say_call("megatron_core.GatedDeltaNet", fields, B=1, T=offsets[-1], segments=segments, versions=newest)
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
 
 def takes_places(model: Any) -> bool:
     """Does this model take `cu_seqlens_q` for where sequences stand, whatever the padded offsets say?
 
-    Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2); and mcore-bridge:
-    Gated DeltaNets of transformers (1.6.5 gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79), latent attention
-    (modules/multi_latent_attention.py:35), its own (modules/gated_delta_net.py:250) where the padded ones do not fit.
+    Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
+    Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
     """
     return depths(config_of(model)) > 0 or type(unwrap(model)).__module__.startswith("mcore_bridge")
 
 
-def megatron_ranks() -> ContextParallel | None:
-    """The context-parallel ranks of Megatron's `parallel_state` for flat rows, if there are several."""
+def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
+    """The ranks among which Megatron's `parallel_state` shares a row, with `shared` the tensor-parallel ones too."""
     from megatron.core import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized() or parallel_state.get_context_parallel_world_size() == 1:
+    if not parallel_state.model_parallel_is_initialized():
         return None
-    return ContextParallel.from_megatron(tensor_parallel=1).for_documents()
+    cp = ContextParallel.from_megatron(**({} if shared else {"tensor_parallel": 1}))
+    return cp if cp.size * cp.tensor_parallel > 1 else None
 
 
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:

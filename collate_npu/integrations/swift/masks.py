@@ -1,8 +1,7 @@
 """The masks of one ms-swift micro-batch: which tokens are real, and what this model and this kernel read of it.
 
-`attention_mask` is None where that is exact, and dense (True = blocked, this rank's rows) where a kernel or a layer reads
-it; `attention_mask_2d` stays for recurrent layers, `padding_mask` for routers that get no dense mask to take it from.
-Costs O(B * S), or the dense mask. Legend: B batch, S width.
+`attention_mask` is None or dense (True = blocked, of this rank), `attention_mask_2d` for recurrent layers, `padding_mask`
+for routers that get no dense mask to take it from.
 """
 
 from __future__ import annotations
@@ -10,148 +9,132 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from collate_npu.arrays import host_tensor
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
 from collate_npu.consumers.models import needs_mask_2d, recurrent_heads
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.host import host_tensor
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel import ContextParallel, check_recurrent_split, query_rows, split_tensor
-from collate_npu.parallel.layout import Scope
 from collate_npu.segments import Segments
 
 
 def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
-    """Real lengths where the template sent them, else what the masks tell; all of them must agree.
-
-    ms-swift's own 2D mask counts the alignment padding of context parallelism as real (template/base.py:2073, 2133): it
-    is replaced by that of the lengths, and then every source goes through the door.
-    """
+    """Real lengths where the template sent them, else what the masks tell; all must agree. ms-swift's own 2D mask counts
+    alignment padding as real (template/base.py:2073, 2133)."""
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
     keep = host_tensor(KEEP_KEY, keep) != 0
     told = Segments.from_lengths(lengths, keep.shape[1])
-    cp = args.context_parallel_size
-    aligned = Segments.from_lengths([round_up(n, 2 * cp if cp > 1 else 1) for n in told.row_lengths], keep.shape[1])
-    same_B = [keep.eq(either.keep).all(dim=1) for either in (told, aligned)]
-    wrong = (~(same_B[0] | same_B[1])).nonzero().flatten().tolist()
-    if wrong:
+    parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    aligned = Segments.from_lengths([round_up(n, parts) for n in told.row_lengths], keep.shape[1])
+    right_B = keep.eq(told.keep).all(dim=1) | keep.eq(aligned.keep).all(dim=1)
+    if wrong := (~right_B).nonzero().flatten().tolist():
         rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int(keep[b].sum())} real tokens") for b in wrong]
         rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
         raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
     return segments_from_batch({**data, KEEP_KEY: told.keep}, polarity=polarity)
 
 
-def add_masks(args: Any, out: Mapping[str, Any], segments: Segments, mask_2d: Scope = "local") -> dict[str, Any]:
-    """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
-    from transformers.utils import is_torch_npu_available
+class TrainerMasks:
+    """What the batches of one trainer need: its arguments are read once, and a batch is looked at alone."""
 
-    device = next(value.device for value in out.values() if isinstance(value, Tensor))
-    cp, npu, info = context_parallel(args, mask_2d), bool(is_torch_npu_available()), getattr(args, "model_info", None)
-    config = {} if getattr(info, "config", None) is None else {"model": info.config}  # type: ignore[union-attr]
-    # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
-    kernel = kernel_of_args(args)
-    consumer = kernel if kernel == "mindspeed_dense" else "megatron"
-    adapter = BatchAdapter.from_args(args, context_parallel=cp, consumer=consumer, **config)
-    _refuse_lookahead(args, out.get("labels"), segments)
-    out = {**out, **_asked_of_real_tokens(out.get("labels"), segments, cp)}
-    wants_dense = _wants_dense(args, segments, kernel, npu, recurrent=adapter.route(segments).keeps_mask_2d)
-    masks = adapter.render({"input_ids": segments.ids.to(device)}, segments)
-    extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
-    blocked = masks["attention_mask"]
-    if blocked is None and wants_dense:
-        rows = None if cp is None else query_rows(segments.shape[1], cp)
-        blocked = dense(segments, polarity="masked", rows=rows, device=device)
-    if blocked is None and getattr(info, "is_moe_model", False):
-        extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), cp, _tensor_parallel(args))
-    return mcore_bridge.pass_through_forward(_model_class(args), {**out, "attention_mask": blocked}, extras)
+    def __init__(self, args: Any, polarity: Polarity | None = None) -> None:
+        from transformers.utils import is_torch_npu_available
 
+        self.args, self.polarity, self.cp = args, polarity, context_parallel(args)
+        self.kernel, self.npu = kernel_of_args(args), bool(is_torch_npu_available())
+        # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
+        consumer = self.kernel if self.kernel == "mindspeed_dense" else "megatron"
+        self.adapter = BatchAdapter.from_args(args, context_parallel=self.cp, consumer=consumer)
 
-def _wants_dense(args: Any, segments: Segments, kernel: str, npu: bool, *, recurrent: bool) -> bool:
-    """Does the kernel, or a layer, read a dense mask? Raises where None is wrong and none is read.
+    def add(self, out: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+        """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
+        device = next(value.device for value in out.values() if isinstance(value, Tensor))
+        _refuse_lookahead(self.args, out.get("labels"), segments)
+        out = {**out, **_asked_of_real_tokens(out.get("labels"), segments, self.cp)}
+        masks = self.adapter.masks(segments, device)
+        extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
+        blocked = masks["attention_mask"]
+        if self._wants_dense(segments, recurrent=KEEP_KEY in masks) and blocked is None:
+            rows = None if self.cp is None else query_rows(segments.shape[1], self.cp)
+            blocked = dense(segments, polarity="masked", rows=rows, device=device)
+        if blocked is None and getattr(getattr(self.args, "model_info", None), "is_moe_model", False):
+            shared = self.args.sequence_parallel and self.args.tensor_model_parallel_size > 1
+            extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), self.cp, shared=shared)
+        return mcore_bridge.pass_through_forward(_model_class(self.args), {**out, "attention_mask": blocked}, extras)
 
-    Transformer Engine, which all backends but "local" run, computes causal attention whatever mask it is given
-    (core/models/gpt/gpt_layer_specs.py:251); what MindSpeed reads in its place, `consumers.mindspeed` knows.
-    """
-    backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-    masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
-    refuse_unread_padding(segments, kernel, recurrent=recurrent and not masked)
-    if recurrent:
-        mcore_bridge.refuse_unmaskable(segments)
-    mlp = bool(getattr(args, "mlp_padding_free", False))
-    if mlp and npu and backend != "local":
-        rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
-        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
-    if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
-        rule = (
-            "mcore-bridge cuts the mask of mlp_padding_free zigzag, however the tokens are (transformer_layer.py:375-377)."
-        )
-        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
-    return mlp or bool(backend == "local" and kernel != "mindspeed")
+    def _wants_dense(self, segments: Segments, *, recurrent: bool) -> bool:
+        """Does the kernel, or a layer, read a dense mask? Transformer Engine, which all backends but "local" run, computes
+        causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
+        args = self.args
+        backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
+        masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
+        refuse_unread_padding(segments, self.kernel, recurrent=recurrent and not masked)
+        if recurrent:
+            mcore_bridge.refuse_unmaskable(segments)
+        mlp = bool(getattr(args, "mlp_padding_free", False))
+        if mlp and self.npu and backend != "local":
+            rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
+            raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
+        if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
+            rule = "mcore-bridge cuts the mask of mlp_padding_free zigzag, always (transformer_layer.py:375-377)."
+            remedy = "Set mlp_padding_free=False."
+            raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
+        return mlp or bool(backend == "local" and self.kernel != "mindspeed")
 
 
 def _asked_of_real_tokens(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
     """ms-swift rolls labels one place to the left, so that the padding before a row's tokens is asked for the first of them
-    (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Alone nothing is: padding is asked for nothing here."""
+    (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Padding is asked for nothing here."""
     keep = segments.keep if cp is None else split_tensor(segments.keep, cp)
-    if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # of a classifier, or of another pipeline stage
+    if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # a classifier's, or another pipeline stage's
         return {}
     return {"labels": labels.masked_fill(~keep.to(labels.device), -100)}
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
-    """Raise where multi-token prediction asks a padded place for a token further on, which no sample alone is asked for.
-
-    `labels` are shifted once already; mcore-bridge shifts them again for each depth, and reads no other mask
-    (model/gpt_model.py:514-529).
-    """
+    """Raise where multi-token prediction asks a padded place for a token further on. `labels` are shifted once already;
+    mcore-bridge shifts them again for each depth, and reads no other mask (model/gpt_model.py:514-529)."""
     depth = getattr(args, "mtp_num_layers", None) or 0
     if not depth or not isinstance(labels, Tensor) or segments.padding_side in ("none", "right"):
         return
-    asking = [~segments.keep[:, :-k] & (host_tensor("labels", labels)[:, k:] != -100) for k in range(1, depth + 1)]
-    rows = sorted({row for each in asking for row in each.any(dim=1).nonzero().flatten().tolist()})
-    if rows:
+    learned, padding = host_tensor("labels", labels) != -100, ~segments.keep
+    asking = [(padding[:, :-k] & learned[:, k:]).any(dim=1) for k in range(1, depth + 1)]
+    if rows := torch.stack(asking).any(dim=0).nonzero().flatten().tolist():
         rule = f"With mtp_num_layers={depth} the padding before a row's tokens is asked for the first {depth + 1} of them."
         remedy = f"Pad right, or ignore the labels of the first {depth + 1} tokens of a row (-100)."
         raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
-def context_parallel(args: Any, mask_2d: Scope) -> ContextParallel | None:
+def context_parallel(args: Any) -> ContextParallel | None:
     """This rank's place among those that share a row, as ms-swift cuts it; None alone."""
     if args.context_parallel_size == 1:
         return None
     from megatron.core import mpu
 
     size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    return ContextParallel(size, rank, layout=args.cp_partition_mode, mask_2d=mask_2d)
+    return ContextParallel(size, rank, layout=args.cp_partition_mode)
 
 
 def refuse_layout(args: Any) -> None:
-    """Raise where ranks that share a flat row hold tokens that recurrent layers put in another order: whatever
-    `cp_partition_mode` says, mcore-bridge's undoes a zigzag of each sequence (modules/gated_delta_net.py:273-294)."""
-    cp, config = context_parallel(args, "local"), getattr(getattr(args, "model_info", None), "config", None)
+    """Raise where recurrent layers would put a flat row in another order than its ranks hold: whatever `cp_partition_mode`
+    says, mcore-bridge's undoes a zigzag of each sequence (modules/gated_delta_net.py:273-294)."""
+    cp, config = context_parallel(args), getattr(getattr(args, "model_info", None), "config", None)
     if cp is None or config is None or not needs_mask_2d(config):
         return
     any_two = Segments.from_lengths([[2 * cp.size] * 2])
     heads = recurrent_heads(config)
     check_recurrent_split(cp.for_documents(), "head_exchange_zigzag", any_two, padding_free=True, heads=heads)
-
-
-def _tensor_parallel(args: Any) -> tuple[int, int]:
-    """Rank and number of the ranks that share a row's tokens beside context parallelism."""
-    if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
-        return 0, 1
-    from megatron.core import mpu
-
-    return int(mpu.get_tensor_model_parallel_rank()), args.tensor_model_parallel_size
 
 
 def _model_class(args: Any) -> Any:

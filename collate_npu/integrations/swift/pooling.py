@@ -1,29 +1,24 @@
 """ms-swift's pooling: which token of each row is the last one, told by the batch that is pooled and by no other.
 
 A trainer's loss reads the mask out of its own batch with `data.get("attention_mask")`, or `data.get("attention_mask_2d")`
-where that is None, and hands it to `get_last_tokens` (4.6.0 megatron/trainers/trainer.py:149, embedding_trainer.py:63,
-reranker_trainer.py:73, reward_trainer.py:19). So the batch itself answers. Legend: B batch, S width.
+where that is None, and hands it to `get_last_tokens` (4.6.0 megatron/trainers/trainer.py:149). Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.derive import derive_segments
 from collate_npu.segments import Segments
 
 
 class PooledBatch(dict[str, Any]):
-    """A prepared batch that remembers which tokens of its whole rows are real.
-
-    `model(**batch)` and `batch[key]` give what the model reads: None, or this rank's part. `batch.get` of either mask
-    gives the whole rows, bool `[B, S]`, True = real: on one rank of several, pooling gathers the output first.
-    """
+    """`model(**batch)` and `batch[key]` give what the model reads: None, or this rank's part; `batch.get` of either mask the
+    whole rows, bool `[B, S]`, True = real: on one rank of several, pooling gathers the output first."""
 
     def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
         super().__init__(batch)
@@ -34,16 +29,9 @@ class PooledBatch(dict[str, Any]):
 
 
 def get_last_tokens(
-    original: Callable[..., Any],
-    trainer: Any,
-    output_tensor: Tensor,
-    packed_seq_params: Any = None,
-    attention_mask: Any = None,
+    original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
 ) -> Any:
-    """Pool by the mask that is given: bool or int `[B, S]` of whole rows, or on one rank a dense one, True = blocked.
-
-    Raises `CollateError` for no mask, one rank's part of a mask, another batch's shape, and rows without a real token.
-    """
+    """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
     if packed_seq_params is None:
         ranks = trainer.args.context_parallel_size
         attention_mask = _whole_rows(attention_mask, output_tensor, ranks).to(output_tensor.device)
@@ -52,19 +40,15 @@ def get_last_tokens(
 
 def _whole_rows(mask: Any, output: Tensor, ranks: int) -> Tensor:
     B, S = output.shape[0], output.shape[1] * ranks
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    dense = len(shape) == 4 and (shape[0], *shape[2:]) == (B, S, S)
-    if shape != (B, S) and not dense:
+    if not isinstance(mask, Tensor) or mask.shape != (B, S):
         got = "no mask" if mask is None else shape_of(mask)
-        rule = f"A mask of the whole rows names their last tokens, and this output has {B} rows of {S} ({ranks} ranks)."
+        rule = f"A 2D mask of the whole rows names their last tokens; this output has {B} rows of {S} ({ranks} ranks)."
         remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
-    keep: Tensor = derive_segments(mask, polarity="masked").keep if dense else mask != 0
+    keep: Tensor = mask != 0
     if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
-        rows = [(b, "padding alone") for b in empty]
-        raise CollateError(
-            explain_rows("get_last_tokens", rows, "A row without tokens has no last one.", "Drop those rows.")
-        )
+        rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
+        raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
     return keep
 
 

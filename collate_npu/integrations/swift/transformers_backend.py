@@ -1,11 +1,8 @@
 """`swift sft` on its transformers backend: its collator's batches are right or refused; none is changed.
 
-Padded on either side, ms-swift 4.6.0 sends the 2D mask (template/base.py:2132-2135), which every layer of a transformers
-model reads. Two of its settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing`
-(positions alone, which no such layer reads; the transformers it needs, before 5.20, does not notice) and
-`sequence_parallel_size` (sequence_parallel.py splits the row; Qwen3.5 alone has a forward for that,
-model/models/qwen.py:1312-1445, which refuses rings and heads that the ranks do not share out itself, :1363, :1605).
-Costs O(B * S) per batch of a recurrent model, nothing for others.
+Two settings of ms-swift 4.6.0 say nothing to recurrent layers and train on in silence: `padding_free` and `packing`
+(positions alone, which no such layer reads) and `sequence_parallel_size` (Qwen3.5 alone has a forward for a split row,
+model/models/qwen.py:1312-1445). Costs O(B * S) per batch of a recurrent model, nothing for others.
 """
 
 from __future__ import annotations
@@ -25,21 +22,16 @@ the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
     """Raise `UnsupportedFormError` where the real tokens of this batch would not be computed as alone."""
-    if template.is_training and "input_ids" in batch and needs_mask_2d(template.config):
-        _check_ranks(template) if template.sequence_parallel_size > 1 else _check_row(template, batch)
-
-
-def _check_row(template: Any, batch: Mapping[str, Any]) -> None:
-    read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
-    if template.padding_free:
-        read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
-    adapter = BatchAdapter(template.config, consumer="transformers", padding_free=template.padding_free)
-    adapter.route(segments_from_batch(read, padding_free=template.padding_free))
-
-
-def _check_ranks(template: Any) -> None:
-    family, ranks = text_config(template.config).model_type, template.sequence_parallel_size
-    if family not in _SPLIT_BY_SWIFT:
+    if not template.is_training or "input_ids" not in batch or not needs_mask_2d(template.config):
+        return
+    family, ranks, flat = text_config(template.config).model_type, template.sequence_parallel_size, template.padding_free
+    if ranks > 1 and family not in _SPLIT_BY_SWIFT:
         rule = f"Each rank runs the recurrent layers of {family} on its part of a row alone, from an empty state."
         remedy = "Set sequence_parallel_size=1, or train with `megatron sft`, whose Gated DeltaNet gathers the row."
         raise UnsupportedFormError(explain("sequence_parallel_size", str(ranks), rule, remedy))
+    if ranks == 1:
+        read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
+        if flat:
+            read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
+        adapter = BatchAdapter(template.config, consumer="transformers", padding_free=flat)
+        adapter.route(segments_from_batch(read, padding_free=flat))

@@ -1,10 +1,7 @@
 """What a dataloader gives torchtitan's trainer: `({"input": ..., "positions": ...}, labels)`.
 
-The trainer hands every key beside `input` to the model, builds the masks from `positions` (a document begins at each 0),
-cuts all of it under context parallelism, and takes one batch of the dataloader as one micro-batch of a pipeline. So
-positions are enough, for every layer kind (torchtitan 0.3.0 trainer.py:690-765, 800-860). Costs O(B * S).
-
-Legend: B rows, S width.
+The trainer hands every key beside `input` to the model, builds the masks from `positions` (a document begins at each 0) and
+cuts all of it under context parallelism (torchtitan 0.3.0 trainer.py:690-765, 800-860). Legend: B rows, S width.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ TrainerBatch = tuple[dict[str, Any], Tensor]
 class TitanCollator:
     """`inner`'s batch as torchtitan's trainer takes it: `collate_fn=` of a `ParallelAwareDataloader`.
 
-    `inner` is a `PaddingCollator` or `wrap_collator(...)` without a consumer; with `attention_mask="2d"` it builds no
-    dense mask on the way. `extra` is handed to the model beside the tokens (qwen3_5 wants its `special_tokens`).
-    `segment_ids=True` is for model parts under `masks_in_forward`. Picklable if `inner` is.
+    `inner` is a `PaddingCollator` or `wrap_collator(...)` without a consumer. `extra` is handed to the model beside the
+    tokens (qwen3_5 wants its `special_tokens`). `segment_ids=True` is for `masks_in_forward`. Picklable if `inner` is.
 
     >>> from collate_npu import PaddingCollator
     >>> inner = PaddingCollator(pad_token_id=0, attention_mask="2d")
@@ -46,29 +42,19 @@ class TitanCollator:
     inner: Callable[..., Mapping[str, Any]]
     _: KW_ONLY
     segment_ids: bool = False
-    labels_shifted: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> TrainerBatch:
         """`trainer_batch` of the inner batch, with the same errors."""
-        batch = self.inner(features)
-        input_dict, labels = trainer_batch(batch, segment_ids=self.segment_ids, labels_shifted=self.labels_shifted)
+        input_dict, labels = trainer_batch(self.inner(features), segment_ids=self.segment_ids)
         return {**input_dict, **self.extra}, labels
 
 
-def trainer_batch(
-    batch: Mapping[str, Any],
-    segments: Segments | None = None,
-    *,
-    segment_ids: bool = False,
-    labels_shifted: bool = False,
-) -> TrainerBatch:
+def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *, segment_ids: bool = False) -> TrainerBatch:
     """`({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
 
-    Labels are moved to the token before them, as the trainer's loss reads them; padding and the last token of a
-    sequence get -100. With `segment_ids` the dict holds int32 `segment_ids` too, for `masks_in_forward`.
-    Raises `CollateError` without labels, `UnsupportedFormError` for a sequence with holes, which positions cannot tell
-    (`segment_ids` can), and for keys that the model's forward would be called with.
+    Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
+    for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.
     """
     _refuse_keys(batch)
     segments = segments or segments_from_batch(batch)
@@ -83,17 +69,15 @@ def trainer_batch(
     if debug.ON:
         told = "segment_ids" if segment_ids else "positions"
         say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
-    return input_dict, _labels(batch, segments, labels_shifted)
+    return input_dict, _labels(batch, segments)
 
 
-def _labels(batch: Mapping[str, Any], segments: Segments, labels_shifted: bool) -> Tensor:
+def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor):
         remedy = "Let each sample carry labels, a copy of its input_ids for plain language modelling."
         raise CollateError(explain("labels", type(labels).__name__, "The trainer counts and reads labels [B, S].", remedy))
-    if labels_shifted or "shift_labels" in batch:
-        return labels.masked_fill(~segments.keep, -100)
-    return shift_labels(labels, segments)
+    return labels.masked_fill(~segments.keep, -100) if "shift_labels" in batch else shift_labels(labels, segments)
 
 
 def _refuse_keys(batch: Mapping[str, Any]) -> None:
@@ -101,7 +85,5 @@ def _refuse_keys(batch: Mapping[str, Any]) -> None:
     other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
     if other:
         rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
-        remedy = (
-            "Leave it out of the samples, build inner without consumer= and model=, or name it in TitanCollator(extra=)."
-        )
+        remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
         raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))

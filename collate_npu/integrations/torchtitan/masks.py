@@ -1,10 +1,8 @@
 """torchtitan 0.3.0: attention masks as an argument of the model, made from Segments; padding is a document of its own.
 
-`get_attention_masks` gives what a model's own method of that name gives, for padding, holes, windows and chunks too.
-`positions` alone is enough where the trainer builds the masks: torchtitan begins a document at every position 0.
-Offsets cost O(B * S). A BlockMask is built by torchtitan's compiled `create_attention_mask`, without a dense mask.
-
-Legend: B rows, S width.
+`masks_in_forward` makes them inside a model part, of the rows that arrive there: torch's pipeline schedules cut a batch by
+dimension 0 of every tensor (torch 2.13 distributed/pipelining/microbatch.py:380-400), VarlenMetadata as if its offsets were
+rows. Offsets cost O(B * S); a BlockMask takes no dense mask. Legend: B rows, S width.
 """
 
 from __future__ import annotations
@@ -17,15 +15,16 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.arrays import Array
 from collate_npu.consumers.routes import say_batch
-from collate_npu.errors import UnsupportedFormError, explain, explain_rows
-from collate_npu.host import Array
-from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.keys import SEGMENT_KEY
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 
+_REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
+_REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
 """What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
@@ -41,17 +40,16 @@ def get_attention_masks(
 ) -> Any:
     """`attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
 
-    qwen3: `"causal"`. qwen3_5: `{"quadratic_attention": "causal", "deltanet": "varlen"}`. gpt_oss: `{"basic_mask":
-    "causal", "sliding_window_mask": Pattern.sliding(128)}`. `layers_of(model)` reads it off a model. `block_size` is
-    that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on the way.
+    `layers_of(model)` reads them off a model; gpt_oss: `{"basic_mask": "causal", "sliding_window_mask":
+    Pattern.sliding(128)}`. `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it
+    builds `[B, 1, S, S]` on the way.
 
     >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
     """
-    if isinstance(layers, Mapping):
-        out: Any = {key: _one(segments, kind, device, block_size, compiled) for key, kind in layers.items()}
-    else:
-        out = _one(segments, layers, device, block_size, compiled)
+    kinds = layers if isinstance(layers, Mapping) else {"": layers}
+    masks = {key: _one(segments, kind, device, block_size, compiled) for key, kind in kinds.items()}
+    out = masks if isinstance(layers, Mapping) else masks[""]
     if debug.ON:
         say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
     return out
@@ -79,8 +77,6 @@ def layers_of(model: Any) -> Layers:
 def positions(segments: Segments) -> Tensor:
     """int64 `[B, S]`: 0 at the first token of every sequence, and of every stretch of padding.
 
-    From these torchtitan's own `get_attention_masks` makes the same masks as ours, where no sequence has holes.
-
     >>> positions(Segments.from_lengths([2, 4], side="left")).tolist()
     [[0, 1, 0, 1], [0, 1, 2, 3]]
     """
@@ -90,25 +86,8 @@ def positions(segments: Segments) -> Tensor:
     return torch.where(segments.keep, segments.position_ids, torch.from_numpy(inside).view(segments.shape))
 
 
-def documents(tokens: Tensor, eos_id: int, *, keep: Tensor | None = None) -> Segments:
-    """Segments of rows `[B, S]` in which each document ends with `eos_id`, the eos included.
-
-    `keep`, bool `[B, S]`, says which tokens are real: with pad == eos nothing else can. Without it all are.
-
-    >>> documents(torch.tensor([[5, 6, 9, 7, 9]]), eos_id=9).ids.tolist()
-    [[1, 1, 1, 2, 2]]
-    """
-    keep = torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep
-    real = segments_from_batch({"tokens": tokens, KEEP_KEY: keep}).keep
-    ends = (tokens == eos_id).to("cpu", torch.int64)
-    return Segments.from_ids((ends.cumsum(1) - ends + 1) * real)
-
-
 def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -> Any:
-    """VarlenMetadata of the B * S tokens, row after row, padding included as documents, with host offsets for GDN.
-
-    Raises where a sequence has holes: kernels that read offsets cannot leave tokens out (`padding_free` can).
-    """
+    """VarlenMetadata of the B * S tokens, row after row, padding included as documents. Raises for a sequence with holes."""
     from torchtitan.models.common.attention import VarlenMetadata
 
     begins_BS = _begins(segments.ids.numpy())
@@ -128,16 +107,13 @@ def torn_rows(segments: Segments) -> list[tuple[int, str]]:
     return [(b, "holes") for b, row in enumerate(segments.lengths) if pieces_B[b] != len(row)]
 
 
-def _one(
-    segments: Segments, kind: Kind, device: torch.device | str, block_size: int | tuple[int, int], compiled: bool
-) -> Any:
+def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.models.common.attention import create_attention_mask
 
-    create = cast(Any, create_attention_mask if compiled else create_block_mask)
-    B, S = segments.shape
+    create, (B, S) = cast(Any, create_attention_mask if compiled else create_block_mask), segments.shape
     return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 
 
@@ -160,3 +136,65 @@ def _begins(ids_BS: Array) -> Array:
     begins_BS = np.ones(ids_BS.shape, bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return begins_BS
+
+
+def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
+    """Let a model part (a Decoder, or a pipeline stage of one) make `attention_masks` of the `segment_ids` it is given.
+
+    `model(tokens, segment_ids=segments.ids)`, or the same keyword to a schedule's `step`, or the key in the trainer's batch.
+    `layers` default to `layers_of(model)`; `settings` go to `get_attention_masks`. Returns the hook's handle. The forward
+    raises `CollateError` for segments, or masks given instead, that are not of its tokens.
+
+    >>> for part in trainer.model_parts:  # doctest: +SKIP
+    ...     masks_in_forward(part)
+    """
+    layers = layers_of(model) if layers is None else layers
+    inner = getattr(model.config.first_attention, "inner_attention", None)
+    settings = {"block_size": getattr(inner, "block_size", 128), **settings}
+
+    def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = args[0] if args else kwargs["tokens"]
+        kwargs = dict(kwargs)
+        ids = kwargs.pop(SEGMENT_KEY, None)
+        if ids is None:
+            _check_masks(kwargs.get("attention_masks", args[2] if len(args) > 2 else None), tokens)
+            return args, kwargs
+        ids = _local(ids)
+        if tuple(ids.shape) not in _shapes(tokens):
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, _REMEDY_POSITIONS)
+        segments = Segments.from_ids(ids)
+        kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
+        if len(args) < 2 and kwargs.get("positions") is None:
+            kwargs["positions"] = positions(segments).to(tokens.device)
+        return args, kwargs
+
+    return model.register_forward_pre_hook(prepare, with_kwargs=True, prepend=True)
+
+
+def _check_masks(masks: Any, tokens: Tensor) -> None:
+    """A BlockMask of more rows than the tokens is read from its first, without an error; offsets point anywhere."""
+    for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
+        key = f"attention_masks {name}".strip()
+        if hasattr(mask, "kv_num_blocks"):
+            if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) not in _shapes(tokens):
+                raise _not_of_tokens(key, [mask.kv_num_blocks.shape[0], mask.seq_lengths[0]], tokens)
+        elif mask is not None:
+            host = mask.cu_seq_q_host or tuple(mask.cu_seq_q.tolist())
+            whole = host[-1] in {B * S for B, S in _shapes(tokens)}
+            if host[0] != 0 or not whole or len(host) != len(mask.cu_seq_q):
+                raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets, {host[0]} to {host[-1]}", tokens)
+
+
+def _shapes(tokens: Tensor) -> set[tuple[int, int]]:
+    """`(B, S)` of the tokens. Masks of a DTensor are those of its local rows, or of all where its width is shared out."""
+    local = _local(tokens)
+    return {(B, S) for B in (tokens.shape[0], local.shape[0]) for S in (tokens.shape[1], local.shape[1])}
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _not_of_tokens(key: str, got: Any, tokens: Tensor, remedy: str = _REMEDY_IDS) -> CollateError:
+    rule = f"The tokens of this call are {list(tokens.shape[:2])} (rows, width), and this is made for others."
+    return CollateError(explain(key, str(got), rule, remedy))

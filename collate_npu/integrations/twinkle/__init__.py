@@ -1,8 +1,5 @@
-"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask, and a safe gather of objects.
-
-`install(model)` takes what a user holds: twinkle's own model, in this process, under torchrun, or its handle on Ray. The
-processor that `set_processor` makes lives beside the model: in this process, or on Ray in each worker, so there `install`
-runs in each worker. Stages are replaced when a processor meets its first batch, so those that are set later get ours too.
+"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask, and a safe gather of objects. A processor
+that is set after `install` gets our stages when it meets its first batch.
 """
 
 from __future__ import annotations
@@ -13,41 +10,35 @@ from weakref import WeakKeyDictionary
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.integrations import patching
-from collate_npu.integrations.twinkle.chunks import chunks_of, is_twinkle_model
-from collate_npu.integrations.twinkle.stages import Stages
-from collate_npu.masks.patterns import Pattern
+from collate_npu.integrations.twinkle.stages import Stages, chunks_of
 from collate_npu.parallel import data_group, gather_objects
 from collate_npu.parallel.groups import is_gloo
 
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 
-_MODELS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The models of this process whose processors get our stages, and what was said of them."""
+_MODELS: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()
+"""The models of this process whose processors get our stages, and what was said of their need of a 2D mask."""
 
 
-def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None, pattern: str | Pattern = "causal") -> None:
+def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None) -> None:
     """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
 
-    It reaches every processor of every adapter, also one that is set later; where the model lives on Ray, in each worker.
-    On NPUs twinkle's gather of objects becomes `gather_object`, and mcore-bridge hands the 2D mask on
-    (`mcore_bridge.install`). `attention_mask_2d`, and on MoE models `padding_mask`, go where the forward of every pipeline
-    chunk passes them on. A batch is refused where the kernels of some chunk cannot read its padding, or no forward takes
-    its mask.
+    It reaches every processor of every adapter; where the model lives on Ray, in each worker. On NPUs twinkle's gather of
+    objects becomes `gather_object`. A batch is refused where the kernels of some pipeline chunk cannot read its padding, or
+    a forward does not take its masks (`attention_mask_2d`, on MoE models `padding_mask`).
 
     `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
-    module, a list of pipeline chunks, or a config (which tells of its kernels `masked_softmax_fusion` alone). Raises
-    `CollateError` where nothing says whether layers read the 2D mask, and for any other `target`.
+    module, a list of pipeline chunks, or a config. Raises `CollateError` where nothing says whether layers read the 2D mask.
 
     >>> from collate_npu.integrations import twinkle  # doctest: +SKIP
     >>> twinkle.install(model)  # doctest: +SKIP
     """
-    settings: dict[str, Any] = {"needs_mask_2d": needs_mask_2d, "pattern": pattern}
     if hasattr(target, "process_pipeline"):
-        _replace(target, model, **settings)
+        _replace(target, model, needs_mask_2d)
     elif hasattr(target, "_actors"):
-        _in_each_worker(target, install, settings)
-    elif is_twinkle_model(target):
-        _install_here(target, settings)
+        _in_each_worker(target, install, needs_mask_2d=needs_mask_2d)
+    elif hasattr(target, "optimizer_group"):
+        _install_here(target, needs_mask_2d)
     else:
         rule = "A processor lives beside the model: twinkle's MegatronModel or TransformersModel holds it."
         remedy = "Pass that model, or one InputProcessor and the model that reads its batches: install(processor, model)."
@@ -59,8 +50,8 @@ def uninstall(target: Any) -> None:
     if hasattr(target, "process_pipeline"):
         _give_back(target)
     elif hasattr(target, "_actors"):
-        _in_each_worker(target, uninstall, {})
-    elif is_twinkle_model(target):
+        _in_each_worker(target, uninstall)
+    elif hasattr(target, "optimizer_group"):
         _MODELS.pop(target, None)
         for processor in _processors(target):
             _give_back(processor)
@@ -68,7 +59,7 @@ def uninstall(target: Any) -> None:
             patching.release(PACKAGE)
 
 
-def _install_here(model: Any, settings: dict[str, Any]) -> None:
+def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
     from twinkle.processor import InputProcessor
     from twinkle.utils.framework import Framework
 
@@ -77,20 +68,20 @@ def _install_here(model: Any, settings: dict[str, Any]) -> None:
 
         mcore_bridge.install(holder=PACKAGE)
     for processor in _processors(model):
-        _replace(processor, model, **settings)
-    _MODELS[model] = settings
+        _replace(processor, model, needs_mask_2d)
+    _MODELS[model] = needs_mask_2d
     patching.patch(PACKAGE, InputProcessor, "__call__", _first_batch)
     patching.patch(PACKAGE, Framework, "gather_object", _gather)
 
 
 def _first_batch(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
-    for model, settings in list(_MODELS.items()):
+    for model, needs_mask_2d in list(_MODELS.items()):
         if any(each is processor for each in _processors(model)):
-            _replace(processor, model, **settings)
+            _replace(processor, model, needs_mask_2d)
     return original(processor, *args, **kwargs)
 
 
-def _in_each_worker(handle: Any, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) -> None:
     import ray
 
     ray.get([actor.__ray_call__.remote(function, **settings) for actor in handle._actors])
@@ -102,15 +93,13 @@ def _processors(model: Any) -> list[Any]:
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 
-def _replace(processor: Any, model: Any, *, needs_mask_2d: bool | None, pattern: str | Pattern) -> None:
+def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
     if _installed(processor) is not None:
         return
-    stages = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d, pattern)
-    ours = stages.by_name()
-    missing = set(ours) - {stage.__name__ for stage in processor.process_pipeline}
-    if missing:
-        rule = "The stages of twinkle-kit 0.5.1 are replaced by name."
-        raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, "Install twinkle-kit==0.5.1."))
+    ours = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d).by_name()
+    if missing := set(ours) - {stage.__name__ for stage in processor.process_pipeline}:
+        rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."
+        raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, f"Install {PACKAGE}=={TESTED}."))
     processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
 
 
@@ -124,17 +113,13 @@ def _give_back(processor: Any) -> None:
 def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
     from twinkle import Platform
 
-    if Platform.device_prefix() != "npu":
-        return list(original(object, device_mesh, process_group))
-    return gather_object(object, device_mesh, process_group)
+    gather = gather_object if Platform.device_prefix() == "npu" else original
+    return list(gather(object, device_mesh, process_group))
 
 
 def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
-    """twinkle's `torch_util.gather_object`, through Gloo alone: no object meets HCCL (twinkle utils/framework.py:41-71).
-
-    Where Megatron shares out the data, between all ranks of its data and context parallelism, as twinkle does on an NPU;
-    else between those of `process_group`. Lists of ranks are joined and None left out, as twinkle's callers expect.
-    """
+    """twinkle's `torch_util.gather_object` (utils/framework.py:41-71), through Gloo alone: no object meets HCCL. Between the
+    ranks of Megatron's data and context parallelism, as twinkle does on an NPU, else those of `process_group`."""
     import torch.distributed as dist
 
     values = [value]

@@ -19,14 +19,13 @@ from torch.nn.functional import pad
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import consumer_named
+from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
-from collate_npu.consumers.models import config_of
+from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.integrations.megatron.mcore_bridge import router_padding
-from collate_npu.integrations.twinkle.chunks import chunks_of, pass_through, refuse_unread
+from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, pad_documents, split_batch
 from collate_npu.segments import Segments
 
@@ -46,34 +45,18 @@ class Stages:
     before: tuple[Callable[..., Any], ...]
     model: Any
     needs_mask_2d: bool | None
-    pattern: str | Pattern
 
     def by_name(self) -> dict[str, Stage]:
         """Each stage under the name of twinkle's that it replaces. Raises where the model's need of the mask is unknown."""
         if self.processor.framework != "transformers":
             self.adapter("megatron", ContextParallel(1, 0))
-        return {
-            "pad_cp": self.pad_cp,
-            "align_routed_experts": self.align_routed_experts,
-            "to_transformers_dict": self.to_transformers_dict,
-            "drop_causal_4d_mask": self.drop_causal_4d_mask,
-            "split_cp": self.split_cp,
-        }
+        stages = (self.pad_cp, self.align_routed_experts, self.to_transformers_dict, self.drop_causal_4d_mask, self.split_cp)
+        return {stage.__name__: stage for stage in stages}
 
     def adapter(self, consumer: str, cp: ContextParallel) -> BatchAdapter:
         """The adapter of twinkle's first model chunk, for one consumer and one rank's place."""
-        return BatchAdapter(
-            next(iter(self.chunks), None),
-            needs_mask_2d=self.needs_mask_2d,
-            consumer=consumer_named(consumer),
-            pattern=self.pattern,
-            context_parallel=cp,
-        )
-
-    @property
-    def chunks(self) -> list[Any]:
-        """As they are now: twinkle wraps them when it first trains, and adds adapters."""
-        return chunks_of(self.model)
+        model, reader = next(iter(chunks_of(self.model)), None), consumer_named(consumer)
+        return BatchAdapter(model, needs_mask_2d=self.needs_mask_2d, consumer=reader, context_parallel=cp)
 
     @property
     def cp(self) -> ContextParallel:
@@ -85,11 +68,7 @@ class Stages:
         if size > 1 and mesh.cp_rank is None:
             rule = f"{size} ranks share each row, and the mesh does not know which this one is."
             raise CollateError(explain("device_mesh", "cp_rank None", rule, "Start with torchrun, or twinkle.initialize."))
-        return ContextParallel(
-            size,
-            mesh.cp_rank if size > 1 else 0,
-            tensor_parallel=mesh.tp_world_size or 1,
-        )
+        return ContextParallel(size, mesh.cp_rank if size > 1 else 0, tensor_parallel=mesh.tp_world_size or 1)
 
     def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
         """Every row to its final width, on the processor's side, with its mask: twinkle's collate has only to stack."""
@@ -108,8 +87,8 @@ class Stages:
 
     def to_transformers_dict(self, batches: list[Row], **kwargs: Any) -> list[Row]:
         """twinkle's list of keys, and the ids of the sequences."""
-        kept = [{SEGMENT_KEY: batch[SEGMENT_KEY]} if SEGMENT_KEY in batch else {} for batch in batches]
-        return [{**out, **keep} for out, keep in zip(self.processor.to_transformers_dict(batches, **kwargs), kept)]
+        pairs = zip(batches, self.processor.to_transformers_dict(batches, **kwargs))
+        return [{**out, **{key: given[key] for key in (SEGMENT_KEY,) if key in given}} for given, out in pairs]
 
     def drop_causal_4d_mask(self, batches: list[Row], attention_mask_type: str | None = None, **_: Any) -> list[Row]:
         """None, this rank's rows of the 4D mask, or an error, by what the kernels read; then this rank's tokens."""
@@ -132,17 +111,17 @@ class Stages:
             offsets = batch["packed_seq_params"].cu_seqlens_q
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
         out, segments = adapter.with_segments(batch)
-        chunks = self.chunks
+        chunks = chunks_of(self.model)  # as they are now: twinkle wraps them when it first trains, and adds adapters
         refuse_unread(chunks, segments, attention=not npu)  # MindSpeed's kernels are the adapter's consumer there
-        if not any(hasattr(chunk, "forward") for chunk in chunks):
+        kinds = {type(chunk): None for chunk in chunks if hasattr(chunk, "forward")}
+        if not kinds:
             return out
-        extras = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}
-        config = config_of(chunks[0])
+        extras, config = {KEEP_KEY: out.pop(KEEP_KEY)} if KEEP_KEY in out else {}, config_of(chunks[0])
         if out["attention_mask"] is None and getattr(config, "num_moe_experts", None):
             shared = bool(getattr(config, "sequence_parallel", False)) and cp.tensor_parallel > 1
-            tp = (self.processor.device_mesh.tp_rank, cp.tensor_parallel) if shared else (0, 1)
-            extras["padding_mask"] = router_padding(batch[SEGMENT_KEY] == 0, cp, tp)
-        return pass_through(chunks, out, extras)
+            extras["padding_mask"] = router_padding(batch[SEGMENT_KEY] == 0, cp, shared=shared)
+        doors = [pass_through_forward(kind, out, extras) for kind in kinds]  # each kind of chunk takes them, or one raises
+        return {key: value for door in doors for key, value in door.items()}
 
     def _token_keys(self, row: Row) -> list[str]:
         names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
@@ -179,13 +158,14 @@ def _plain(row: Row) -> Row:
         rule = "twinkle parts the sequences of a row by positions, where processors are padding_free."
         remedy = "Pass set_processor(..., padding_free=True)."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
-    keep = segments.keep.to(row["input_ids"].device, torch.long)
-    return {**{key: value for key, value in row.items() if key not in _TRUTH}, "attention_mask": keep}
+    rest = {key: value for key, value in row.items() if key not in _TRUTH}
+    return {**rest, "attention_mask": segments.keep.to(row["input_ids"].device, torch.long)}
 
 
 def _segments(row: Row) -> Segments:
     """One sample `[1, L]` before collation, through the door. Where it says nothing of padding it has none."""
-    told = {key: value for key, value in row.items() if isinstance(value, Tensor) and _at_door(key)}
+    read = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
+    told = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in read}
     if (positions := told.get("position_ids")) is not None and len(positions) > 1:
         told["position_ids"] = positions[:, None]  # axes, not rows
     if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
@@ -193,16 +173,9 @@ def _segments(row: Row) -> Segments:
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
-def _at_door(key: str) -> bool:
-    return key in KEYS and (KEYS[key].role is not None or KEYS[key].kind == "positions")
-
-
 def _parted(row: Row) -> Segments:
-    """The same, with documents by positions over all tokens, holes included: as twinkle counts its offsets.
-
-    A document begins where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis
-    does not count 0, 1, 2, ... in each: twinkle would lose the tokens before its first 0.
-    """
+    """The same, with documents by positions over all tokens, as twinkle counts its offsets: one begins where the first axis
+    is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1, 2, ... in each."""
     segments, positions = _segments(row), row.get("position_ids")
     if segments.packed or positions is None:
         return segments
@@ -217,3 +190,27 @@ def _length(row: Row) -> int:
 def _dim(key: str, value: Tensor) -> int:
     """Tokens are the last dimension of positions, `[1, L]` or `[3, L]`, and the second of anything else `[1, L, ...]`."""
     return KEYS.get(key, TOKENS).dim % value.ndim
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """Every module a batch goes through, without DDP, Float16Module and PEFT around it; or a config, alone; or nothing."""
+    if hasattr(model, "_actors"):
+        rule = "The modules of a model on Ray live in its workers, and its processors too."
+        raise CollateError(explain("model", f"the handle of a {type(model).__name__}", rule, "Call install(model)."))
+    holder = hasattr(model, "optimizer_group") or (hasattr(model, "model") and not hasattr(model, "forward"))
+    held = model.model if holder else model
+    held = list(held) if isinstance(held, (list, tuple)) or type(held).__name__ == "ModuleList" else [held]
+    return [unwrap(chunk) for chunk in held if chunk is not None]
+
+
+def refuse_unread(chunks: list[Any], segments: Segments, *, attention: bool = True) -> None:
+    """Raise where padding reaches a layer that cannot see it; without `attention`, a recurrent one. A config tells of its
+    softmax alone."""
+    modules = {chunk: [type(module).__name__ for module in chunk.modules()] for chunk in chunks if hasattr(chunk, "modules")}
+    recurrent = any("GatedDeltaNet" in kinds for kinds in modules.values())
+    attending = [chunk for chunk, kinds in modules.items() if any("DotProductAttention" in kind for kind in kinds)]
+    kernels = [kernel_of(chunk) for chunk in attending or modules]
+    if not modules and any(getattr(config_of(chunk), "masked_softmax_fusion", False) for chunk in chunks):
+        kernels = ["transformer_engine"]
+    for kernel in dict.fromkeys(kernels if attention else ["megatron"]):
+        refuse_unread_padding(segments, kernel, recurrent=recurrent)

@@ -1,10 +1,8 @@
 """verl 0.9.1, Megatron engine: jagged rows to padded ones, the mask the model takes, and the way back.
 
-`pad_jagged` and `to_jagged` are each other's inverse; `engine` has the same under verl's own names. They differ from
-verl's models/mcore/util.py in that the 2D mask stays 2D on every device, and that no `[B, 1, S, S]` is built for an NPU:
-None is exact for jagged rows and causal attention, and other patterns are refused. Costs one pass over the tokens.
-
-Legend: B rows, S width, L = S / cp tokens of a row on one rank.
+`pad_jagged` and `to_jagged` are each other's inverse; `engine` has the same under verl's own names. Unlike verl's
+(models/mcore/util.py) they keep the 2D mask on every device, and build no `[B, 1, S, S]` for an NPU: None is exact for
+jagged rows and causal attention. Costs one pass over the tokens. Legend: B rows, S width, L = S / cp of a row on one rank.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.collate.padding import round_up
-from collate_npu.consumers.consumer import route
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_tensor
 from collate_npu.parallel.agreement import batch_facts
@@ -30,18 +26,15 @@ PACKAGE, TESTED = "verl", "0.9.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padded:
-    """What one rank's model takes of a jagged batch, and the whole truth for the way back."""
+    """What one rank's model takes of a jagged batch: values `[B, L, ...]`, a 2D mask bool `[B, L]`, True = real, int64
+    positions `[B, L]`; and the Segments of the whole batch `[B, S]` for the way back."""
 
     values: Tensor
-    """`[B, L, ...]`: the ids, or whatever was jagged."""
     attention_mask: Tensor | None
     """None on an NPU, where MindSpeed's causal attention is refused any mask; elsewhere the 2D mask."""
     attention_mask_2d: Tensor
-    """bool `[B, L]`, True = real."""
     position_ids: Tensor
-    """int64 `[B, L]`."""
     segments: Segments
-    """Of the whole batch, `[B, S]`."""
 
 
 def pad_jagged(
@@ -52,14 +45,11 @@ def pad_jagged(
     width: int | None = None,
     fp8: bool = False,
     roll: bool = False,
-    fill: float = 0,
-    pattern: str | Pattern = "causal",
 ) -> Padded:
     """A jagged `[B, j, ...]` as this rank's padded rows. Inverse of `to_jagged`.
 
-    `cp` defaults to Megatron's groups and `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, the width
-    before alignment. `roll` moves every token one place to the left (labels), before the split. Under context parallelism
-    all ranks call it, and compare their rows first.
+    `cp` defaults to Megatron's groups, `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, before alignment.
+    `roll` moves tokens one place to the left (labels). Under context parallelism all ranks call it.
 
     >>> ids = torch.nested.nested_tensor([torch.tensor([1, 2, 3]), torch.tensor([4])], layout=torch.jagged)
     >>> padded = pad_jagged(ids, ContextParallel(size=1, rank=0), npu=True)
@@ -69,14 +59,12 @@ def pad_jagged(
     cp = cp or ContextParallel.from_megatron()
     with ranks_agree(cp) as facts:
         segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
-        whole = repad(values.values(), segments, fill)
+        whole = repad(values.values(), segments)
         facts |= batch_facts({} if whole.is_floating_point() else {"input_ids": whole}, segments)
     keep = split_tensor(segments.keep.to(whole.device), cp)
-    consumer = "verl_npu" if (on_npu() if npu is None else npu) else "verl"
-    form = route(consumer, segments, pattern=pattern).form
     return Padded(
         values=split_tensor(torch.roll(whole, -1, dims=1) if roll else whole, cp),
-        attention_mask=keep if form == "keep_2d" else None,
+        attention_mask=None if (on_npu() if npu is None else npu) else keep,
         attention_mask_2d=keep,
         position_ids=split_tensor(segments.position_ids.to(whole.device), cp),
         segments=segments,

@@ -1,13 +1,10 @@
 """For verl's workers: `VERL_USE_EXTERNAL_MODULES=collate_npu.integrations.verl.plugin`, and each process installs `engine`.
 
-verl imports what that variable names at the end of `import verl` (0.9.1 verl/__init__.py:49-52), before anything of
-Megatron; and what a model's `external_lib` names, in each worker that reads that config (workers/config/model.py:149). Ray
-hands the variable to no worker of a cluster that stands already (trainer/constants_ppo.py): give it in `runtime_env`, or
-use `external_lib`.
+Ray hands the variable to no worker of a cluster that stands already (0.9.1 trainer/constants_ppo.py): give it in
+`runtime_env`, or name this module as a model's `external_lib`.
 
 Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
-`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it. A
-process that runs no Megatron engine never imports that, and pays nothing.
+`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it.
 """
 
 from __future__ import annotations

@@ -27,15 +27,16 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
-from collate_npu.kernels.fusion_attention.geometry import PREFIX_TRIANGLE, TRIANGLE, prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.pattern_terms import CompressedName, PatternTerms, pattern_terms
-from collate_npu.kernels.fusion_attention.refused import LAYOUTS
+from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED
+from collate_npu.kernels.fusion_attention.refused import COMPRESSED
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
 
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
+CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
 NpuFormName = CompressedName | Literal["dense"]
 
 
@@ -63,27 +64,20 @@ def choose_form(
     return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
 
 
-def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) -> PatternTerms:
-    _check(segments, layout, causal_mode)
-    return pattern_terms(segments, pattern, tnd=layout == "TND", causal_mode=causal_mode)
-
-
-def _choose(segments: Segments, terms: PatternTerms, layout: str) -> NpuForm:
-    if terms.compressed is None and layout == "TND":
-        rule = f"The operator has no compressed form of {terms.what}, and packed rows take no dense mask of each row."
+def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
+    what, name, tnd, exact = terms.what, terms.compressed, layout == "TND", none_is_exact(segments)
+    if name is None and tnd:
+        rule = f"The operator has no compressed form of {what}, and packed rows take no dense mask of each row."
         raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
-    if terms.compressed is None:
-        return NpuForm(name="dense", sparse_mode=1, why=terms.what)
-    if layout == "TND":
-        why = f"{terms.what}, packed sequences, each bounded by its length"
-        return NpuForm(name=terms.compressed, sparse_mode=terms.compressed_mode, why=why)
-    few = not terms.prefixes or segments.shape[0] <= MAX_PREFIX_ROWS
-    exact = none_is_exact(segments)
+    if name is None:
+        return NpuForm(name="dense", sparse_mode=1, why=what)
+    few = tnd or not terms.prefixes or segments.shape[0] <= MAX_PREFIX_ROWS
     whole = segments.padding_side == "none" and not segments.packed
-    if few and (whole if terms.compressed == "full" else exact):
+    if few and (tnd or (whole if name == "full" else exact)):
         where = "nothing to block" if whole else exact.why.replace("causal attention, ", "")
-        return NpuForm(name=terms.compressed, sparse_mode=terms.compressed_mode, why=f"{terms.what}, {where}")
-    why = f"{terms.what} of more than {MAX_PREFIX_ROWS} rows" if exact and not few else f"{terms.what}; {exact.why}"
+        where = "packed sequences, each bounded by its length" if tnd else where
+        return NpuForm(name=name, sparse_mode=terms.compressed_mode, why=f"{what}, {where}")
+    why = f"{what} of more than {MAX_PREFIX_ROWS} rows" if exact and not few else f"{what}; {exact.why}"
     return NpuForm(name="dense", sparse_mode=terms.dense_mode if few else 1, why=why)
 
 
@@ -126,12 +120,18 @@ def fusion_attention_kwargs(
     terms = _terms(segments, pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
-    if form.name in ("triangle", "band", "prefix"):
-        kwargs |= {"atten_mask": _compressed_mask(form, device, max_mask_bytes), "sparse_mode": form.sparse_mode}
-    if form.name == "band":
-        kwargs |= {"pre_tockens": terms.before, "next_tockens": 0}
     if form.name in ("shared", "dense"):
-        kwargs |= _dense_arguments(segments, pattern, terms, form, device, max_mask_bytes)
+        rows = Segments.from_lengths([segments.shape[1]]) if form.name == "shared" else segments
+        masked_B1SS = dense(rows, polarity="masked", pattern=pattern, max_mask_bytes=max_mask_bytes)
+        kwargs["atten_mask"] = masked_B1SS.to(device)
+        if bool(masked_B1SS.all(-1).any()):
+            kwargs["inner_precise"] = SKIP_EMPTY_ROWS
+    elif form.sparse_mode in COMPRESSED:
+        kwargs["atten_mask"] = _compressed_mask(form.sparse_mode, device, max_mask_bytes)
+    if form.sparse_mode:
+        kwargs["sparse_mode"] = form.sparse_mode
+    if form.sparse_mode in (0, 4) and "atten_mask" in kwargs:
+        kwargs |= {"pre_tockens": terms.before, "next_tockens": 0}
     if layout == "TND":
         kwargs |= _packed_arguments(segments, terms, operator, keep_tail)
     elif form.sparse_mode in (5, 6):
@@ -139,48 +139,12 @@ def fusion_attention_kwargs(
     return kwargs
 
 
-def _check(segments: Segments, layout: str, causal_mode: int) -> None:
-    if layout not in LAYOUTS:
-        rule, remedy = f"The operator's layouts are {', '.join(LAYOUTS)}.", "Name the layout of q, k and v."
-        raise CollateError(explain("layout", repr(layout), rule, remedy))
-    if causal_mode not in (2, 3):
-        rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
-        raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
-    if not segments.num_tokens:
-        rule, remedy = "The operator takes at least one token.", "Drop batches without tokens."
-        raise UnsupportedFormError(explain("segments", repr(segments), rule, remedy))
-
-
-# --- masks
-
-
-def _compressed_mask(form: NpuForm, device: torch.device | str, max_mask_bytes: int) -> Tensor:
-    Q, K = PREFIX_TRIANGLE if form.name == "prefix" else TRIANGLE
+def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int) -> Tensor:
+    Q, K = COMPRESSED[mode]
     if max_mask_bytes < Q * K:
         rule = f"The compressed mask [{Q}, {K}] takes {Q * K} bytes, the limit max_mask_bytes is {max_mask_bytes}."
         raise UnsupportedFormError(explain("max_mask_bytes", str(max_mask_bytes), rule, "Raise it."))
-    return prefix_triangle(device) if form.name == "prefix" else triangle(device)
-
-
-def _dense_arguments(
-    segments: Segments,
-    pattern: Pattern,
-    terms: PatternTerms,
-    form: NpuForm,
-    device: torch.device | str,
-    max_mask_bytes: int,
-) -> dict[str, Any]:
-    if form.name == "shared":
-        segments = Segments.from_lengths([segments.shape[1]])
-    masked_B1SS = dense(segments, polarity="masked", pattern=pattern, max_mask_bytes=max_mask_bytes)
-    arguments: dict[str, Any] = {"atten_mask": masked_B1SS.to(device)}
-    if form.sparse_mode:
-        arguments["sparse_mode"] = form.sparse_mode
-    else:
-        arguments |= {"pre_tockens": terms.before, "next_tockens": 0}
-    if bool(masked_B1SS.all(-1).any()):
-        arguments["inner_precise"] = SKIP_EMPTY_ROWS
-    return arguments
+    return prefix_triangle(device) if mode == 6 else triangle(device)
 
 
 def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
@@ -192,45 +156,76 @@ def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
     return ends
 
 
-# --- TND
+# --- a pattern in the operator's terms: the one place of this room that asks what kind of pattern it is
 
 
-def _packed_arguments(segments: Segments, terms: PatternTerms, operator: Operator, keep_tail: bool) -> dict[str, Any]:
-    if terms.counts_places:
-        _check_holes(segments)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """How the operator can compute one pattern over one batch."""
+
+    what: str  # the pattern in words
+    compressed: CompressedName | None  # the form that is exact where nothing else blocks; None: only a mask says it
+    compressed_mode: int = 0
+    dense_mode: int = 1  # of the dense mask for everything else
+    before: int = UNLIMITED  # tokens before a query that it attends at most: `pre_tockens` of the modes that read it
+    prefixes: tuple[int, ...] = ()  # of each of the N sequences
+    chunk: int = 0  # under TND every `chunk` places of a sequence are a sequence of their own
+
+
+def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) -> _Terms:
+    """The terms of the simplest pattern that is the same attention over this batch; a dense mask for one unknown here."""
+    _check(segments, layout, causal_mode)
+    if not pattern.reaches(segments.longest_span):
+        return _Terms(what="causal", compressed="triangle", compressed_mode=causal_mode, dense_mode=0)
+    if isinstance(pattern, Bidirectional):
+        return _Terms(what="full attention", compressed="full")
+    if isinstance(pattern, Prefix):
+        prefixes = pattern.of_each(segments.num_sequences)
+        return _Terms(what="prefix", compressed="prefix", compressed_mode=6, dense_mode=5, prefixes=prefixes)
+    if isinstance(pattern, Sliding):
+        what, before = f"sliding window of {pattern.size}", pattern.size - 1
+        return _Terms(what=what, compressed="band", compressed_mode=4, dense_mode=0, before=before)
+    if isinstance(pattern, Chunked) and layout == "TND":
+        what = f"chunks of {pattern.size} are sequences of their own"
+        return _Terms(what=what, compressed="triangle", compressed_mode=causal_mode, chunk=pattern.size)
+    if isinstance(pattern, Chunked):
+        what, before = f"chunks of {pattern.size} in one matrix for all rows", pattern.size - 1
+        return _Terms(what=what, compressed="shared", dense_mode=0, before=before)
+    return _Terms(what=str(pattern), compressed=None)
+
+
+def _check(segments: Segments, layout: str, causal_mode: int) -> None:
+    if layout not in RANKS:
+        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Name the layout of q, k and v."
+        raise CollateError(explain("layout", repr(layout), rule, remedy))
+    if causal_mode not in (2, 3):
+        rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
+        raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
+    if not segments.num_tokens:
+        rule, remedy = "The operator takes at least one token.", "Drop batches without tokens."
+        raise UnsupportedFormError(explain("segments", repr(segments), rule, remedy))
+
+
+def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, keep_tail: bool) -> dict[str, Any]:
+    columns = segments.indices.numpy() % segments.shape[1]
+    # For each sequence, how far in the row each of its tokens stands from its first one; holes leave gaps.
+    offsets = [tokens - tokens[0] for tokens in np.split(columns, segments.cu_seqlens_host[1:-1])]
+    if terms.compressed == "band" and any(places[-1] >= len(places) for places in offsets):
+        rule = "A window counts places in the row; packing the tokens closes the holes and moves keys into it."
+        raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
+    lengths = list(segments.sequence_lengths)
+    if terms.chunk:
+        lengths = [int(n) for places in offsets for n in np.bincount(places // terms.chunk) if n]
     tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
-    lengths = [n for chunks in _chunk_lengths(segments, terms.chunk) for n in chunks]
     ends = [*np.cumsum(lengths).tolist(), *tail]
-    _check_count("sequences", len(ends), MAX_SEQUENCES)
+    limits = {"sequences": MAX_SEQUENCES} | ({"sequences with a prefix": MAX_PREFIX_ROWS} if terms.prefixes else {})
+    for what, limit in limits.items():
+        if len(ends) > limit:
+            rule = f"The operator documents at most {limit} {what} under TND (op-plugin docs, npu_fusion_attention:181-182)."
+            raise UnsupportedFormError(explain("layout TND", f"{len(ends)} {what}", rule, "Split the batch, or use BSND."))
     lists = torch.tensor(ends) if operator == "npu_fusion_attention_v3" else ends
     arguments: dict[str, Any] = {"actual_seq_qlen": lists, "actual_seq_kvlen": lists}
     if terms.prefixes:
-        _check_count("sequences with a prefix", len(ends), MAX_PREFIX_ROWS)
-        wanted = zip(_offsets(segments), terms.prefixes)
-        arguments["prefix"] = [int((offsets < prefix).sum()) for offsets, prefix in wanted] + [0] * len(tail)
+        seen = [int((places < prefix).sum()) for places, prefix in zip(offsets, terms.prefixes)]
+        arguments["prefix"] = seen + [0] * len(tail)
     return arguments
-
-
-def _offsets(segments: Segments) -> list[np.ndarray[Any, Any]]:
-    """For each sequence, how far in the row each of its tokens stands from its first one; holes leave gaps."""
-    columns = segments.indices.numpy() % segments.shape[1]
-    return [tokens - tokens[0] for tokens in np.split(columns, segments.cu_seqlens_host[1:-1])]
-
-
-def _chunk_lengths(segments: Segments, chunk: int) -> list[list[int]]:
-    if not chunk:
-        return [[n] for row in segments.lengths for n in row]
-    counted = (np.bincount(offsets // chunk) for offsets in _offsets(segments))
-    return [[int(n) for n in counts if n] for counts in counted]
-
-
-def _check_holes(segments: Segments) -> None:
-    if any(offsets[-1] >= len(offsets) for offsets in _offsets(segments)):
-        rule = "A window counts places in the row; packing the tokens closes the holes and moves keys into it."
-        raise UnsupportedFormError(explain("layout TND", repr(segments), rule, "Use a padded layout such as BSND."))
-
-
-def _check_count(what: str, count: int, limit: int) -> None:
-    if count > limit:
-        rule = f"The operator documents at most {limit} {what} under TND (op-plugin docs, npu_fusion_attention:181-182)."
-        raise UnsupportedFormError(explain("layout TND", f"{count} {what}", rule, "Split the batch, or use BSND."))

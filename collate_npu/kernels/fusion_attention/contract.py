@@ -3,53 +3,53 @@
 The only check there is: torch_npu's own Python, meta and host code take a mask of any shape, and CANN's host code never
 looks inside one. Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the
 collator or once per shape, not at every step.
+
+Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's lists. With the Segments at
+hand none of them passes: what the call computes is compared with them at every real query, in blocks of scores.
+
+Legend: T tokens of the tensor the operator gets (packed, or all B * S places), Q queries and K keys of one row or packed
+sequence, W tokens that its queries attend by either side, H heads of the mask. A place is row * S + column of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.fusion_attention import accepted_wrong, against_segments, refused
-from collate_npu.kernels.fusion_attention.operator_call import Call, Sizes
-from collate_npu.masks.forms import varlen
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from collate_npu.kernels.breach import Breach, refuse
+from collate_npu.kernels.fusion_attention import accepted_wrong, refused
+from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
+from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall
+from collate_npu.masks.forms import mask_mod, varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
+
+LISTED = 8
+"""Rows or sequences that a message names."""
+MASK_ARGUMENTS = ("atten_mask", "sparse_mode", "pre_tockens", "next_tockens", *INTEGER_LISTS)
 
 
 def contract_breaches(
     kwargs: Mapping[str, Any],
     *,
-    N: int,
-    Nkv: int,
-    D: int,
-    B: int | None = None,
-    Sq: int | None = None,
-    Skv: int | None = None,
-    Tq: int | None = None,
-    Tkv: int | None = None,
     segments: Segments | None = None,
     pattern: str | Pattern = "causal",
     keep_tail: bool = False,
+    **sizes: int | None,
 ) -> tuple[Breach, ...]:
-    """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`.
-
-    >>> left = Segments.from_lengths([3, 5], side="left")
-    >>> [breach.rule for breach in contract_breaches({"input_layout": "BSND"}, N=4, Nkv=2, D=64, segments=left)]
-    ['differs-from-segments']
-    """
-    wrong_sizes: tuple[Breach, ...] = ()
-    sizes = Sizes(N=N, Nkv=Nkv, D=D, B=B, Sq=Sq, Skv=Skv, Tq=Tq, Tkv=Tkv)
-    if segments is not None:
-        sizes, wrong_sizes = _sizes_of(segments, sizes, kwargs.get("input_layout") == "TND", keep_tail)
-    call = Call.read(kwargs, sizes)
-    found = wrong_sizes or tuple(refused.breaches(call)) or tuple(accepted_wrong.breaches(call))
-    if found or segments is None:
-        return found
-    return tuple(against_segments.breaches(call, segments, Pattern.of(pattern), keep_tail))
+    """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
+    follow = {} if segments is None else _sizes_of(segments, kwargs.get("input_layout") == "TND", keep_tail)
+    call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
+    found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
+    if not found and segments is not None:
+        found += _against_segments(call, segments, Pattern.of(pattern), keep_tail)
+    return tuple(found)
 
 
 def check_contract(
@@ -86,40 +86,76 @@ def check_contract(
         and token is ignored: full attention, the future included. Pass the compressed mask geometry.triangle(), or
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
-    found = contract_breaches(
-        kwargs,
-        N=N,
-        Nkv=Nkv,
-        D=D,
-        B=B,
-        Sq=Sq,
-        Skv=Skv,
-        Tq=Tq,
-        Tkv=Tkv,
-        segments=segments,
-        pattern=pattern,
-        keep_tail=keep_tail,
-    )
-    if found:
-        raise UnsupportedFormError("npu_fusion_attention:\n" + "\n".join(map(str, found)))
+    refuse("npu_fusion_attention", contract_breaches(**locals()))
 
 
-def _sizes_of(segments: Segments, given: Sizes, tnd: bool, keep_tail: bool) -> tuple[Sizes, tuple[Breach, ...]]:
-    """The sizes that follow from the batch filled in, and those given that are others."""
+def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
+    """The sizes of query and key that follow from the batch."""
+    if tnd:
+        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
     B, S = segments.shape
-    T = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1] if tnd else 0
-    follow = {"Tq": T, "Tkv": T} if tnd else {"B": B, "Sq": S, "Skv": S}
-    wrong = [name for name, size in follow.items() if getattr(given, name) not in (None, size)]
-    breaches = tuple(
-        Breach(
-            rule="sizes-differ",
-            where=name,
-            got=str(getattr(given, name)),
-            says=f"By the segments it is {follow[name]}.",
-            remedy="Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor).",
-            source="Segments",
-            silent=True,
-        )
-        for name in wrong
-    )
-    return replace(given, **follow), breaches
+    return {"B": B, "Sq": S, "Skv": S}
+
+
+def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:
+    """One breach for each size that was given and is another than the one that follows."""
+    remedy = "Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor)."
+    for name, size in follow.items():
+        if given.get(name) not in (None, size):
+            says = f"By the segments it is {size}."
+            yield Breach("sizes-differ", name, str(given[name]), says, remedy, "Segments", silent=True)
+
+
+def _against_segments(call: AttentionCall, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[Breach]:
+    """One breach that names the first wrong query of each row or sequence; read where no other rule is broken."""
+    found = list(islice(_differences(call, segments, pattern, keep_tail), LISTED + 1))
+    if found:
+        where = ", ".join(name for name in MASK_ARGUMENTS if name in call.given) or "atten_mask"
+        got = "; ".join([*found[:LISTED], *["..."] * (len(found) > LISTED)])
+        says = f"The segments and the pattern, {pattern}, say otherwise."
+        remedy = f"Use fusion_attention_kwargs(segments, pattern=..., layout={call.layout!r}), "
+        remedy += "or pass the segments and pattern that this call is for."
+        yield Breach("differs-from-segments", where, got, says, remedy, "Segments", silent=True)
+
+
+def _differences(call: AttentionCall, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[str]:
+    """A sentence for each row or sequence with a real query that attends other keys than it should."""
+    B, S = segments.shape
+    places_T = segments.indices if call.tnd and not keep_tail else torch.arange(B * S)
+    real_T = segments.keep.flatten()[places_T]
+    spans = np.array(segments.spans, np.int64).reshape(-1, 3)
+    first_N, end_N = (np.searchsorted(places_T.numpy(), spans[:, 0] * S + spans[:, i]) for i in (1, 2))
+    within_a_row = mask_mod(segments, pattern)
+    q0 = k0 = 0
+    for n, (Q, K) in enumerate(call.lengths):
+        touched = slice(np.searchsorted(end_N, q0, "right"), np.searchsorted(first_N, q0 + Q))
+        w0 = min([k0, *first_N[touched].tolist()])  # every key of every sequence that one of the queries belongs to
+        w1 = max([k0 + K, *end_N[touched].tolist()])
+        for queries in query_blocks(Q, (w1 - w0) * call.mask_heads):
+            at = slice(q0 + queries.start, q0 + queries.stop)
+            attended_QW = _attended(within_a_row, places_T[at], places_T[w0:w1], S)
+            blocked = pad(blocked_scores(call, n, queries), (k0 - w0, w1 - k0 - K), value=True)
+            wrong_HQW = ((blocked == attended_QW) & real_T[at, None]).reshape(-1, *attended_QW.shape)
+            if bool(wrong_HQW.any()):
+                yield _sentence(wrong_HQW, attended_QW, places_T[at], places_T[w0:w1], S)
+                break
+        q0, k0 = q0 + Q, k0 + K
+
+
+def _attended(within_a_row: Callable[..., Any], queries: Tensor, keys: Tensor, S: int) -> Tensor:
+    """Places `[Q]` and `[W]` to bool `[Q, W]`; with one row for all there is nothing to gather."""
+    row_Q1, row_W = queries[:, None] // S, keys // S
+    one_row = bool((row_Q1 == row_Q1[0]).all()) and bool((row_W == row_Q1[0]).all())
+    row = row_Q1[:1] if one_row else row_Q1
+    attended_QW: Tensor = within_a_row(row, row, queries[:, None] % S, keys % S)
+    return attended_QW if one_row else attended_QW & (row_Q1 == row_W)
+
+
+def _sentence(wrong_HQW: Tensor, attended_QW: Tensor, queries: Tensor, keys: Tensor, S: int) -> str:
+    h, q, _ = (int(x) for x in wrong_HQW.nonzero()[0])
+    wrong_W = wrong_HQW[h, q]
+    parts = [f"the query at (row, column) {divmod(int(queries[q]), S)}"]
+    for verb, keys_W in (("attends", wrong_W & ~attended_QW[q]), ("does not attend", wrong_W & attended_QW[q])):
+        if at := [str(divmod(int(place), S)) for place in keys[keys_W]]:
+            parts.append(f"{verb} {', '.join(at[:3])}" + (f" and {len(at) - 3} more" if len(at) > 3 else ""))
+    return " ".join(parts)

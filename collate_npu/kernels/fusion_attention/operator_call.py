@@ -19,46 +19,56 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import pairwise
 from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain
-from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
+from collate_npu.arrays import once
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 
-DEFAULTS: dict[str, Any] = {
-    "input_layout": None,
-    "pse": None,
-    "padding_mask": None,
-    "atten_mask": None,
-    "scale": 1.0,
-    "keep_prob": 1.0,
-    "pre_tockens": UNLIMITED,
-    "next_tockens": UNLIMITED,
-    "inner_precise": 0,
-    "prefix": None,
-    "actual_seq_qlen": None,
-    "actual_seq_kvlen": None,
-    "sparse_mode": 0,
-    "gen_mask_parallel": True,
-    "sync": False,
-    "softmax_layout": "",
-    "sink": None,
-    "dropout_mask": None,
-    "seed": 0,
-    "offset": 0,
-}
-"""`npu_fusion_attention` behind query, key, value and head_num (torch_npu 2.13.0); `_v3` lacks the last three."""
+UNLIMITED = 2**31 - 1
+"""The operator's default of `pre_tockens` and `next_tockens`."""
 INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
-INTEGER_LISTS = ("prefix", "actual_seq_qlen", "actual_seq_kvlen")
+LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
+INTEGER_LISTS = ("prefix", *LISTS)
+DEFAULTS: dict[str, Any] = (
+    dict.fromkeys(("input_layout", "pse", "padding_mask", "atten_mask", *INTEGER_LISTS, "sink"))
+    | {"scale": 1.0, "keep_prob": 1.0, "pre_tockens": UNLIMITED, "next_tockens": UNLIMITED, "inner_precise": 0}
+    | {"sparse_mode": 0, "gen_mask_parallel": True, "sync": False, "softmax_layout": ""}
+    | {"dropout_mask": None, "seed": 0, "offset": 0}
+)
+"""`npu_fusion_attention` behind query, key, value and head_num (torch_npu 2.13.0); `_v3` lacks the last three."""
+RANKS = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4, "TND": 3}
+"""Layouts of q, k and v, and how many dimensions they have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of query and key, None for not given: the lists of TND say B (sequences), Sq and Skv (the longest) as well."""
+def sizes_of(query: Any, key: Any, head_num: Any, input_layout: Any) -> dict[str, int]:
+    """The sizes that the tensors of a call tell. Raises `UnsupportedFormError` for tensors that are not of this layout."""
+    q, k = (tuple(x.shape) if isinstance(x, Tensor) else () for x in (query, key))
+    if len(q) != len(k) or not q or RANKS.get(str(input_layout)) != len(q) or int(head_num or 0) < 1:
+        got = f"{shape_of(query)}, {shape_of(key)} as {input_layout} of {head_num} heads"
+        rule, remedy = "BSH, SBH and TND have 3 dimensions, BSND and BNSD 4.", "Name the layout of q, k and v."
+        raise UnsupportedFormError(explain("query, key", got, rule, remedy))
+    N = int(head_num)
+    if input_layout == "TND":
+        return {"N": N, "Nkv": k[1], "D": q[2], "Tq": q[0], "Tkv": k[0]}
+    D = q[-1] if len(q) == 4 else q[-1] // N
+    Nkv = k[input_layout.index("N")] if len(q) == 4 else k[-1] // max(D, 1)
+    batch, rows = {"SBH": (1, 0), "BNSD": (0, 2)}.get(input_layout, (0, 1))
+    return {"N": N, "Nkv": Nkv, "D": D, "B": q[batch], "Sq": q[rows], "Skv": k[rows]}
 
+
+@dataclass
+class AttentionCall:
+    """Arguments with the operator's defaults filled in, lists read as tuples of host numbers, and the sizes.
+
+    Sizes are None where nobody gave them: under TND the lists say B (sequences), Sq and Skv (the longest) as well.
+    Raises `CollateError` for values that the operator's schema does not take.
+    """
+
+    kwargs: Mapping[str, Any]
     N: int
     Nkv: int
     D: int
@@ -68,97 +78,61 @@ class Sizes:
     Tq: int | None = None
     Tkv: int | None = None
 
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments with the operator's defaults filled in, lists read as tuples of host numbers, and the sizes."""
-
-    arguments: Mapping[str, Any]
-    sizes: Sizes
-    given: frozenset[str] = frozenset()
-    """The arguments that were passed; the others are the operator's defaults."""
-
-    @classmethod
-    def read(cls, kwargs: Mapping[str, Any], sizes: Sizes) -> Call:
-        """Raises `CollateError` for values that the operator's schema does not take."""
-        given = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value", "head_num")}
-        arguments = DEFAULTS | given
-        for name in INTEGER_LISTS:
-            arguments[name] = _integers(name, arguments[name])
-        for name in INTEGERS:
-            arguments[name] = _integer(name, arguments[name])
-        if not isinstance(arguments["atten_mask"], (Tensor, NoneType)):
-            got, rule = type(arguments["atten_mask"]).__name__, "A mask is a tensor, True = blocked, or None."
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in self.kwargs.items() if name not in ("query", "key", "value", "head_num")}
+        self.given = given.keys()
+        self.arguments = arguments = DEFAULTS | given
+        arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
+        arguments |= {name: _integer(name, arguments[name]) for name in INTEGERS}
+        mask = arguments["atten_mask"]
+        if not isinstance(mask, (Tensor, NoneType)):
+            got, rule = type(mask).__name__, "A mask is a tensor, True = blocked, or None."
             raise CollateError(explain("atten_mask", got, rule, "Use dense(segments, polarity='masked')."))
-        return cls(arguments, sizes, frozenset(given))
+        self.layout = arguments["input_layout"]
+        self.tnd = bool(self.layout == "TND")
+        self.mode: int = arguments["sparse_mode"]
+        # As given: mode 0 counts them from the top-left corner, modes 4, 7 and 8 from the bottom-right.
+        self.tokens: tuple[int, int] = (arguments["pre_tockens"], arguments["next_tockens"])
+        self.prefix: tuple[int, ...] | None = arguments["prefix"]
+        self.ends: list[tuple[int, ...] | None] = [arguments[name] for name in LISTS]
+        # The host code counts a mask of rank 0 as none (T:1498).
+        self.atten_mask: Tensor | None = None if mask is None or mask.ndim == 0 else mask
 
-    @property
-    def unknown(self) -> list[str]:
-        return sorted(self.given - DEFAULTS.keys())
-
-    @property
-    def layout(self) -> Any:
-        return self.arguments["input_layout"]
-
-    @property
-    def tnd(self) -> bool:
-        return bool(self.layout == "TND")
-
-    @property
-    def atten_mask(self) -> Tensor | None:
-        """None also for a mask of rank 0, which the host code counts as none (T:1498)."""
-        given: Tensor | None = self.arguments["atten_mask"]
-        return None if given is None or given.ndim == 0 else given
-
-    @property
-    def mode(self) -> int:
-        mode: int = self.arguments["sparse_mode"]
-        return mode
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """`(pre, next)` as given; mode 0 counts them from the top-left corner, modes 4, 7 and 8 from the bottom-right."""
-        return self.arguments["pre_tockens"], self.arguments["next_tockens"]
-
-    @property
-    def prefix(self) -> tuple[int, ...] | None:
-        given: tuple[int, ...] | None = self.arguments["prefix"]
-        return given
-
-    @property
-    def ends(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """`(actual_seq_qlen, actual_seq_kvlen)`."""
-        return self.arguments["actual_seq_qlen"], self.arguments["actual_seq_kvlen"]
-
-    @cached_property
+    @once
     def lengths(self) -> list[tuple[int, int]]:
         """`(Sq, Skv)` of each sequence; outside TND the same for each of the B rows. Raises where no size says it."""
-        q_ends, kv_ends = self.ends
-        if self.tnd:
-            return list(zip(lengths_of(q_ends or ()), lengths_of(kv_ends or ())))
-        B, Sq, Skv = self.sizes.B, self.sizes.Sq, self.sizes.Skv
+        if self.tnd:  # an end that falls counts 0, as in the host code (T `GetActualSeqLenData`)
+            q, kv = ([max(b - a, 0) for a, b in pairwise((0, *(ends or ())))] for ends in self.ends)
+            return list(zip(q, kv))
+        B, Sq, Skv = self.B, self.Sq, self.Skv
         if B is None or Sq is None or Skv is None:
             rule = f"Layout {self.layout} needs the rows of query and key, and their number."
             raise CollateError(explain("B, Sq, Skv", f"{B}, {Sq}, {Skv}", rule, "Pass all three, or segments."))
         return [(Sq, Skv)] * B
 
-    @cached_property
+    @once
     def longest(self) -> tuple[int, int]:
         """`(max Sq, max Skv)`: the size of a dense mask."""
         return max((q for q, _ in self.lengths), default=0), max((kv for _, kv in self.lengths), default=0)
 
-    @cached_property
+    @property
+    def mask_heads(self) -> int:
+        """Heads that the mask tells apart."""
+        return self.atten_mask.shape[1] if self.atten_mask is not None and self.atten_mask.ndim == 4 else 1
+
+    @property
+    def cut_sequence(self) -> int:
+        """The sequence with the band of modes 7 (the last with queries) and 8 (the first); -1 where none has queries."""
+        filled = [n for n, (q, _) in enumerate(self.lengths) if q]
+        return (filled[-1] if self.mode == 7 else filled[0]) if filled else -1
+
+    @once
     def prefix_is_legal(self) -> bool:
         """One entry for each sequence, in `[max(0, Skv - Sq), Skv]` (T:1325-1352, TND T:4045-4082)."""
         pairs = self.lengths
         if self.prefix is None or len(self.prefix) != len(pairs):
             return False
         return all(max(0, kv - q) <= n <= kv for n, (q, kv) in zip(self.prefix, pairs))
-
-
-def lengths_of(ends: Sequence[int]) -> list[int]:
-    """Lengths from cumulative ends; one that falls counts 0, as in the host code (T `GetActualSeqLenData`)."""
-    return [max(end - start, 0) for start, end in zip((0, *ends), ends)]
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...] | None:

@@ -15,18 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.errors import UnsupportedFormError, explain, shape_of
-from collate_npu.kernels.fusion_attention import refused
-from collate_npu.kernels.fusion_attention.accepted_wrong import SKIP_EMPTY_ROWS
-from collate_npu.kernels.fusion_attention.blocked_scores import blocked_scores
-from collate_npu.kernels.fusion_attention.geometry import (
-    UNLIMITED,
-    Corner,
-    band_leaves_rows_empty,
-    prefix_triangle,
-    triangle,
-)
-from collate_npu.kernels.fusion_attention.operator_call import Call, Sizes
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.kernels.breach import refuse
+from collate_npu.kernels.fusion_attention import geometry
+from collate_npu.kernels.fusion_attention.accepted_wrong import SKIP_EMPTY_ROWS, compressed_contents
+from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, AttentionCall, sizes_of
+from collate_npu.kernels.fusion_attention.refused import COMPRESSED, breaches
 
 SOFTMAX_LANES = 8
 """softmax_max and softmax_sum repeat each value this often (torch_npu op_plugin/meta/_meta_registrations.py:2317-2326)."""
@@ -70,48 +64,35 @@ def reference_fusion_attention(
     torch.Size([1, 3, 1, 16])
     """
     arguments = {name: value for name, value in locals().items() if name not in ("query", "key", "value", "head_num")}
-    call = Call.read(arguments, _sizes(query, key, head_num, input_layout))
+    call = AttentionCall(arguments, **sizes_of(query, key, head_num, input_layout))
     _check(call)
+    q_lengths, kv_lengths = zip(*call.lengths)
+    q_rows, k_rows = _rows(query, q_lengths, input_layout, head_num), _rows(key, kv_lengths, input_layout, call.Nkv)
+    rows = zip(range(len(q_lengths)), q_rows, k_rows, _rows(value, kv_lengths, input_layout, call.Nkv))
+    attended = [_attend(call, n, q, k, v, scale) for n, q, k, v in rows]
+    out, top, total = (torch.cat(parts, 2 if call.tnd else 0) for parts in zip(*attended))
     if call.tnd:
-        out, top, total = _packed(call, query, key, value, scale)
+        behind = query.shape[0] - sum(q_lengths)
+        out, top, total = (pad(x[0].transpose(0, 1), (0, 0) * (x.ndim - 2) + (0, behind)) for x in (out, top, total))
     else:
-        q = _to_bnsd(query, input_layout, head_num)
-        k, v = (_to_bnsd(x, input_layout, call.sizes.Nkv) for x in (key, value))
-        masked = _by_row(call)
-        zero = torch.tensor([_zeroes_empty_rows(call, b) for b in range(len(call.lengths))])[:, None, None, None]
-        out, top, total = _attend(q, k, v, masked, zero, scale)
         out = _from_bnsd(out, input_layout)
     lanes = [x.detach().float().unsqueeze(-1).repeat_interleave(SOFTMAX_LANES, -1) for x in (top, total)]
     return out.to(query.dtype), lanes[0], lanes[1], query.new_empty(0), 0, 0, 0
 
 
-def _check(call: Call) -> None:
-    if found := list(refused.breaches(call)):
-        raise UnsupportedFormError("npu_fusion_attention refuses:\n" + "\n".join(map(str, found)))
+def _check(call: AttentionCall) -> None:
+    refuse("npu_fusion_attention refuses", breaches(call))
     names = [name for name in ("pse", "sink", "dropout_mask") if call.arguments[name] is not None]
     if names or call.arguments["keep_prob"] != 1:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."
         raise UnsupportedFormError(explain("reference", ", ".join(names) or "keep_prob < 1", rule, remedy))
-    if call.atten_mask is None or not refused.is_compressed(call.mode):
-        return
-    right = prefix_triangle() if call.mode == 6 else triangle()
-    if not torch.equal(call.atten_mask.cpu().bool().reshape(right.shape), right):
-        rule = "The operator uses a compressed mask's contents unchecked, in blocks that no document describes."
-        remedy = "Use geometry.triangle() or geometry.prefix_triangle()."
-        raise UnsupportedFormError(explain("atten_mask", shape_of(call.atten_mask), rule, remedy))
+    if call.atten_mask is not None and call.mode in COMPRESSED:
+        refuse(
+            "npu_fusion_attention takes, in blocks that no document describes", compressed_contents(call, call.atten_mask)
+        )
 
 
-# --- which scores are blocked
-
-
-def _by_row(call: Call) -> Tensor:
-    """bool `[B or 1, N or 1, Q, K]` of a padded layout, built once where all rows are blocked alike."""
-    differ = call.atten_mask is not None and (call.mode in (5, 6) or (call.mode < 2 and call.atten_mask.ndim == 4))
-    rows = [blocked_scores(call, b) for b in range(len(call.lengths) if differ else 1)]
-    return torch.stack([row if row.ndim == 3 else row[None] for row in rows])
-
-
-def _zeroes_empty_rows(call: Call, n: int) -> bool:
+def _zeroes_empty_rows(call: AttentionCall, n: int) -> bool:
     Q, K = call.lengths[n]
     if call.arguments["inner_precise"] == SKIP_EMPTY_ROWS or K == 0:
         return True
@@ -121,62 +102,31 @@ def _zeroes_empty_rows(call: Call, n: int) -> bool:
         return Q > K
     if call.mode in (5, 6):
         return bool(call.prefix_is_legal and call.prefix and call.prefix[n] == 0 and Q > K)
-    corners: dict[int, Corner] = {0: "top-left", 4: "bottom-right"}
-    corner = corners.get(call.mode)
-    return corner is not None and band_leaves_rows_empty(Q, K, *call.tokens, corner)
+    shifts = {0: 0, 4: K - Q}
+    return call.mode in shifts and geometry.band_leaves_rows_empty(Q, K, *call.tokens, shifts[call.mode])
 
 
-# --- attention
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, masked: Tensor, zero: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B, N, Q, D]` in, attention and the softmax's max and sum out; masked scores are the lowest finite number."""
+def _attend(call: AttentionCall, n: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`[1, N, Q, D]` in, attention and the softmax's max and sum out; masked scores are the lowest finite number."""
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    masked = masked.to(q.device)
+    masked = geometry.blocked_scores(call, n).to(q.device)
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(masked, torch.finfo(q.dtype).min)
-    empty = masked.all(-1, keepdim=True) & zero.to(q.device)
     top = scores.detach().amax(-1) if k.shape[2] else scores.new_zeros(scores.shape[:-1])
     total = (scores.detach() - top[..., None]).exp().sum(-1)
-    return (scores.softmax(-1) @ v).masked_fill(empty, 0), top, total
-
-
-def _packed(call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    outs: list[tuple[Tensor, ...]] = []
-    q0 = k0 = 0
-    for n, (Q, K) in enumerate(call.lengths):
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[q0 : q0 + Q], key[k0 : k0 + K], value[k0 : k0 + K]))
-        zero = torch.tensor(_zeroes_empty_rows(call, n))
-        outs.append(_attend(q, k, v, blocked_scores(call, n), zero, scale))
-        q0, k0 = q0 + Q, k0 + K
-    out, top, total = (torch.cat([part[i][0].transpose(0, 1) for part in outs]) for i in range(3))
-    left = query.shape[0] - q0
-    return pad(out, (0, 0, 0, 0, 0, left)), pad(top, (0, 0, 0, left)), pad(total, (0, 0, 0, left))
-
-
-# --- layouts
-
-
-def _sizes(query: Tensor, key: Tensor, head_num: int, layout: str) -> Sizes:
-    N = int(head_num)
-    if layout == "TND" and query.ndim == key.ndim == 3:
-        return Sizes(N=N, Nkv=key.shape[1], D=query.shape[2], Tq=query.shape[0], Tkv=key.shape[0])
-    ranks = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4}
-    if ranks.get(layout) != query.ndim or query.ndim != key.ndim or N < 1:
-        rule, remedy = "BSH, SBH and TND have 3 dimensions, BSND and BNSD 4.", "Name the layout of q, k and v."
-        raise UnsupportedFormError(explain("query, key", f"{shape_of(query)}, {shape_of(key)} as {layout}", rule, remedy))
-    D = query.shape[-1] if query.ndim == 4 else query.shape[-1] // N
-    Nkv = key.shape[layout.index("N")] if query.ndim == 4 else key.shape[-1] // max(D, 1)
-    batch, rows = {"SBH": (1, 0), "BNSD": (0, 2)}.get(layout, (0, 1))
-    return Sizes(B=query.shape[batch], N=N, Nkv=Nkv, Sq=query.shape[rows], Skv=key.shape[rows], D=D)
+    out = scores.softmax(-1) @ v
+    return out.masked_fill(masked.all(-1, keepdim=True), 0) if _zeroes_empty_rows(call, n) else out, top, total
 
 
 _TO_BNSD = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
 
 
-def _to_bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
+def _rows(x: Tensor, lengths: Sequence[int], layout: str, heads: int) -> Sequence[Tensor]:
+    """`[1, heads, S, D]` of each row or packed sequence, and under TND one more of what stands behind the last."""
+    if layout == "TND":
+        return torch.split(x.transpose(0, 1)[None], [*lengths, x.shape[0] - sum(lengths)], 2)
     x = x.view(*x.shape[:-1], heads, -1) if layout in ("BSH", "SBH") else x
-    return x.permute(_TO_BNSD[layout])
+    return x.permute(_TO_BNSD[layout])[:, None].unbind()
 
 
 def _from_bnsd(x: Tensor, layout: str) -> Tensor:

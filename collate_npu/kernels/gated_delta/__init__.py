@@ -5,12 +5,9 @@ Imports only torch and numpy, and touches no device it is not given: no kernel i
 
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.arguments import Kernel, gated_delta_kwargs
-from collate_npu.kernels.gated_delta.boundaries import flat_offsets
-from collate_npu.kernels.gated_delta.chunks import chunk_indices, chunk_offsets
+from collate_npu.kernels.gated_delta.boundaries import chunk_indices, chunk_offsets, flat_offsets, zero_padding
 from collate_npu.kernels.gated_delta.contract import check_gated_delta_contract, gated_delta_breaches
-from collate_npu.kernels.gated_delta.convolution import reference_causal_conv1d
-from collate_npu.kernels.gated_delta.padded import zero_padding
-from collate_npu.kernels.gated_delta.reference import reference_gated_delta_rule
+from collate_npu.kernels.gated_delta.reference import reference_causal_conv1d, reference_gated_delta_rule
 
 __all__ = [
     "Breach",

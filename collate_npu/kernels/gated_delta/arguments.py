@@ -24,7 +24,7 @@ Legend: B rows, S width, T tokens of the flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -32,21 +32,15 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
-from collate_npu.kernels.gated_delta.chunks import chunk_indices, cumsum_block
-from collate_npu.kernels.gated_delta.padded import check_one_sided
+from collate_npu.kernels.gated_delta.stacks import operator_named
 from collate_npu.segments import Segments, Values
 
 Kernel = Literal[
     "transformers", "fla", "fla_conv", "causal_conv1d", "fla_npu", "fla_npu_conv", "fla_npu_recurrent", "torch_npu",
     "megatron", "fla_cp",
 ]  # fmt: skip
-CHUNK_SIZES: dict[str, tuple[int, ...]] = {"fla": (16, 32, 64), "fla_npu": (64, 128)}
-"""What chunked rules take (fla 0.5.2 ops/gated_delta_rule/chunk.py:538-540; fla_npu's training chain)."""
-CONV_BLOCK = 64
-"""fla's convolution works in blocks of 64, whatever the chunk of the rule (modules/conv/triton/ops.py:383-386)."""
-MAX_DECODED = 8
-"""Tokens of a sequence in one call of the decoding rules on Ascend (flash-linear-attention-npu README; its issue 641)."""
 
 
 def gated_delta_kwargs(
@@ -63,16 +57,12 @@ def gated_delta_kwargs(
     """The boundary arguments of a recurrent kernel for this batch, under its own names, as a dict of fresh values.
 
     The tensors of the call are one flat row. One row of Segments stays as it is, `[1, S]`, and each run of padding
-    becomes a sequence of its own. Several rows become those of `unpad`, `[1, T]`; `repad` is the way back.
-    `keep_padding=False` takes the padding out of one row too, `True` keeps that of several (rows one behind the other,
-    `[1, B * S]`). `padding="behind"` counts padding to the sequence before it, as `pad_documents` and Megatron do;
-    `padding=batch["cu_seqlens_padded"]` takes the places that a collator gave. `max_sequences=N` makes N sequences, for
-    graphs and compilers, by cutting the padding at the end: offsets `[N + 1]` for batch after batch. Chunk tables keep
-    their shape too where every place is a multiple of the chunk (`PaddingCollator(sequence_multiple=64)`).
-    `transformers` takes padded rows as they are, with a 2D mask, unless `keep_padding=False`.
-
-    `chunk_size` is that of the rule. `tables=True` adds `chunk_indices` for fla, which else builds them itself and
-    remembers them by the offsets' identity: never refill the offsets in place. Nothing here is shared with another call.
+    becomes a sequence of its own; several rows become those of `unpad`, `[1, T]`, and `repad` is the way back.
+    `keep_padding`, `padding` and `max_sequences` are those of `flat_offsets`; with `max_sequences` chunk tables keep their
+    shape too where every place is a multiple of the chunk (`PaddingCollator(sequence_multiple=64)`). `transformers` takes
+    padded rows as they are, with a 2D mask, unless `keep_padding=False`. `chunk_size` is that of the rule. `tables=True`
+    adds `chunk_indices` for fla, which else builds them itself and remembers them by the offsets' identity: never refill
+    the offsets in place. Nothing here is shared with another call.
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
     the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
@@ -88,94 +78,58 @@ def gated_delta_kwargs(
     if kernel not in get_args(Kernel):
         rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."
         raise CollateError(explain("kernel", repr(kernel), rule, remedy))
-    _check_chunk(kernel, chunk_size)
+    taken = operator_named(kernel).chunk_sizes
+    if taken and chunk_size not in taken:
+        rule = f"{kernel} takes chunks of {', '.join(map(str, taken))} tokens."
+        raise UnsupportedFormError(explain("chunk_size", repr(chunk_size), rule, "Pass one of them, to the kernel too."))
     flat = keep_padding is False or max_sequences is not None or not isinstance(padding, str)
-    if kernel == "transformers" and not flat and _padded(segments):
-        check_one_sided(segments)
+    padded = segments.shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
+    if kernel == "transformers" and not flat and padded:
+        boundaries.check_one_sided(segments)
         return {"attention_mask": segments.keep.to(device, torch.int64)}
     if kernel == "megatron" and isinstance(padding, str):
         padding = "behind"
     offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
-    spelled = _SPELLINGS[kernel](offsets, chunk_size, tables)
-    return {name: _placed(value, device if not name.endswith("_cpu") else "cpu") for name, value in spelled.items()}
+    spelled = _spelled(kernel, offsets, boundaries.CONV_BLOCK if kernel == "fla_conv" else chunk_size, tables)
+    on_device = {name: x.to(device) for name, x in spelled.items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
+    return spelled | on_device
 
 
-def _padded(segments: Segments) -> bool:
-    """Rows as they are: several, or one with padding beside a single sequence."""
-    return segments.shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
-
-
-def _check_chunk(kernel: str, chunk_size: int) -> None:
-    taken = CHUNK_SIZES.get(kernel)
-    if taken is not None and chunk_size not in taken:
-        rule = f"{kernel} takes chunks of {', '.join(map(str, taken))} tokens."
-        raise UnsupportedFormError(explain("chunk_size", repr(chunk_size), rule, "Pass one of them, to the kernel too."))
-
-
-def _placed(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-# --- spellings
-
-
-def _tensor(numbers: Sequence[int] | np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.array(numbers, np.int64)).to(dtype)
-
-
-def _numbers(offsets: Sequence[int]) -> Tensor:
-    """int32 `[1, T]`: 0 0 0 1 1 ..., another number for each sequence, so that neighbours always differ."""
+def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
     lengths_N = np.diff(offsets)
-    return _tensor(np.repeat(np.arange(len(lengths_N)), lengths_N)[None], torch.int32)
+    numbers_T = np.repeat(np.arange(len(lengths_N)), lengths_N)  # neighbours always differ
+    longest, most = int(lengths_N.max()), operator_named(kernel).limits.get("tokens")
+    match kernel:
+        case "transformers":  # both, always: the rule reads the one, the convolution the other, and either alone runs on
+            return {"cu_seq_lens_q": _int32(offsets), "seq_idx": _int32(numbers_T[None])}
+        case "fla" | "fla_conv":
+            table = {"chunk_indices": torch.from_numpy(boundaries.chunk_indices(offsets, chunk))} if tables else {}
+            return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_cpu": torch.tensor(offsets)} | table
+        case "fla_cp":
+            return {"cu_seqlens": torch.tensor(offsets)}
+        case "causal_conv1d":
+            return {"seq_idx": _int32(numbers_T[None])}
+        case "fla_npu":
+            blocks = {"chunk_indices": chunk, "chunk_indices_out": boundaries.cumsum_block(chunk)}
+            flat = {
+                name: tuple(boundaries.chunk_indices(offsets, block).reshape(-1).tolist()) for name, block in blocks.items()
+            }
+            return {"cu_seqlens": tuple(offsets)} | flat
+        case "fla_npu_conv":
+            return {"query_start_loc": tuple(offsets)}
+        case "fla_npu_recurrent":
+            if most is not None and longest > most:
+                rule = f"The decoding rule takes 1 to {most} tokens of each sequence, and does not check it."
+                remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
+                raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
+            return {"actual_seq_lengths": _int32([0, *lengths_N])}
+        case "torch_npu":
+            return {"actual_seq_lengths": _int32(lengths_N)}
+        case "megatron":
+            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+            fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
+            return fields | {name: _int32(offsets) for name in names} | {"total_tokens": offsets[-1]}
 
 
-def _flat(table: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    return tuple(table.reshape(-1).tolist())
-
-
-def _transformers(offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    """Both, always: the rule reads the one, the convolution the other, and either alone runs on in silence."""
-    return {"cu_seq_lens_q": _tensor(offsets, torch.int32), "seq_idx": _numbers(offsets)}
-
-
-def _fla(offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    spelled = {"cu_seqlens": _tensor(offsets, torch.int64), "cu_seqlens_cpu": _tensor(offsets, torch.int64)}
-    return spelled | ({"chunk_indices": _tensor(chunk_indices(offsets, chunk), torch.int64)} if tables else {})
-
-
-def _fla_npu(offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    return {
-        "cu_seqlens": tuple(offsets),
-        "chunk_indices": _flat(chunk_indices(offsets, chunk)),
-        "chunk_indices_out": _flat(chunk_indices(offsets, cumsum_block(chunk))),
-    }
-
-
-def _fla_npu_recurrent(offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    longest = int(np.diff(offsets).max())
-    if longest > MAX_DECODED:
-        rule = f"The decoding rule takes 1 to {MAX_DECODED} tokens of each sequence, and does not check it."
-        remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
-        raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
-    return {"actual_seq_lengths": _tensor([0, *np.diff(offsets)], torch.int32)}
-
-
-def _megatron(offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    longest = int(np.diff(offsets).max())
-    fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    return fields | {name: _tensor(offsets, torch.int32) for name in names} | {"total_tokens": offsets[-1]}
-
-
-_SPELLINGS: dict[str, Callable[[Sequence[int], int, bool], dict[str, Any]]] = {
-    "transformers": _transformers,
-    "fla": _fla,
-    "fla_conv": lambda offsets, _, tables: _fla(offsets, CONV_BLOCK, tables),
-    "fla_cp": lambda offsets, *_: {"cu_seqlens": _tensor(offsets, torch.int64)},
-    "causal_conv1d": lambda offsets, *_: {"seq_idx": _numbers(offsets)},
-    "fla_npu": _fla_npu,
-    "fla_npu_conv": lambda offsets, *_: {"query_start_loc": tuple(offsets)},
-    "fla_npu_recurrent": _fla_npu_recurrent,
-    "torch_npu": lambda offsets, *_: {"actual_seq_lengths": _tensor(np.diff(offsets), torch.int32)},
-    "megatron": _megatron,
-}
+def _int32(numbers: Sequence[int] | np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, np.int32))

@@ -8,21 +8,33 @@ sequence before it, whose real tokens come first and cannot see it. `1 1 1 0 2 2
     behind    0   4   8     as Megatron's padded offsets, and for kernels whose short last chunks are wrong
     0 4 6 8   0   4 6 8     a batch's own physical offsets: which padding belongs to a sequence, and how the tail is cut
 
-Legend: B rows, S width, T tokens of the flat row, N sequences.
+Chunks start again at every sequence, so there are sum(ceil(length / C)) of them, not ceil(T / C). Lengths 3 and 70 in
+chunks of 64, where builders that count non-empty sequences alone name the wrong one behind an empty one (fla #909)::
+
+    ■■■|■■■■ ... ■■|■■■■■■     chunk_indices (0, 0) (1, 0) (1, 1)     chunk_offsets 0 1 3
+
+Padded rows `[B, S]` need no boundary where nothing is written at padding: a state begins at zero, and decay of nothing is
+nothing. The convolution mixes W - 1 neighbours before the rule, so its *input* must be zero on the left; without biases
+before the rule, zeroing the layer's input does both (measured: guide, gated-delta-net).
+Legend: B rows, S width, T tokens of the flat row, N sequences, C tokens a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
-from collate_npu.errors import UnsupportedFormError, explain, explain_rows
-from collate_npu.host import Array, host_array, whole_number
+from collate_npu.arrays import Array, host_array, whole_number
+from collate_npu.errors import UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.places import fitting_places, with_tail
 from collate_npu.segments import Segments, Values
 
 Padding = Literal["own", "behind"]
+CONV_BLOCK = 64
+"""fla's convolution works in blocks of 64, whatever the chunk of the rule (modules/conv/triton/ops.py:383-386)."""
 
 
 def flat_offsets(
@@ -36,8 +48,9 @@ def flat_offsets(
 
     `keep_padding=True`: the tensors are the rows as they are, one behind the other, `[1, B * S]`. False: those of
     `unpad`, `[1, T]`. Default: one row is kept as it is, of several the padding is taken out. `padding` says where the
-    padding that is kept belongs, or is the physical offsets of this very row. `max_sequences` gives the offsets that many
-    entries and one, by cutting the padding at the end (`masks.places.with_tail`); no sequence is ever empty.
+    padding that is kept belongs (`"behind"`: with the sequence before it, as `pad_documents` and Megatron have it), or is
+    the physical offsets of this very row, `batch["cu_seqlens_padded"]`. `max_sequences=N` makes N sequences, for graphs
+    and compilers, by cutting the padding at the end (`masks.places.with_tail`); no sequence is ever empty.
 
     Raises `UnsupportedFormError` without a real token; where padding that is kept stands inside a sequence; for `"behind"`
     where it stands before the first one; and for offsets that do not fit the row.
@@ -50,8 +63,7 @@ def flat_offsets(
     elif not (segments.shape[0] == 1 if keep_padding is None else keep_padding) or segments.padding_side == "none":
         offsets = segments.cu_seqlens_host
     else:
-        _check_holes(segments)
-        offsets = (*_starts(segments, own=padding == "own").tolist(), segments.array.size)
+        offsets = _of_padded_rows(segments, own=padding == "own")
     return offsets if max_sequences is None else _of_one_length(offsets, segments, padding, max_sequences)
 
 
@@ -79,25 +91,75 @@ def _of_one_length(
     return (0, *np.cumsum(with_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
 
 
-def _starts(segments: Segments, *, own: bool) -> Array:
-    """Where a run begins in the flattened rows: of one sequence, or of padding where that is a sequence of its own."""
+def _of_padded_rows(segments: Segments, *, own: bool) -> tuple[int, ...]:
+    """Rows one behind the other, each run a sequence: of padding too, or else counted to what stands before it."""
     ids_BS = segments.array
-    begins_BS = np.ones(ids_BS.shape, bool)
-    begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
-    if not own:
-        leading = np.flatnonzero(ids_BS[:, 0] == 0)
-        if len(leading):
-            rows = [(int(b), "padding before the first sequence") for b in leading]
-            rule = "Padding can lie behind a sequence, never before the first: the state would begin with it."
-            remedy = "unpad() first, or make it a sequence of its own (padding='own')."
-            raise UnsupportedFormError(explain_rows("segments", rows, rule, remedy))
-        begins_BS &= ids_BS != 0
-    return np.flatnonzero(begins_BS)
-
-
-def _check_holes(segments: Segments) -> None:
-    if segments.hole_rows:
-        rows = [(b, "padding inside a sequence") for b in segments.hole_rows]
+    if bad := [(b, "padding inside a sequence") for b in segments.hole_rows]:
         rule = "The state would run on through the padding, and the convolution reads it."
         remedy = "Use the tensors of unpad(), with keep_padding=False: there the holes are closed."
-        raise UnsupportedFormError(explain_rows("segments", rows, rule, remedy))
+        raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
+    begins_BS = np.diff(ids_BS, axis=1, prepend=-1) != 0
+    if not own:
+        if bad := [(int(b), "padding before the first sequence") for b in np.flatnonzero(ids_BS[:, 0] == 0)]:
+            rule = "Padding can lie behind a sequence, never before the first: the state would begin with it."
+            remedy = "unpad() first, or make it a sequence of its own (padding='own')."
+            raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
+        begins_BS &= ids_BS != 0
+    return (*np.flatnonzero(begins_BS).tolist(), ids_BS.size)
+
+
+def chunk_indices(offsets: Sequence[int], chunk_size: int) -> Array:
+    """int64 `[chunks, 2]`: `(sequence, chunk within it)`, in the order of the tokens (fla 0.5.2 ops/utils/index.py:156).
+
+    >>> chunk_indices([0, 3, 70], 64)
+    array([[0, 0],
+           [1, 0],
+           [1, 1]])
+    """
+    firsts = chunk_offsets(offsets, chunk_size)
+    sequence = np.repeat(np.arange(len(firsts) - 1), np.diff(firsts))
+    return np.stack([sequence, np.arange(len(sequence)) - firsts[sequence]], axis=1)
+
+
+def chunk_offsets(offsets: Sequence[int], chunk_size: int) -> Array:
+    """int64 `[N + 1]`: the number of the first chunk of each sequence, and of all chunks."""
+    chunks_N = -(-np.diff(np.asarray(offsets, np.int64)) // chunk_size)  # the last one may be short
+    return np.concatenate([[0], np.cumsum(chunks_N)]).astype(np.int64)
+
+
+def cumsum_block(chunk_size: int) -> int:
+    """Tokens a block of `npu_chunk_local_cumsum`, whose table is another one than that of its siblings.
+
+    2**17 / chunk_size, rounded up to a power of two: 2048 for 64, 1024 for 128 (flash-linear-attention-npu 17e24fd,
+    chunk_local_cumsum_tiling.cpp:275).
+    """
+    return 1 << (-(-(1 << 17) // chunk_size) - 1).bit_length()
+
+
+def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
+    """`[B, S, ...]` with zeros at padding: the input of a Gated DeltaNet layer, or of its convolution. A new tensor.
+
+    Exact for one sequence a row, padded on the left, the right or both, where projections and convolution have no bias
+    (Qwen3-Next, Qwen3.5). Raises for packed rows, which need boundaries, and for padding inside a sequence: `unpad` the
+    batch and take `gated_delta_kwargs` there.
+
+    >>> import torch
+    >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
+    [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    if tuple(hidden.shape[:2]) != segments.shape:
+        rule = f"The batch is {list(segments.shape)} (rows, width)."
+        raise UnsupportedFormError(explain("hidden", shape_of(hidden), rule, "Pass the padded tensor, tokens second."))
+    check_one_sided(segments)
+    padding_BS = ~segments.keep.to(hidden.device)
+    return hidden.masked_fill(padding_BS.view(*padding_BS.shape, *[1] * (hidden.ndim - 2)), 0)
+
+
+def check_one_sided(segments: Segments) -> None:
+    """Raise where no mask helps a recurrent layer: several sequences in a row, or padding inside one; all rows at once."""
+    bad = [(b, f"{len(row)} sequences") for b, row in enumerate(segments.lengths) if len(row) > 1]
+    bad += [(b, "padding inside a sequence") for b in segments.hole_rows if len(segments.lengths[b]) == 1]
+    if bad:
+        rule = "A mask, or zeros at padding, keep one sequence a row apart from padding beside it, and no more."
+        remedy = "unpad() the batch and use keep_padding=False, or collate with padding_free=True."
+        raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))

@@ -2,27 +2,36 @@
 
 Most host code looks at few of its boundaries: lengths given for offsets, a tail that nothing covers, a table of another
 chunk size pass, and other sequences are computed, or memory nobody wrote. Costs some passes over one number a token.
+
+Against the Segments a causal layer is a chain: each token goes on from the state that another one left, and that one must
+be the token before it in its own sequence, or none where it is the first. A kernel's offsets, numbers or mask give one
+chain, the Segments the other; what padding goes on from does not matter. The convolution reads W - 1 tokens back, and each
+must be the right one. Which tensors the call speaks of follows from its sizes: rows `[B, S]`, the same one behind the other
+`[1, B * S]`, or those of `unpad`, `[1, T]`. A place is row * S + column of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta import (
-    against_segments,
-    padding_rules,
-    parallel_rules,
-    sequence_rules,
-    stack_rules,
-    tensor_rules,
-)
-from collate_npu.kernels.gated_delta.operator_call import Call, known_context
-from collate_npu.kernels.gated_delta.operator_names import operator_named
+import numpy as np
+
+from collate_npu.arrays import Array
+from collate_npu.errors import CollateError
+from collate_npu.kernels.breach import Breach, refuse
+from collate_npu.kernels.gated_delta import sequence_rules, tensor_rules
+from collate_npu.kernels.gated_delta.operator_call import Call
+from collate_npu.kernels.gated_delta.stacks import operator_named
 from collate_npu.parallel.layout import ContextParallel
+from collate_npu.parallel.recurrent import check_recurrent_split
 from collate_npu.segments import Segments
+
+LISTED = 8
+"""Sequences that a message names."""
+NONE = -1
+NOWHERE = -2
+"""What no sequence covers."""
 
 
 def check_gated_delta_contract(
@@ -40,7 +49,7 @@ def check_gated_delta_contract(
     """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
 
     `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
-    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operator_names.py`.
+    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `stacks.OPERATORS`.
     B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
     context parallelism T and the boundaries are those of the whole row; in packed rows zigzag is of each sequence.
 
@@ -64,59 +73,133 @@ def check_gated_delta_contract(
     [falling] cu_seqlens: got [3, 2]. No sequence ends before it begins. Take it from gated_delta_kwargs(segments,
         kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
     """
-    found = gated_delta_breaches(
-        kwargs,
-        kernel=kernel,
-        B=B,
-        T=T,
-        chunk_size=chunk_size,
-        training=training,
-        segments=segments,
-        versions=versions,
-        context_parallel=context_parallel,
-    )
-    if found:
-        raise UnsupportedFormError(f"{kernel}:\n" + "\n".join(map(str, found)))
+    refuse(kernel, gated_delta_breaches(**locals()))
 
 
-def gated_delta_breaches(
-    kwargs: Mapping[str, Any],
-    *,
-    kernel: str,
-    B: int | None,
-    T: int,
-    chunk_size: int = 64,
-    training: bool = True,
-    segments: Segments | None = None,
-    versions: Mapping[str, str] | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> tuple[Breach, ...]:
-    """Every rule that the call breaks; arguments as in `check_gated_delta_contract`.
-
-    >>> found = gated_delta_breaches({}, kernel="fla", B=1, T=5, segments=Segments.from_lengths([[3, 2]]))
-    >>> [breach.rule for breach in found]
-    ['differs-from-segments']
-    """
-    if not isinstance(kwargs, Mapping):
-        rule, remedy = "Arguments are a dict by name.", "Pass the keyword arguments of the call."
-        raise CollateError(explain("kwargs", type(kwargs).__name__, rule, remedy))
-    call = Call.read(
-        kwargs,
-        operator_named(kernel),
-        B=B,
-        T=T,
-        chunk_size=chunk_size,
-        training=training,
-        versions=versions,
-        context_parallel=known_context(context_parallel),
-        trusted=segments is not None,
-    )
-    unread = tuple(sequence_rules.breaches(call))
-    if any(breach.rule in sequence_rules.UNREADABLE for breach in unread):
-        return unread
-    found = list(unread)
-    for rules in (tensor_rules, padding_rules, parallel_rules, stack_rules):
-        found += rules.breaches(call)
-    if found or segments is None:
+def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
+    """Every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
+    call = Call(operator_named(kernel), kwargs, **says)
+    found = list(sequence_rules.breaches(call))
+    if any(breach.rule in sequence_rules.UNREADABLE for breach in found):
         return tuple(found)
-    return tuple(against_segments.breaches(call, segments))
+    for rules in (tensor_rules.breaches, tensor_rules.mask_breaches, _ranks, _backward, *call.operator.own):
+        found += rules(call)
+    if not found and call.segments is not None:
+        found += _against_segments(call, call.segments)
+    return tuple(found)
+
+
+def _ranks(call: Call) -> Iterator[Breach]:
+    """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
+    cp = call.context_parallel
+    if cp is None or cp.size == 1:
+        return
+    scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
+    got, remedy = f"{cp.size} ranks, layout {cp.layout!r}", "Use ContextParallel(..., layout='ulysses')."
+    if scheme == "never":
+        says = f"{call.operator.name} has no context parallelism."
+        yield call.breach("ranks", "context_parallel", got, says, "Use one rank a row.")
+        return
+    if scheme == "head_exchange" and cp.layout != "ulysses":
+        says = "The kernel expects the whole row behind a head all-to-all; others run states over wrong neighbours."
+        remedy += " Or pass states between contiguous slices: kernel='fla_cp'."
+        yield call.breach("ranks", "context_parallel", got, says, remedy, silent=True)
+        return
+    flat = bool(call.where) or scheme == "state_passing"
+    segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
+    split = cp.for_documents() if flat and scheme == "head_exchange_zigzag" else cp
+    try:
+        check_recurrent_split(split, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
+    except CollateError as error:
+        remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
+        yield call.breach("ranks", "context_parallel", got, str(error), remedy)
+
+
+def _backward(call: Call) -> Iterator[Breach]:
+    if call.training and not call.operator.backward:
+        says = "The operator has no backward: it is for decoding and inference."
+        remedy = "Use the chunked rule for training, or check with training=False."
+        yield call.breach("backward", "training", "True", says, remedy)
+
+
+def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
+    """One breach that names the first wrong token of each sequence; read where no other rule is broken."""
+    B, S = segments.shape
+    if (call.B, call.T) in ((B, S), (1, B * S)):
+        places_T = np.arange(B * S)
+    elif (1, segments.num_tokens) == (call.B, call.T):
+        places_T = np.flatnonzero(segments.array)
+    else:
+        says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
+        remedy = "Pass the B and T of the tensors, and the segments of this batch."
+        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
+        return
+    labels_BS = segments.array.astype(np.int64) + np.arange(B)[:, None] * (S + 1)
+    truth_T = np.where(segments.array > 0, labels_BS, NONE).reshape(-1)[places_T]
+    found = sorted({wrong for steps in _readings(call) for wrong in _differences(steps, truth_T, places_T, S)})
+    if found:
+        where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
+        got = "; ".join([*(text for _, text in found[:LISTED]), *["..."] * (len(found) > LISTED)])
+        remedy = f"Use gated_delta_kwargs(segments, kernel={call.operator.kernel!r}), or unpad() the batch and its tensors; "
+        remedy += "or pass the segments that this call is for."
+        yield Breach("differs-from-segments", where, got, "The segments say otherwise.", remedy, "Segments", silent=True)
+
+
+def _readings(call: Call) -> Iterator[list[Array]]:
+    """The rule's chain, the convolution's, or both, as far as the operator has them: for each step back, 1, 2, ..., the
+    token that a token reads there, -1 for none."""
+    at_T = np.arange(call.B * call.T)
+    row_T = at_T // (len(at_T) if call.operator.folds else call.T)
+    keep_BT = tensor_rules.kept(call)
+    real_T = np.ones(len(at_T), bool) if keep_BT is None else keep_BT.reshape(-1)
+    ids_T = call.numbers_BT.reshape(-1) if call.numbers_BT.size else np.zeros(len(at_T), np.int64)
+    mamba, numbered = call.operator.package == "mamba", bool(call.operator.numbers)
+    if call.operator.offsets or not numbered or mamba:
+        sequence_T = row_T
+        if call.where:
+            sequence_T = np.searchsorted(np.array(call.offsets[1:]), at_T, side="right")
+            sequence_T = np.where(at_T < call.offsets[-1], sequence_T, NOWHERE)
+        elif mamba:
+            sequence_T = np.cumsum(np.insert((np.diff(ids_T) != 0) | (np.diff(row_T) > 0), 0, False))
+        yield [_previous(np.where(real_T, sequence_T, NOWHERE))]
+    if numbered and not mamba:
+        steps = []
+        for back in range(1, call.taps):
+            earlier_T = np.maximum(at_T - back, 0)
+            same_T = (row_T[earlier_T] == row_T) & (ids_T[earlier_T] == ids_T) & real_T[earlier_T] & (at_T >= back)
+            steps.append(np.where(real_T, np.where(same_T, earlier_T, NONE), NOWHERE))
+        yield steps
+
+
+def _previous(sequence_T: Array) -> Array:
+    """The token before each in its own sequence, -1 for the first; of no sequence, what stands there."""
+    order = np.argsort(sequence_T, kind="stable")
+    previous_T = np.full(len(sequence_T), NONE)
+    follows = sequence_T[order][1:] == sequence_T[order][:-1]
+    previous_T[order[1:][follows]] = order[:-1][follows]
+    return np.where(sequence_T < 0, sequence_T, previous_T)
+
+
+def _differences(steps: list[Array], truth_T: Array, places_T: Array, S: int) -> Iterator[tuple[int, str]]:
+    """The first real token of each sequence that goes on from a wrong one, and a sentence on it."""
+    before_T, right_T = _previous(truth_T), np.arange(len(truth_T))
+    seen: set[int] = set()
+    for step_T in steps:
+        right_T = np.where(right_T == NONE, NONE, before_T[right_T])
+        for t in np.flatnonzero((truth_T != NONE) & (step_T != right_T)):
+            if (sequence := int(truth_T[t])) not in seen:
+                seen.add(sequence)
+                yield int(t), _sentence(int(t), int(step_T[t]), int(right_T[t]), places_T, S)
+
+
+def _sentence(token: int, reads: int, right: int, places_T: Array, S: int) -> str:
+    def place(t: int) -> str:
+        return f"({places_T[t] // S}, {places_T[t] % S})"
+
+    at = f"the token at (row, column) {place(token)}"
+    if reads == NOWHERE:
+        return f"{at} belongs to no sequence"
+    if reads == NONE:
+        return f"{at} does not read {place(right)}"
+    wanted = f", not {place(right)}" if right != NONE else ", and is the first of its sequence"
+    return f"{at} reads {place(reads)}{wanted}"

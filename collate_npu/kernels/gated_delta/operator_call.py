@@ -1,26 +1,35 @@
-"""One call of a recurrent kernel as its host code sees it: arguments by name, boundaries as numbers on the host.
+"""What is known of an operator that takes recurrent boundaries, and one call of it as its host code sees it.
 
-Legend: B rows, T tokens of a row, N sequences.
+One row an operator (`kernels`, `stacks`). Rules are judged for all of them alike (`sequence_rules`, `tensor_rules`,
+`contract`): one that stands in `checks` is refused by the operator itself, any other is taken without a word. What is true
+of one family alone, a row names as its `own`.
+
+Releases read: fla 0.5.2 (bc3b101), flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1 (0d2252d), mamba
+e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, mcore-bridge 1.6.5, MindSpeed core_r0.15.3 to 0.18,
+MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
+
+Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
+channels, W taps.
 """
 
 from __future__ import annotations
 
-import operator as operators_of_python
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
+from collate_npu.arrays import Array, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.host import Array, host_tensor, whole_number
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.operators import Operator
-from collate_npu.kernels.gated_delta.releases import Releases
 from collate_npu.parallel.layout import ContextParallel
+from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.releases import NEWEST, Since, installed
+from collate_npu.segments import Segments
 
 FIELDS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens"),
@@ -29,67 +38,110 @@ FIELDS = (
 """What is read of Megatron's `PackedSeqParams` and torchtitan's `VarlenMetadata`."""
 HOLDERS = ("packed_seq_params", "attention_masks", "masks")
 ALIASES = {"query": "q", "key": "k", "value": "v"}
+MAX_TAPS = 4
+"""The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
+_ABSENT = ("none", "absent", "missing", "not installed")
+_SPELLINGS = {"flash_linear_attention": "fla", "fla_core": "fla", "megatron_core": "megatron", "hf": "transformers"}
+
+Rule = Callable[["Call"], Iterator[Breach]]
 
 
-class UnreadableError(Exception):
-    """An argument that is no row of whole numbers in the container that the operator takes."""
+def words(text: str) -> frozenset[str]:
+    """The words of a row's text."""
+    return frozenset(text.split())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator. Arguments are named as its call names them."""
+
+    name: str
+    source: str
+    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
+    offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
+    # "offsets or ends": those without the leading 0 that end at T get one.
+    form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths", "ends"] = "offsets"
+    numbers: str = ""  # the argument that holds a sequence number for each token
+    copies: tuple[str, ...] = ()  # host copies of the offsets
+    # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
+    tables: Mapping[str, str] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()  # arguments without which boundaries are not taken; "copy" is any host copy
+    reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
+    host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
+    chunk_sizes: tuple[int, ...] = ()
+    checks: frozenset[str] = frozenset()
+    own: tuple[Rule, ...] = ()  # rules of its family alone
+    empties: Literal["legal", "fla", "never"] = "never"
+    folds: bool = False  # offsets run over all B * T tokens, row after row
+    masks: Literal["none", "multiplied", "unpadded", "ignored"] = "none"
+    # The order of dimensions of its tensors; the first that is given tells B and T.
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "sequences", of "tokens" in one
+    backward: bool = True
+    ranks: RecurrentScheme | Literal["never"] = "head_exchange"
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def by_own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are given, as rows name them."""
+    return {ALIASES.get(name, str(name)): value for name, value in kwargs.items() if value is not None}
+
+
+@dataclass
 class Call:
-    """Arguments by their names, those of a parameter object among them, and what the caller says of the call."""
+    """Arguments by their names, those of a parameter object among them, and what the caller says of the call.
+
+    Raises `CollateError` for sizes that are no whole numbers, for other types than these, and for nested tensors.
+    """
 
     operator: Operator
     arguments: Mapping[str, Any]
-    B: int
+    B: int  # None where the tensors have no rows, which counts as one
     T: int
-    chunk_size: int
-    training: bool
-    releases: Releases
+    chunk_size: int = 64
+    training: bool = True
+    segments: Segments | None = None  # the truth: with it at hand, what is only evidence of it need not be judged
+    versions: Mapping[str, str] | None = None
     context_parallel: ContextParallel | None = None
-    trusted: bool = False
-    """The truth is at hand (Segments): what is only evidence of it need not be judged."""
 
-    @classmethod
-    def read(
-        cls,
-        kwargs: Mapping[str, Any],
-        operator: Operator,
-        *,
-        B: int | None,
-        T: int,
-        chunk_size: int,
-        training: bool,
-        versions: Mapping[str, str] | None,
-        context_parallel: ContextParallel | None,
-        trusted: bool,
-    ) -> Call:
-        """Raises `CollateError` for sizes that are no whole numbers, and for nested tensors."""
-        arguments = {ALIASES.get(name, str(name)): value for name, value in kwargs.items() if value is not None}
-        for holder in HOLDERS:
-            for name in FIELDS:
-                held = _field(kwargs.get(holder), name)
-                if held is not None:
-                    arguments.setdefault(name, held)
+    def __post_init__(self) -> None:
+        given, example = self.arguments, {"transformers": NEWEST["transformers"]}
+        _check("kwargs", given, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
+        how = "Pass ContextParallel(size, rank, layout=...)."
+        _check("context_parallel", self.context_parallel, ContextParallel | None, "It is a ContextParallel.", how)
+        _check("versions", self.versions, Mapping | None, "Releases are a dict by package.", f"Pass {example}.")
+        self.named = _named(self.versions or {})
+        self.arguments = arguments = by_own_names(given)
+        for held in map(given.get, HOLDERS):
+            read = held.get if isinstance(held, Mapping) else partial(getattr, held)
+            arguments |= by_own_names({name: read(name, None) for name in FIELDS if name not in arguments})
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_nested:
                 rule, remedy = "Recurrent kernels take dense tensors.", "Pass values() and offsets."
                 raise CollateError(explain(name, "a nested tensor", rule, remedy))
-        rows = 1 if B is None else whole_number("B", B, least=1)
-        own = arguments.get("chunk_size", chunk_size) if operator.chunk_sizes else chunk_size
-        chunk = whole_number("chunk_size", own, least=1)
-        releases = Releases.of(versions)
-        T = whole_number("T", T, least=1)
-        return cls(operator, arguments, rows, T, chunk, training, releases, context_parallel, trusted)
+        if self.operator.chunk_sizes:
+            self.chunk_size = self.arguments.get("chunk_size", self.chunk_size)
+        self.B = whole_number("B", 1 if self.B is None else self.B, least=1)
+        self.T = whole_number("T", self.T, least=1)
+        self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)
 
-    def breach(
-        self, rule: str, where: str, got: str, says: str, remedy: str = "", *, silent: bool | None = None, source: str = ""
-    ) -> Breach:
+    def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "", *, silent: bool | None = None) -> Breach:
         """A broken rule; silent where the operator's own host code does not check it."""
         remedy = remedy or f"Take it from gated_delta_kwargs(segments, kernel={self.operator.kernel!r})."
         told = rule not in self.operator.checks if silent is None else silent
-        source = source or self.operator.source
-        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=source, silent=told)
+        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=told)
+
+    def release(self, package: str) -> str | None:
+        """Named by the caller, else installed, else the newest that was read; None for one that is not there."""
+        return self.named[package] if package in self.named else installed(package) or NEWEST.get(package, "")
+
+    def before(self, since: Since) -> bool:
+        """Is its package there, and older? A branch name without a number (`main`) is newer than any release."""
+        text = self.release(since.package)
+        return text is not None and not since.holds(text)
 
     def get(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -103,15 +155,28 @@ class Call:
         value = self.arguments.get(name, default)
         return value if isinstance(value, str) else _kind(value)
 
+    def row(self, name: str, *, host: bool = False) -> tuple[tuple[int, ...], str]:
+        """Whole numbers in the container that the operator takes, or none and why; a sync where they lie on the device."""
+        value = self.get(name)
+        if host:
+            whole = isinstance(value, (list, tuple)) and all(isinstance(n, (int, np.integer)) for n in value)
+            if whole and not any(isinstance(n, bool) for n in value):
+                return tuple(map(int, value)), ""
+            return (), f"{_kind(value)}: it takes a list or tuple of ints on the host"
+        if not isinstance(value, Tensor) or value.ndim != 1:
+            return (), f"{_kind(value)}: it takes a tensor of one dimension"
+        if value.is_meta:
+            return (), "a tensor on device meta: there are no values to check"
+        dtypes = ("int32",) if "lengths" in self.operator.form else ("int32", "int64")
+        if (dtype := str(value.dtype).removeprefix("torch.")) not in dtypes:
+            return (), f"{dtype}: it takes {' or '.join(dtypes)}"
+        return tuple(host_tensor(name, value).tolist()), ""
+
     @property
     def total(self) -> int:
         """Tokens that the offsets run over."""
         folded = self.operator.folds or (self.operator.name == "fla.causal_conv1d" and not self.training)
         return self.B * self.T if folded else self.T
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.context_parallel is None else self.context_parallel.size
 
     @property
     def where(self) -> str:
@@ -123,25 +188,23 @@ class Call:
         """In training, and a tensor of the call asks for a gradient."""
         return self.training and any(isinstance(x, Tensor) and x.requires_grad for x in self.arguments.values())
 
-    @cached_property
+    @once
     def given(self) -> tuple[int, ...]:
-        """The boundaries as they are given. Raises `UnreadableError`."""
-        return numbers(self, self.where, host=self.operator.host) if self.where else ()
+        """The boundaries as they are given, `()` where none are or nobody can read them."""
+        return self.row(self.where, host=self.operator.host)[0] if self.where else ()
 
-    @cached_property
+    @once
     def offsets(self) -> tuple[int, ...]:
-        """The boundaries as offsets, `()` where none are given: as the operator reads them, right or wrong."""
+        """The boundaries as offsets, as the operator reads them, right or wrong."""
         given, form = self.given, self.operator.form
-        if form == "offsets":
-            repaired = self.operator.repairs_ends and given and given[0] != 0 and given[-1] == self.total
-            return (0, *given) if repaired else given
-        if not given:
-            return ()
-        if form == "ends":
-            return given if given[0] == 0 else (0, *given)
-        return tuple(accumulate(given)) if form != "lengths" else (0, *accumulate(given))
+        if form == "lengths" and given:
+            return (0, *accumulate(given))
+        if form == "prefix and lengths":
+            return tuple(accumulate(given))
+        ends = form == "ends" or (form == "offsets or ends" and given[-1:] == (self.total,))
+        return (0, *given) if ends and given and given[0] != 0 else given
 
-    @cached_property
+    @once
     def lengths(self) -> tuple[int, ...]:
         return tuple(end - start for start, end in pairwise(self.offsets))
 
@@ -150,52 +213,41 @@ class Call:
         """Are there boundaries of more than one sequence with tokens?"""
         return sum(length > 0 for length in self.lengths) > 1 or len(np.unique(self.numbers_BT)) > 1
 
-    @cached_property
+    @once
     def numbers_BT(self) -> Array:
-        """The sequence number of each token as given, int64 `[B, T]`; empty where none are. Raises `UnreadableError`."""
-        given = self.get(self.operator.numbers) if self.operator.numbers else None
-        if given is None:
+        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in another form."""
+        given = self.get(self.operator.numbers)
+        if not is_whole_tensor(given) or tuple(given.shape) != (self.B, self.T):
             return np.zeros((0, 0), np.int64)
-        if not isinstance(given, Tensor) or given.is_floating_point() or given.is_meta:
-            raise UnreadableError(f"{shape_of(given)}: it takes a tensor of whole numbers with values")
         array: Array = host_tensor(self.operator.numbers, given).numpy().astype(np.int64)
         return array
 
-
-def _field(holder: Any, name: str) -> Any:
-    if isinstance(holder, Mapping):
-        return holder.get(name)
-    return None if isinstance(holder, Tensor) else getattr(holder, name, None)
-
-
-def numbers(call: Call, name: str, *, host: bool) -> tuple[int, ...]:
-    """A row of whole numbers in the container that the operator takes; one sync where it lies on the device."""
-    value = call.get(name)
-    if host:
-        if isinstance(value, (list, tuple)) and all(_is_whole(n) for n in value):
-            return tuple(operators_of_python.index(n) for n in value)
-        raise UnreadableError(f"{_kind(value)}: it takes a list or tuple of ints on the host")
-    if not isinstance(value, Tensor) or value.ndim != 1:
-        raise UnreadableError(f"{_kind(value)}: it takes a tensor of one dimension")
-    if value.is_meta:
-        raise UnreadableError("a tensor on device meta: there are no values to check")
-    dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in call.operator.dtypes:
-        raise UnreadableError(f"{dtype}: it takes {' or '.join(call.operator.dtypes)}")
-    return tuple(host_tensor(name, value).tolist())
+    @property
+    def taps(self) -> int:
+        """W of the convolution, the widest there is where no weight tells it."""
+        weight = self.get("weight")
+        return int(weight.shape[-1]) if isinstance(weight, Tensor) and weight.ndim == 2 else MAX_TAPS
 
 
-def _is_whole(n: Any) -> bool:
-    return isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+def is_whole_tensor(value: Any) -> bool:
+    """Whole numbers with values, whatever the shape."""
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_meta
+
+
+def _check(where: str, value: object, kind: Any, rule: str, remedy: str) -> None:
+    if not isinstance(value, kind):
+        raise CollateError(explain(where, type(value).__name__, rule, remedy))
+
+
+def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
+    """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
+    written = {str(package).replace("-", "_").lower(): str(version or "").strip() for package, version in versions.items()}
+    there = {name: version for name, version in written.items() if version.lower() not in _ABSENT}
+    named = {_SPELLINGS.get(name, name): there.get(name) or None for name in written}
+    if named.get("fla") and "transformers" in named:
+        named.setdefault("causal_conv1d", None)
+    return named
 
 
 def _kind(value: Any) -> str:
     return shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else f"a {type(value).__name__}"
-
-
-def known_context(context_parallel: Any) -> ContextParallel | None:
-    """Raises `CollateError` for what is no ContextParallel."""
-    if context_parallel is None or isinstance(context_parallel, ContextParallel):
-        return context_parallel
-    rule, remedy = "It is a ContextParallel.", "Pass ContextParallel(size, rank, layout=...)."
-    raise CollateError(explain("context_parallel", type(context_parallel).__name__, rule, remedy))

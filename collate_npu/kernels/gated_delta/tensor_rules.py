@@ -1,96 +1,82 @@
-"""Rules of the tensors: their shapes are read where they are given (tensors on device meta will do), never their values.
+"""Rules of the tensors of a call, by their shapes (tensors on device meta will do); and of a padding mask, by its values.
 
-Legend: B rows, T tokens, H query and key heads, N value heads, K and V head sizes, D channels, W taps, S states.
+A mask beside or instead of boundaries is exact where `zero_padding` is.
+
+Legend: B rows, T tokens, and those of `operator_call` for shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from collate_npu.errors import shape_of
+from collate_npu.arrays import Array, host_tensor
+from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.operator_call import Call
+from collate_npu.kernels.gated_delta.kernels import KDA_LAYOUTS
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator
+from collate_npu.masks.derive import derive_segments
+from collate_npu.releases import FLA_COUNTS_EMPTY, SINGLE_ROW_MASKED
+from collate_npu.segments import Segments
 
-KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
-_CONV_LAYOUTS = {"BSND": "BTHK", "BSH": "BTD", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
+UNPAD = "unpad() the batch and take the boundaries from gated_delta_kwargs(segments, kernel=..., keep_padding=False)."
+RIGHT = "Pad on the right, where a causal layer needs no mask; or " + UNPAD
 TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
 
 
 def breaches(call: Call) -> Iterator[Breach]:
     """What is wrong with the shapes and dtypes of the tensors of a call."""
-    shapes = {name: order for name, order in _shapes(call).items() if isinstance(call.get(name), Tensor)}
     sizes: dict[str, int] = {"B": call.B, "T": call.T}
-    found = [breach for name, order in shapes.items() for breach in _shape(call, name, order, sizes)]
-    yield from found
-    if not found:
-        yield from _same_sizes(call, shapes)
-        yield from _heads(call, sizes)
-        yield from _channels(call, sizes)
+    given = orders(call.operator, call.arguments).items()
+    found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
+    yield from found or (*_heads(call, sizes), *_channels(call, sizes))
     yield from _states(call)
-    yield from _removed(call)
+    if "head_first" in call.arguments and call.operator.package == "fla":
+        got, says = repr(call.get("head_first")), "fla takes [B, T, H, ...] alone and raises for the argument."
+        yield call.breach("removed", "head_first", got, says, "Leave head_first out, and put tokens first.", silent=False)
 
 
-def _shapes(call: Call) -> Mapping[str, str]:
-    """The order of dimensions of each tensor; for FNPU's KDA and convolution it follows from the call."""
-    name = call.operator.name
-    if "kda" in name and call.operator.host:
-        order = KDA_LAYOUTS.get(call.word("layout", "BSND"), "")
+def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
+    """The order of dimensions of each tensor; for some operators of Ascend it follows from the call."""
+    if row.name == "fla_npu.chunk_kda_fwd":
+        order = KDA_LAYOUTS.get(str(arguments.get("layout", "BSND")), "")
         return {x: order for x in ("q", "k") if order}
-    if name in ("fla_npu.causal_conv1d", "fla_npu.causal_conv1d_bwd"):
-        x = call.get("x")
-        layout = call.word("input_layout")
-        order = _CONV_LAYOUTS.get(layout, "") if layout else "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD"
-        return {"x": order, "weight": "WD", "bias": "D"}
-    if name == "fla_npu.chunk_local_cumsum" and call.get("head_first") is False:
+    if row.name == "fla_npu.causal_conv1d":
+        x = arguments.get("x")
+        return {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
+    if row.package == "fla_npu" and arguments.get("head_first") is False:
         return {"g": "BTN"}
-    return call.operator.shapes
+    return row.shapes
+
+
+def rows_and_tokens(row: Operator, arguments: Mapping[str, Any]) -> tuple[int | None, int] | None:
+    """B and T of the first tensor that tells them; B is None where it has no rows."""
+    for name, order in orders(row, arguments).items():
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and "T" in order and x.ndim == len(order):
+            return x.shape[order.index("B")] if "B" in order else None, x.shape[order.index("T")]
+    return None
 
 
 def _shape(call: Call, name: str, order: str, sizes: dict[str, int]) -> Iterator[Breach]:
     """Each dimension has one size throughout the call; B and T are those of the call."""
-    shape = tuple(call.get(name).shape)
-    if order == "S..." or not order:
+    x = call.get(name)
+    if not isinstance(x, Tensor):
         return
+    shape, listed = tuple(x.shape), "[" + ", ".join(order) + "]"
     if name == "x" and order == "BTD" and len(shape) > 3:
         shape = (*shape[:2], prod(shape[2:]))  # fla flattens what stands behind the tokens
-    listed = "[" + ", ".join(order) + "]"
     if len(shape) != len(order):
-        yield call.breach("shape", name, shape_of(call.get(name)), f"It is {listed}.", TOKENS_FIRST)
+        yield call.breach("shape", name, shape_of(x), f"It is {listed}.", TOKENS_FIRST)
         return
     wrong = [f"{axis} is {sizes[axis]}" for axis, size in zip(order, shape) if sizes.setdefault(axis, size) != size]
     if wrong:
-        says = f"It is {listed}, and {', '.join(wrong)}."
-        yield call.breach(
-            "shape", name, shape_of(call.get(name)), says, TOKENS_FIRST, silent="shape" not in call.operator.checks
-        )
-
-
-def _same_sizes(call: Call, shapes: Mapping[str, str]) -> Iterator[Breach]:
-    """Where tokens are as many as heads or channels, a tensor in the other order has the same shape."""
-    unclear = []
-    for name, order in shapes.items():
-        at = order.find("T")
-        others = [i for i, axis in enumerate(order) if axis in "HND" and i != at]
-        if at < 0 or not others or call.T == 1:
-            continue
-        x = call.get(name)
-        if not any(x.shape[i] == call.T for i in others) or _strides_tell(order, x):
-            return  # this one tells for all of them
-        unclear.append((name, order))
-    if unclear:
-        name, order = unclear[0]
-        what = "channels" if "D" in order else "heads"
-        says = f"[{', '.join(order)}] and the same with tokens and {what} exchanged look alike."
-        remedy = f"Check the call with a row of another length than {call.T}; or leave {name} out, where its order is known."
-        yield call.breach("look-alike", name, shape_of(call.get(name)), says, remedy, silent=True)
-
-
-def _strides_tell(order: str, x: Tensor) -> bool:
-    """A channel-last `[B, D, T]` says so itself."""
-    return order == "BDT" and x.stride(1) == 1
+        yield call.breach("shape", name, shape_of(x), f"It is {listed}, and {', '.join(wrong)}.", TOKENS_FIRST)
 
 
 def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
@@ -98,26 +84,21 @@ def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
     if heads and values and values % heads:
         says, remedy = "Value heads are a whole multiple of key heads.", "Repeat neither; change the model's head counts."
         yield call.breach("heads", "v", f"{heads} key heads, {values} value heads", says, remedy)
-    for axis, most in zip("KV", call.operator.head_sizes):
-        if most and sizes.get(axis, 0) > most:
+    for axis, where in (("K", "q"), ("V", "v")):
+        if axis in call.operator.limits and sizes.get(axis, 0) > (most := call.operator.limits[axis]):
             remedy = "Use another kernel for this head size."
-            yield call.breach(
-                "head-size", "q" if axis == "K" else "v", str(sizes[axis]), f"{axis} is at most {most}.", remedy
-            )
+            yield call.breach("head-size", where, str(sizes[axis]), f"{axis} is at most {most}.", remedy)
 
 
 def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
-    row = call.operator
-    D, W = sizes.get("D"), sizes.get("W")
+    row, x, D, W = call.operator, call.get("x"), sizes.get("D"), sizes.get("W")
     multiple = {"causal_conv1d": 8, "fla_npu": 16}.get(row.package)
-    if D and multiple and "channels" in row.checks and D % multiple:
+    if D and multiple and D % multiple:
         remedy = "Pad the channels, or use another convolution."
         yield call.breach("channels", "x", f"{D} channels", f"Channels are a multiple of {multiple}.", remedy)
     if W and "taps" in row.checks and not 2 <= W <= 4:
-        order = _shapes(call).get("weight", "")
-        says = f"weight is [{', '.join(order)}] with 2 to 4 taps."
+        says = f"weight is [{', '.join(orders(row, call.arguments)['weight'])}] with 2 to 4 taps."
         yield call.breach("taps", "weight", shape_of(call.get("weight")), says, "Transpose it, or use another convolution.")
-    x = call.get("x")
     if row.package == "causal_conv1d" and isinstance(x, Tensor) and "seq_idx" in call.arguments:
         strides = x.stride()
         if D != 1 and (strides[1] != 1 or (call.B > 1 and strides[0] % 8) or (call.T > 1 and strides[2] % 8)):
@@ -139,10 +120,119 @@ def _states(call: Call) -> Iterator[Breach]:
         yield call.breach("state-dtype", "initial_state", shape_of(state), "It is float32.", "Pass initial_state.float().")
 
 
-def _removed(call: Call) -> Iterator[Breach]:
-    if "head_first" in call.arguments and call.operator.package == "fla":
-        says, remedy = (
-            "fla takes [B, T, H, ...] alone and raises for the argument.",
-            "Leave head_first out, and put tokens first.",
-        )
-        yield call.breach("removed", "head_first", repr(call.get("head_first")), says, remedy, silent=False)
+def kept(call: Call) -> Array | None:
+    """bool `[B, T]` where a mask of two dimensions is read by the layer; None where the rows count as they are."""
+    value = call.get(_name(call))
+    read = call.operator.masks in ("multiplied", "unpadded") and not _dropped_by_release(call)
+    if not read or not isinstance(value, Tensor) or tuple(value.shape) != (call.B, call.T):
+        return None
+    return np.equal(_values(value), 1)
+
+
+def mask_breaches(call: Call) -> Iterator[Breach]:
+    """What is wrong with the 2D mask of a call, if it has one."""
+    if not (name := _name(call)):
+        return
+    value = call.get(name)
+    if call.operator.masks == "ignored":
+        yield from _ignored(call, name, value)
+    elif form := list(_form(call, name, value)):
+        yield from form
+    elif call.where:
+        yield from _with_boundaries(call, name, _values(value) == 1)
+    else:
+        yield from _alone(call, name, _values(value) == 1)
+
+
+def _name(call: Call) -> str:
+    """The argument that holds a padding mask which the operator knows of, `""` without one."""
+    return next((n for n in ("attention_mask", "mask") if n in call.arguments and n in call.operator.reads), "")
+
+
+def _values(value: Tensor) -> Array:
+    array: Array = host_tensor("the mask", value).float().numpy()
+    return array
+
+
+def _form(call: Call, name: str, value: object) -> Iterator[Breach]:
+    """`[B, T]` of zeros and ones."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        got = "no values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        yield call.breach("mask-form", name, got, "It is a tensor [B, T], 1 = real.", "Pass segments.keep.long().")
+    elif value.ndim != 2:
+        says = "The layer reads padding from a [B, T] mask alone; of one with another rank it makes none."
+        yield call.breach("mask-rank", name, shape_of(value), says, "Pass segments.keep.long(), [B, T].")
+    elif tuple(value.shape) != (call.B, call.T):
+        says, remedy = f"The call has [{call.B}, {call.T}] tokens.", "Pass the mask of this very batch."
+        yield call.breach("mask-shape", name, shape_of(value), says, remedy)
+    elif not np.isin(_values(value), (0, 1)).all():
+        seen = ", ".join(f"{n:g}" for n in np.unique(_values(value))[:6])
+        says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in, or counted wrong."
+        remedy = "Pass (ids > 0).long(), and boundaries for packed rows."
+        yield call.breach("mask-values", name, f"{shape_of(value)} with values {seen}", says, remedy, silent=True)
+
+
+def _alone(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
+    begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
+    holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
+    if call.operator.masks == "unpadded":
+        if (empty := _rows(~keep_BT.any(1))) and call.before(FLA_COUNTS_EMPTY):
+            says = f"A row of padding alone is an empty sequence; fla {call.release('fla')} counts it wrong (#909)."
+            yield call.breach("empty", name, empty, says, f"Drop the row, or take fla {FLA_COUNTS_EMPTY} or later.")
+        return
+    if holes:
+        says = "Padding inside a sequence is not undone by a mask: the state decays and the convolution reads it."
+        yield call.breach("hole", name, holes, says, UNPAD, silent=True)
+    if left and (call.is_set("bias") or call.is_set("conv_bias")) and call.operator.package != "fla":
+        says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
+        yield call.breach("bias", name, left, says, RIGHT, silent=True)
+    elif left and (why := _dropped_by_release(call)):
+        yield call.breach("mask-dropped", name, left, why, RIGHT, silent=True)
+
+
+def _with_boundaries(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
+    """Both at once: padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
+    flat_T, got, remedy = keep_BT.reshape(-1), shape_of(call.get(name)), "Pass one of them."
+    pieces = [flat_T[start:end] for start, end in pairwise(call.offsets)]
+    if call.operator.masks == "unpadded":
+        says = f"Given both, {call.where} wins and the mask is dropped: padding runs through the layer."
+        yield call.breach("mask-and-offsets", name, got, says, remedy, silent=True)
+    elif "mask-and-offsets" in call.operator.checks:
+        yield call.breach("mask-and-offsets", name, got, "Only one of them is taken.", remedy)
+    elif bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
+        says = f"It is multiplied in as well, and in sequence {bad[0]} padding stands before or between real tokens."
+        remedy = "Make padding a sequence of its own, and leave the mask out: " + UNPAD
+        yield call.breach("mask-and-offsets", name, f"padding in sequences {bad[:8]}", says, remedy, silent=True)
+
+
+def _ignored(call: Call, name: str, value: Any) -> Iterator[Breach]:
+    """Nobody reads it: harmless only where every row is padded on the right, or not at all."""
+    if call.segments is not None or call.where:
+        return
+    says = "The layer never reads a mask: padding before or inside a sequence runs through its state."
+    try:
+        two_d = isinstance(value, Tensor) and value.ndim == 2
+        truth = Segments.from_ids(value.long()) if two_d else derive_segments(value)
+    except CollateError as error:
+        says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
+        remedy = "Pass segments=..., which say it; or " + RIGHT
+        yield call.breach("mask-unread", name, shape_of(value), says, remedy, silent=True)
+        return
+    if truth.padding_side not in ("none", "right") or truth.packed:
+        got = f"{shape_of(value)}, padding {truth.padding_side}" + (", several sequences a row" if truth.packed else "")
+        yield call.breach("mask-unread", name, got, says, RIGHT, silent=True)
+
+
+def _dropped_by_release(call: Call) -> str:
+    """Why a mask of one row has no effect, `""` where it has."""
+    if call.operator.package == "mindspeed_llm" and call.B == 1:
+        return "MindSpeed-LLM reads a mask of more than one row alone."
+    if call.operator.package == "transformers" and call.B == 1 and call.before(SINGLE_ROW_MASKED):
+        read = f"more than one row alone ({SINGLE_ROW_MASKED} reads all)"
+        return f"transformers {call.release('transformers')} reads a mask of {read}."
+    return ""
+
+
+def _rows(bad_B: Any) -> str:
+    rows = np.flatnonzero(bad_B).tolist()
+    return f"row {', '.join(map(str, rows[:8]))}" if rows else ""

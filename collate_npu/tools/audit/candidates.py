@@ -1,131 +1,155 @@
-"""Candidates: the models, the tokenizer and the device a command line names, checked before any model is built.
+"""Candidates: the models, attention, tokenizer and device a command line names, checked before any model is built.
 
-Each refusal is a `CollateError` that says what to name instead. A model is built only when its turn comes.
+Each refusal is a `CollateError` that says what to name instead. A model is built only when its turn comes, a checkpoint with
+the class it was saved with. A folder may hold Python of its own (`auto_map`): it runs with `--trust-remote-code` alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from collate_npu.consumers.models import is_encoder, text_config
+from collate_npu.consumers.recurrent_kernels import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
+from collate_npu.proof.invariance import check_one_stack
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_config, tiny_model
-from collate_npu.testing.invariance import check_one_stack
-from collate_npu.tools.audit.attentions import DEFAULT, check_is_run, first_line
-from collate_npu.tools.audit.checkpoints import check_checkpoint, is_checkpoint, load_checkpoint
+from collate_npu.tools.audit.refusals import did_you_mean, refused
+
+DEFAULT = ("sdpa", "eager")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A model type, built tiny and random, or the folder of a checkpoint; and what it runs with."""
+def build(
+    name: str, attn: str, *, tokenizer: Path | None, device: str, dtype: torch.dtype, seed: int, trust: bool, largest_id: int
+) -> tuple[Any, Any, int]:
+    """The model on its device, its tokenizer (None where a checkpoint has none), and the id that rows are padded with.
 
-    name: str
-    attn: str
-    tokenizer: Path | None
-    device: str
-    dtype: torch.dtype
-    seed: int
-    tokenized: bool = False
-    """Are the samples token ids already? Then a checkpoint needs no tokenizer."""
-    largest_id: int = 0
-    """Of those samples: a tiny model is built with as many tokens."""
-    trust: bool = False
-    """May code of the folder run?"""
-
-    def build(self) -> tuple[Any, Any]:
-        """The model, on its device, and its tokenizer, None where none is needed. Raises what transformers raises."""
-        local = is_checkpoint(self.name)
-        if local:
-            settings: dict[str, Any] = {"attn_implementation": self.attn, "dtype": self.dtype, "trust": self.trust}
-            model = load_checkpoint(self.name, **settings)
-        else:
-            vocab_size = max(len(self._tokenizer()), self.largest_id + 1)
-            model = tiny_model(
-                self.name, vocab_size=vocab_size, seed=self.seed, attn_implementation=self.attn, dtype=self.dtype
-            )
-        check_is_run(model, self.attn)
-        return model.to(self.device), self._tokenizer()
-
-    def _tokenizer(self) -> Any:
-        local = is_checkpoint(self.name)
-        where = self.tokenizer or (Path(self.name) if local else None)
-        if where is not None:
-            return None if self.tokenized and not has_tokenizer(where) else load_tokenizer(where, trust=self.trust)
-        return byte_tokenizer(pad_is_eos=not is_encoder(tiny_config(self.name, vocab_size=8)))
-
-    def pad_token_id(self, model: Any, tokenizer: Any) -> int:
-        """What rows are padded with: the tokenizer's, else what the config says, else 0."""
-        config = text_config(model.config)
-        said = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
-        return next(int(n) for n in said if isinstance(n, int))
+    A model type is built tiny and random, for samples of ids up to `largest_id`. Raises what transformers raises.
+    """
+    how: dict[str, Any] = {"attn_implementation": attn, "dtype": dtype}
+    if is_checkpoint(name):
+        model, reader = load_checkpoint(name, trust=trust, **how), read_tokenizer(name, tokenizer, trust=trust)
+    else:
+        config = tiny_config(name, vocab_size=8)
+        check_one_stack(config)
+        reader = load_tokenizer(tokenizer, trust=trust) if tokenizer else byte_tokenizer(pad_is_eos=not is_encoder(config))
+        model = tiny_model(name, vocab_size=max(len(reader), largest_id + 1), seed=seed, **how)
+    check_is_run(model, attn)
+    told = [getattr(reader, "pad_token_id", None), getattr(text_config(model.config), "pad_token_id", None), 0]
+    return model.to(device), reader, next(int(n) for n in told if isinstance(n, int))
 
 
-OF_ATTENTION_ALONE = ("llama", "qwen3")
-"""Families audited beside the hybrid ones where those say nothing: flat rows without kernels, context parallelism."""
-
-
-def candidates(
-    names: Sequence[str], attentions: Sequence[str], *, more: Sequence[str] = (), **settings: Any
-) -> tuple[list[Candidate], dict[tuple[str, str], str]]:
-    """One for each name (default: every hybrid family, and `more`) and attention; and those known not to be testable.
+def candidates(names: Sequence[str], attentions: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Each name (default: every hybrid family) with each attention; and those known not to be testable, with the reason.
 
     What `left_out` measures costs a pass of each family: for eager and sdpa alone, since others may have to compile.
     """
-    measured = [] if names else [a for a in attentions if a in DEFAULT]
-    excluded = {(name, a): why for a in measured for name, why in left_out(a).items()}
-    everyone = names or [*hybrid_model_types(), *more]
-    chosen = [(name, a) for name in everyone for a in attentions if (name, a) not in excluded]
-    return [Candidate(name=name, attn=a, **settings) for name, a in chosen], excluded
+    known = {a: {} if names or a not in DEFAULT else left_out(a) for a in attentions}
+    chosen = [(name, a) for name in names or hybrid_model_types() for a in attentions if name not in known[a]]
+    return chosen, {place_of(name, a): why for a in attentions for name, why in known[a].items()}
+
+
+def place_of(name: str, attn: str) -> str:
+    """A model and its attention, as the report names them."""
+    return f"{name} ({attn})"
 
 
 def check_named(
-    names: Sequence[str], tokenizer: Path | None, device: str, dtype: torch.dtype, *, tokenized: bool = False,
-    trust: bool = False,
-) -> None:  # fmt: skip
-    """All the checks: models, tokenizers and the device. Raises `CollateError` for the first that does not hold."""
-    check_models(names, trust=trust)
-    check_device(device, dtype)
-    for folder in [tokenizer] if tokenizer else [Path(name) for name in names if is_checkpoint(name)]:
-        if not tokenized or has_tokenizer(folder):
-            load_tokenizer(folder, trust=trust)
-
-
-def check_models(names: Sequence[str], *, trust: bool = False) -> None:
-    """Refuse, all at once, names that are neither a model type nor the folder of a checkpoint; then bad checkpoints."""
+    names: Sequence[str], attentions: Sequence[str], *, tokenizer: Path | None, device: str, dtype: torch.dtype, trust: bool
+) -> None:
+    """All the checks. Raises `CollateError` for the first that does not hold."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    unknown = [name for name in names if name not in CONFIG_MAPPING_NAMES and not is_checkpoint(name)]
-    if unknown:
-        near = sorted({match for name in unknown for match in get_close_matches(name, CONFIG_MAPPING_NAMES, n=2)})
+    if unknown := [name for name in names if name not in CONFIG_MAPPING_NAMES and not is_checkpoint(name)]:
         rule = f"A model is a model type of transformers {transformers.__version__}, or a folder with a config.json."
-        remedy = f"Did you mean {' or '.join(near)}?" if near else f"Name one, for example {hybrid_model_types()[-1]}."
+        remedy = did_you_mean(unknown, CONFIG_MAPPING_NAMES, f"Name one, for example {hybrid_model_types()[-1]}.")
         raise CollateError(explain("--model", ", ".join(unknown), rule, remedy))
-    for name in names:
-        if is_checkpoint(name):
-            check_checkpoint(name, trust=trust)
-        else:
-            _check_tiny(name)
+    check_device(device, dtype)
+    if tokenizer:
+        load_tokenizer(tokenizer, trust=trust)
+    for name in filter(is_checkpoint, names):
+        check_checkpoint(name, trust=trust)
+        read_tokenizer(name, tokenizer, trust=trust)
+    for name in attentions:
+        check_attention(name, device, dtype)
 
 
-def _check_tiny(name: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
+    """Refuse a name that transformers does not know or that does not compute here, with the reason.
 
-    try:
-        config = CONFIG_MAPPING[name]()
-    except Exception:  # told when it is built: other models may run
-        return
-    check_one_stack(config)
+    That is tried on a tiny model of attention alone: a package, a card or a driver that is missing shows only then.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    got = f"{name} on {device} in {str(dtype).removeprefix('torch.')}"
+    known = sorted({"eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in key)})
+    if name not in known and "/" not in name:  # a kernel of the hub: owner/name
+        remedy = did_you_mean([name], known, "Name one of them.")
+        raise CollateError(explain("--attn", name, f"transformers knows {', '.join(known)}.", remedy))
+    if name not in (*DEFAULT, "flex_attention"):  # flex would be compiled, and again for other shapes
+        remedy = "Install what it needs, or name a card with --device: collate-npu env lists what is here."
+        with refused("--attn", got, "It does not run there.", remedy), torch.no_grad():
+            model = tiny_model("llama", vocab_size=8, attn_implementation=name, dtype=dtype).to(device)
+            model(input_ids=torch.arange(4, device=device)[None])
 
 
-def has_tokenizer(folder: Path) -> bool:
+def check_is_run(model: torch.nn.Module, name: str) -> None:
+    """Refuse a model that runs another implementation than was named, as transformers chooses for some models."""
+    config = getattr(model, "config", None)
+    runs = getattr(config, "_attn_implementation", None) or name
+    both_flash = "flash" in runs and "flash" in name  # the same kernel from the hub
+    if runs != name and not both_flash and hasattr(config, "num_attention_heads"):
+        raise ValueError(f"transformers runs {runs} in the place of {name}")
+
+
+def is_checkpoint(name: str) -> bool:
+    """Is it a folder that transformers could load, rather than a model type?"""
+    return (Path(name) / "config.json").is_file()
+
+
+def check_checkpoint(name: str, *, trust: bool) -> None:
+    """Refuse, in one line, a folder whose config does not load, or whose own code nobody said to trust."""
+    where, remedy = f"--model {name}", "Name the folder of a whole checkpoint, of a model that this transformers has."
+    with refused(where, "", "Its config.json does not load.", remedy):  # validators raise what they like
+        own = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("auto_map")
+        if own and not trust:
+            rule = "The folder brings Python code of its own, which would run here."
+            remedy = "Read that code, then pass --trust-remote-code; or take auto_map out, if transformers has the model."
+            raise CollateError(explain(where, "auto_map in config.json", rule, remedy))
+        check_one_stack(config_of_checkpoint(name, trust=trust))
+
+
+def config_of_checkpoint(name: str, *, trust: bool) -> Any:
+    """The config of a folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust)
+
+
+def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
+    """The model of a folder, of the class that its config names: with or without a head, text alone or with vision."""
+    import transformers
+
+    config = config_of_checkpoint(name, trust=trust)
+    own = [key for key in getattr(config, "auto_map", None) or {} if key.startswith("AutoModel")]
+    named = [*own, *(getattr(config, "architectures", None) or []), "AutoModelForCausalLM"]
+    chosen = next(getattr(transformers, each) for each in named if hasattr(transformers, each))
+    return chosen.from_pretrained(str(Path(name)), trust_remote_code=trust, **how)
+
+
+def read_tokenizer(checkpoint: str, named: Path | None, *, trust: bool) -> Any:
+    """The tokenizer that was named, else that of a checkpoint; None where there is none."""
+    where = named or (Path(checkpoint) if _has_tokenizer(Path(checkpoint)) else None)
+    return load_tokenizer(where, trust=trust) if where else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
     """Does the folder hold files of a tokenizer?"""
     names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
@@ -136,34 +160,31 @@ def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
-    try:
-        if not where.is_dir():
-            raise FileNotFoundError("no folder")  # else transformers takes the name for one on the hub
-        if not has_tokenizer(where):
-            raise FileNotFoundError("no file of a tokenizer")  # 5.x makes one without a vocabulary
+    with refused(f"tokenizer {where}", "", "It does not load.", remedy):
+        if not _has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
+            raise FileNotFoundError("no file of a tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
-    except Exception as error:  # transformers and tokenizers raise bare Exceptions, too
-        got = f"{type(error).__name__}: {first_line(error)}"
-        raise CollateError(explain(f"tokenizer {where}", got, "It does not load.", remedy)) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise CollateError(
-            explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one of them.", remedy)
-        )
+        rule = "Batches are padded with one of them."
+        raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", rule, remedy))
     return tokenizer
 
 
 def check_device(device: str, dtype: torch.dtype) -> None:
     """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
-    remedy = "Name a device of this machine: cpu, cuda or npu."
-    try:
+    with refused("--device", device, f"{dtype} does not compute there.", "Name a device of this machine: cpu, cuda or npu."):
         if device.startswith("npu"):
             import torch_npu  # noqa: F401
         two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
-    except Exception as error:  # RuntimeError, AssertionError, ImportError ...: each backend has its own
-        got = f"{device} ({type(error).__name__}: {first_line(error)})"
-        raise CollateError(explain("--device", got, f"{dtype} does not compute there.", remedy)) from None
     if not torch.equal(two, torch.full((3,), 2.0)):
         rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
         raise CollateError(explain("--device", device, rule, "Run on a real device."))
+
+
+def resolved_kernels(model: Any) -> dict[str, str]:
+    """Each function of a recurrent layer that gives way to a kernel, and the package it was found in ("torch": none)."""
+    chosen = {call.kernel: variables_of(call.function)["implementation"] for call in kernel_calls(model)}
+    packages = {name: getattr(function, "__module__", "").partition(".")[0] for name, function in chosen.items()}
+    return {name: "torch" if package == "transformers" else package for name, package in packages.items()}

@@ -1,39 +1,37 @@
 """The audit: does a padded batch, or a flat row, give the same numbers as each sample alone, on this model and device?
 
 Every sample is run alone, without padding and without a mask; then batches of the same samples are run as this library
-hands them over, and as they are handed over elsewhere (`handover`, `flat`). Each result is compared with the samples alone
-(`measure`), and judged by how far apart right results are here (`yardstick`). A tiny model costs about a second a case on
-one CPU core; a checkpoint costs one forward and backward pass a case and batch, and as many a sample.
+hands them over, and as they are handed over elsewhere (`handover`). How they are run, found in a batch and compared, and
+what passes, is `proof`. A tiny model costs about a second a case on one CPU core; a checkpoint costs one forward and
+backward pass a case and batch, and as many a sample.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from collate_npu.consumers.models import needs_mask_2d, pattern_of
+from collate_npu.consumers.models import needs_mask_2d
+from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.proof.invariance import Collator, Samples, advice, check_one_stack, check_unequal, collated, features_of
+from collate_npu.proof.located import Located
+from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
+from collate_npu.proof.noise import Yardstick, measure_noise
 from collate_npu.segments import Segments
-from collate_npu.testing.invariance import Collator, Given, Samples, check_one_stack, collated, features_of, layout_of
-from collate_npu.testing.located import Located
-from collate_npu.testing.measure import Batch, Errors, Numbers, alone, by_position, errors, run, worst
-from collate_npu.testing.yardstick import Yardstick, measure_noise
-from collate_npu.tools.audit.flat import FLAT_OTHERS, FLAT_OURS, check_packed, flat_truth, no_kernel
-from collate_npu.tools.audit.handover import OTHERS, OURS, Handover, Subject, others_on
+from collate_npu.tools.audit.handover import FLAT, WAYS, Layout, Subject
+from collate_npu.tools.audit.refusals import first_line, said
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-
-Layout = Literal["left", "right", "packed"]
-"""Padded on a side, or all samples of a batch in one flat row."""
 Whose = Literal["ours", "yours", "elsewhere"]
-"""Who hands over: this library, the collator that was given to the audit, or the ways seen elsewhere."""
-
-
+"""Who hands over: this library, what was given to the audit, or the ways seen elsewhere."""
 DUMPED = "your batch"
 """The column of a dumped batch."""
 
@@ -48,8 +46,7 @@ class Finding:
 
     model: str
     attn_implementation: str
-    side: str
-    """A `Layout`, or "cp 2": right padding shared out between two ranks."""
+    side: Layout
     column: str
     whose: Whose
     logits: float | None = None
@@ -69,9 +66,10 @@ class Finding:
     """The largest difference of a logit at each token of each sample."""
 
     @property
-    def ours(self) -> bool:
-        """Does this library hand over?"""
-        return self.whose == "ours"
+    def told(self) -> tuple[str, str]:
+        """The title and the meaning of its way; what is yours goes by the name it was given by."""
+        way = WAYS[self.side].get(self.column) if self.whose != "yours" else None
+        return (way.title, way.meaning) if way else (self.column, "as you gave it to the audit")
 
     def within(self, tolerance: float | None) -> bool:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
@@ -87,162 +85,140 @@ class Audit:
     """A model, its samples alone, and the yardstick for both; cases are measured when asked for, once each."""
 
     def __init__(
-        self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int,
-        gradients: bool, sides: Sequence[Layout] = ("left", "right"), handovers: Sequence[tuple[str, Collator]] = (),
-        dumped: Given | None = None,
+        self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int, gradients: bool,
+        sides: Sequence[Layout] = ("left", "right"),
     ) -> None:  # fmt: skip
         check_one_stack(model)
         self._batches = batches_of(samples, batch_size, sides)
         check_vocabulary(model, self._batches)
-        self._handovers, self._dumped, self.sides = handovers, dumped, sides
         model.eval()
-        self._model, self._gradients = model, gradients
-        self._looks_both_ways = pattern_of(model) == "bidirectional"
-        attention = getattr(model.config, "_attn_implementation", None) or "sdpa"
-        self._about: dict[str, Any] = {"name": name, "attn_implementation": attention, "pad_token_id": pad_token_id}
+        self.name, self.sides, self._gradients = name, sides, gradients
+        self.subject = Subject(model=model, side="right", pad_token_id=pad_token_id)
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
-        self._found: dict[tuple[Layout, str], Errors | Exception] = {}
-        self._positions: dict[tuple[Layout, str], list[tuple[float, ...]]] = {}
-        self._noise: Errors | None = None
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-        return str(self._about["name"])
-
-    @property
-    def causal(self) -> bool:
-        """Does the model look back alone?"""
-        return not self._looks_both_ways
+        self._found: dict[tuple[Layout, str], Compared | Exception] = {}
 
     def columns(self, side: Layout) -> list[str]:
         """The ways of handing over that can be tried on this side and attention."""
-        if side == "packed":
-            return [*FLAT_OURS, *FLAT_OTHERS]
-        return [*OURS, *others_on(self._about["attn_implementation"])]
-
-    @property
-    def given(self) -> list[tuple[str, Collator | None]]:
-        """The collators that were given, by name, and the batch that was dumped, with none."""
-        return [*self._handovers, *([(DUMPED, None)] if self._dumped else [])]
+        return [name for name, way in WAYS[side].items() if self.subject.reads_dense or not way.dense]
 
     def yardstick(self, side: Layout = "left") -> Yardstick:
         """What passes here, and what of the wrong is smallest.
 
-        Padded: None on the left (of an encoder on the right) and, if layers need the 2D, a bare 4D. Packed: a row of
-        which nothing is told, and every
-        other way that is not right.
+        Padded: None on the left (of an encoder on the right) and, if layers need the 2D, a bare 4D. Packed: a row of which
+        nothing is told, and every other way that is not right.
         """
-        noise = self._measured_noise()
         if side == "packed":
-            astray = [column for column in FLAT_OTHERS if not self.finding(side, column).right]
-            columns, side = {"nothing", *astray}, "packed"
+            others = [column for column, way in FLAT.items() if not way.ours]
+            columns = [column for column in others if column == "nothing" or not self.finding(side, column).right]
         else:
-            bare = ["bare 4D"] if needs_mask_2d(self._model) else []
-            columns, side = {"None", *bare} & set(self.columns(side)), "right" if self._looks_both_ways else "left"
-        wrong = [found for column in columns if isinstance(found := self.errors(side, column), Errors)]
-        smallest = min(wrong, key=lambda found: found.logits if math.isfinite(found.logits) else math.inf, default=None)
-        return Yardstick(noise, smallest)
+            bare = needs_mask_2d(self.subject.model) and self.subject.reads_dense
+            columns = ["None", *(["bare 4D"] if bare else [])]
+            side = "right" if self.subject.pattern else "left"
+        wrong = [found.worst for column in columns if isinstance(found := self._compared(side, column), Compared)]
+        return Yardstick(self._noise, min(wrong, key=lambda found: size(found.logits), default=None))
 
     def finding(self, side: Layout, column: str) -> Finding:
         """One case: measured, refused or raised."""
-        found = self.errors(side, column)
-        subject = self._subject(side)
-        where: dict[str, Any] = {"model": subject.name, "attn_implementation": subject.attn_implementation, "side": side}
-        where |= {"column": column, "whose": "ours" if column in _ways(side)[0] else "elsewhere"}
-        if isinstance(found, Exception):
-            return Finding(**where, **_said(found, self._model.device.type))
-        where["by_position"] = tuple(self._positions[side, column])
-        return judged(where, found, Yardstick(self._measured_noise()), gradients=self._gradients)
+        whose: Whose = "ours" if WAYS[side][column].ours else "elsewhere"
+        return self._judged(side, column, whose, self._compared(side, column))
 
-    def yours(self, column: str, collator: Collator | None) -> Finding:
-        """The batches of a collator that was given (or the batch dumped), judged like ours; they tell their side themselves.
+    def of_collator(self, column: str, collator: Collator) -> Finding:
+        """The batches of a collator that was given. Raises `CollateError` where they hold other tokens than the samples."""
+        return self.of_given(column, [collated(collator, features) for features in self._batches])
 
-        Raises `CollateError` where they cannot be compared: other tokens than the samples.
-        """
-        if collator is not None:
-            cases = [Given(*collated(collator, features), features) for features in self._batches]
-        else:
-            cases = [self._dumped] if self._dumped else []
-        side: Layout = layout_of([case.located.segments for case in cases])
-        where: dict[str, Any] = {"model": self._about["name"], "attn_implementation": self._about["attn_implementation"]}
-        where |= {"side": side, "column": column, "whose": "yours"}
-        try:
-            found: list[Errors] = []
-            positions: list[tuple[float, ...]] = []
-            for case, known in zip(cases, self._alone):
-                reference = case.reference(self._model, known, self._gradients)
-                numbers = case.numbers(self._model, self._gradients)
-                found.append(errors(numbers, reference))
-                positions += by_position(numbers, reference)
-        except Exception as error:  # as above
-            return Finding(**where, **_said(error, self._model.device.type))
-        yardstick = Yardstick(self._measured_noise())
-        where["by_position"] = tuple(positions)
-        finding = judged(where, worst(found), yardstick, gradients=self._gradients)
-        wrong = next((n for n, each in enumerate(found) if not yardstick.passes(each)), None)
-        if wrong is None or finding.note:
-            return finding
-        return replace(finding, note=cases[wrong].advice(self._model, found[wrong], yardstick))
+    def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
+        """Batches that were given, judged like ours; they tell their side themselves."""
+        asked = (self.subject.model, self._gradients)
+        found = _tried((case.numbers(*asked), case.reference(known, *asked)) for case, known in zip(cases, self._alone))
+        finding = self._judged(layout_of([case.segments for case in cases]), column, "yours", found)
+        if finding.right is False and not finding.note and isinstance(found, Compared):
+            yardstick = Yardstick(self._noise)
+            wrong, each = next(pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]))
+            return replace(finding, note=advice(wrong, self.subject.model, yardstick.astray(each)))
+        return finding
 
-    def errors(self, side: Layout, column: str) -> Errors | Exception:
+    def first(self, side: Layout) -> tuple[str, Segments, str]:
+        """Whose model it is, what is real in its first batch, and the pattern of its attention."""
+        return self.name, replace(self.subject, side=side).truth(self._batches[0]), self.subject.pattern or "causal"
+
+    def _compared(self, side: Layout, column: str) -> Compared | Exception:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
-            self._found[side, column] = self._case(side, column)
+            hand, subject = WAYS[side][column].hand, replace(self.subject, side=side)
+            pairs = zip(self._batches, self._alone)
+            self._found[side, column] = _tried(
+                (self._run(hand(subject, features), subject.truth(features)), known) for features, known in pairs
+            )
         return self._found[side, column]
 
-    def truth(self, side: Layout) -> Segments:
-        """What is real in the first batch."""
-        return self._truth(side, self._batches[0])
-
-    def _truth(self, side: Layout, features: list[Batch]) -> Segments:
-        return flat_truth(features) if side == "packed" else self._subject(side).truth(features)
-
-    def _subject(self, side: Layout) -> Subject:
-        return Subject(model=self._model, side="left" if side == "left" else "right", **self._about)
-
-    def _measured_noise(self) -> Errors:
-        if self._noise is None:
-            self._noise = measure_noise(self._model, self._batches, self._alone, gradients=self._gradients)
-        return self._noise
-
-    def _case(self, side: Layout, column: str) -> Errors | Exception:
-        ours, others = _ways(side)
-        subject, handover = self._subject(side), {**ours, **others}[column]
-        try:
-            found: list[Errors] = []
-            positions: list[tuple[float, ...]] = []
-            for features, reference in zip(self._batches, self._alone):
-                numbers = self._run(handover(subject, features), self._truth(side, features))
-                found.append(errors(numbers, reference))
-                positions += by_position(numbers, reference)
-            self._positions[side, column] = positions
-            return worst(found)
-        except Exception as error:  # whatever the model raises is the finding: it refused, and says so
-            return error
+    @cached_property
+    def _noise(self) -> Errors:
+        return measure_noise(self.subject.model, self._batches, self._alone, gradients=self._gradients)
 
     def _run(self, batch: Batch, truth: Segments) -> Numbers:
-        located = Located(truth, tuple(range(truth.num_sequences)))
-
         def rows(scores: Tensor) -> list[Tensor]:
-            if scores.ndim == 2 and truth.padding_side == "left" and self._looks_both_ways:
+            if scores.ndim == 2 and truth.padding_side == "left" and self.subject.pattern:
                 rule = "The head of an encoder reads the first place of a row, which is padding here."
                 raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
-            return located.rows(scores)
+            return Located.in_order(truth).rows(scores)
 
-        return run(self._model, batch, rows, self._gradients)
+        batch = uncached(self.subject.model, batch) if truth.packed else batch
+        return measure(self.subject.model, batch, rows, self._gradients)
+
+    def _judged(self, side: Layout, column: str, whose: Whose, found: Compared | Exception) -> Finding:
+        where: dict[str, Any] = {"model": self.name, "attn_implementation": self.subject.attn_implementation}
+        where |= {"side": side, "column": column, "whose": whose}
+        if isinstance(found, Exception):
+            return Finding(**where, **raised(found, self.subject.model.device.type))
+        worst, yardstick = found.worst, Yardstick(self._noise)
+        finite = math.isfinite(worst.logits) and math.isfinite(worst.loss) and math.isfinite(worst.gradient)
+        return Finding(
+            **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
+            gradient=worst.gradient if self._gradients else None, right=yardstick.passes(worst),
+            astray=yardstick.astray(worst), by_position=found.by_position,
+            note="" if finite else "a number in the batch, or of a sample alone, is not finite",
+        )  # fmt: skip
+
+
+def _tried(pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared | Exception:
+    try:
+        return Compared.of(pairs)
+    except Exception as error:  # whatever the model raises is the finding: it refused, and says so
+        return error
+
+
+_NO_KERNEL = "can't keep packed sequences apart"
+"""transformers 5.20 and later (integrations/hub_kernels.py:1037): an offset arrives, and there is torch code alone."""
+
+
+def raised(error: Exception, device: str) -> dict[str, Any]:
+    """What a case raised, in one line, and whose refusal that is; of a flat row, whether for want of a kernel."""
+    theirs, ours = str(error).partition(" Install ")[0], re.findall(rf"\w+ {PLAIN_TORCH} \w+", str(error))
+    if missing := theirs if _NO_KERNEL in theirs else "; ".join(ours):
+        remedy = "run on a card with flash-linear-attention and causal-conv1d, or try --kernels reference"
+        if device == "npu":
+            remedy = "none exists for transformers on an NPU: give each sequence a row, or pack on a Megatron-style stack"
+        return {"note": f"no kernel here that keeps packed sequences apart ({remedy}). {missing}", "no_kernel": True}
+    refused = isinstance(error, UnsupportedFormError)
+    return {"note": first_line(error) if refused else said(error), "refused": refused}
+
+
+def layout_of(given: Sequence[Segments]) -> Layout:
+    """How batches are laid out: packed where a row holds several samples, left where rows end together."""
+    if any(segments.packed for segments in given):
+        return "packed"
+    return "left" if any(segments.padding_side == "left" for segments in given) else "right"
 
 
 def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[list[Batch]]:
     """The samples as batches of features. Raises `CollateError` where a comparison would prove nothing."""
     features = features_of(samples)
     batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
-    if "packed" in sides:
-        check_packed(batches)
-    padded = any(side != "packed" for side in sides)
-    if padded and not any(len({len(feature["input_ids"]) for feature in batch}) > 1 for batch in batches):
-        rule = "Without padding every mask is right, and the audit would prove nothing."
-        raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+    if "packed" in sides and any(len(batch) < 2 for batch in batches):
+        rule = "A row of one sequence has no boundary to keep, and a comparison with itself alone proves nothing."
+        raise CollateError(explain("--packed", "a row of one sequence", rule, "Give a --batch-size of 2 or more."))
+    if any(side != "packed" for side in sides):
+        check_unequal(*batches)
     return batches
 
 
@@ -255,32 +231,9 @@ def check_vocabulary(model: PreTrainedModel, batches: Sequence[Sequence[Batch]])
         raise CollateError(explain("samples", f"token id {largest}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
-def judged(where: dict[str, Any], found: Errors, yardstick: Yardstick, *, gradients: bool) -> Finding:
-    """The finding of a case that ran."""
-    finite = math.isfinite(found.logits) and math.isfinite(found.loss) and math.isfinite(found.gradient)
-    return Finding(
-        **where,
-        logits=found.largest,
-        relative=found.logits,
-        loss=found.loss,
-        gradient=found.gradient if gradients else None,
-        right=yardstick.passes(found),
-        astray=yardstick.astray(found),
-        note="" if finite else "a number in the batch, or of a sample alone, is not finite",
-    )
-
-
-def _said(error: Exception, device: str) -> dict[str, Any]:
-    """What a case raised, in one line, and whose refusal that is."""
-    if why := no_kernel(error, device):
-        return {"note": why, "no_kernel": True}
-    note = (str(error).splitlines() or [""])[0][:400]
-    refused = isinstance(error, UnsupportedFormError)
-    return {"note": note if refused else f"{type(error).__name__}: {note}", "refused": refused}
-
-
-def _ways(side: Layout) -> tuple[dict[str, Handover], dict[str, Handover]]:
-    return (FLAT_OURS, FLAT_OTHERS) if side == "packed" else (OURS, OTHERS)
+def size(error: float) -> float:
+    """What is not finite is larger than any."""
+    return error if math.isfinite(error) else math.inf
 
 
 def audit(
@@ -293,32 +246,21 @@ def audit(
     batch_size: int = 4,
     columns: Sequence[str] | None = None,
     gradients: bool = True,
-    handovers: Mapping[str, Collator] | None = None,
 ) -> Iterator[Finding]:
-    """Findings for each side and column, as they are measured, then for each collator of `handovers`.
+    """Findings for each side and column, as they are measured.
 
     `samples` are token ids, or dicts of `input_ids` and `labels`; the model stays as it is. `columns`: the ways of
     handing over, by default all that the side and the attention implementation have.
 
-    `handovers` are your own collators by name. Each is called with features, dicts of `input_ids`, `labels` and
-    `attention_mask` (lists of ints), and its batch goes to the model as it is. The samples are found in it by their
-    tokens, so it may pad on any side, permute and pack; the finding's side says what it did. Raises `CollateError` where
-    its batch cannot be compared, because other tokens are in it.
-
-    >>> from transformers import DataCollatorForSeq2Seq
     >>> from collate_npu.tools.audit import audit
-    >>> from collate_npu.testing import byte_tokenizer, tiny_model
-    >>> model, mine = tiny_model("llama", vocab_size=257), DataCollatorForSeq2Seq(byte_tokenizer())
+    >>> from collate_npu.testing import tiny_model
     >>> samples = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
-    >>> found = list(audit(model, samples, pad_token_id=256, sides=["right"], handovers={"mine": mine}))
-    >>> [(finding.column, finding.side, finding.right) for finding in found if finding.whose == "yours"]
-    [('mine', 'right', True)]
+    >>> found = audit(tiny_model("llama", vocab_size=257), samples, pad_token_id=256, sides=["left"])
+    >>> [(finding.column, finding.right) for finding in found if finding.column in ("collator", "None")]
+    [('collator', True), ('None', False)]
     """
     settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides}
-    settings["handovers"] = [*(handovers or {}).items()]
     case = Audit(model, samples, name=name, pad_token_id=pad_token_id, **settings)
     for side in sides:
         for column in case.columns(side) if columns is None else columns:
             yield case.finding(side, column)
-    for column, collator in case.given:
-        yield case.yours(column, collator)

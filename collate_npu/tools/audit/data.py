@@ -1,4 +1,5 @@
 """Data: rows of a file or of standard input, as text, as a conversation or as tokens; each is checked, and named by place.
+Samples are token ids of such rows, drawn at random and cut to lengths that are drawn too.
 
 Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv are read by the
 `datasets` package, without a network and without a cache that stays. A table is read up to `MOST` rows.
@@ -9,16 +10,17 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.testing.measure import Batch
-from collate_npu.tools.audit.attentions import first_line
+from collate_npu.proof.measure import Batch
+from collate_npu.tools.audit.refusals import refused
 
 Row = str | list[dict[str, str]] | Batch
 """Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
@@ -26,6 +28,8 @@ Row = str | list[dict[str, str]] | Batch
 COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
 """What is read of a row, the first that it has."""
 MOST = 20_000
+_LOOKED_AT = 2_000
+"""Rows that are tokenized at most: of more, so many are drawn first."""
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 _RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
 
@@ -46,53 +50,34 @@ def read_rows(path: Path) -> list[Row]:
 
 def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
-    try:
+    with refused(name, "", _RULE, "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."):
         data = sys.stdin.buffer.read() if name == "standard input" else path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig").splitlines()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        got = "bytes that are not UTF-8" if isinstance(error, UnicodeDecodeError) else said
-        remedy = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
-        raise CollateError(explain(name, got, _RULE, remedy)) from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
     for n, line in numbered:
-        yield _row(f"{name}, line {n}", _parsed(f"{name}, line {n}", line)) if jsonl else line
-
-
-def _parsed(where: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        rule = "Each line is one JSON object."
-        raise CollateError(explain(where, f"no JSON ({error})", rule, "Mend it, or leave it out.")) from None
+        if not jsonl:
+            yield line
+            continue
+        where = f"{name}, line {n}"
+        with refused(where, "no JSON", "Each line is one JSON object.", "Mend it, or leave it out."):
+            record = json.loads(line)
+        yield _row(where, record)
 
 
 def _table(path: Path, reader: str) -> Iterator[Row]:
-    if not path.is_file():
-        got = "Is a directory" if path.is_dir() else "No such file or directory"
-        raise CollateError(explain(str(path), got, _RULE, "Name a file."))
-    try:
+    with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
-    except ImportError as error:
-        rule, remedy = "Tables are read by the datasets package.", "Run pip install datasets, or convert it to .jsonl."
-        raise CollateError(explain(str(path), str(error), rule, remedy)) from None
-    shown, logger = not datasets.are_progress_bars_disabled(), logging.getLogger("datasets")
-    level = logger.level
     datasets.disable_progress_bars()
-    logger.setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
-    try:
-        with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
-            table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
-            records = table.select(range(min(len(table), MOST))).to_list()
-    except Exception as error:  # pyarrow, pandas and datasets raise classes of their own, one as the cause of another
-        cause = error.__cause__ or error
-        got, rule = f"{type(cause).__name__}: {first_line(cause)[:200]}", "It cannot be read as a table."
-        raise CollateError(explain(str(path), got, rule, "Write it again, or convert it to .jsonl.")) from None
-    finally:
-        logger.setLevel(level)
-        if shown:
-            datasets.enable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
+    with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
+        path.open("rb").close()
+        try:
+            with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
+                table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
+                records = table.select(range(min(len(table), MOST))).to_list()
+        except Exception as error:  # of datasets' own, which says less than what caused it
+            raise error.__cause__ or error from None
     for n, record in enumerate(records):
         yield _row(f"{path}, row {n}", record)
 
@@ -131,3 +116,49 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     if not all(isinstance(role, str) and isinstance(said, str) for role, said in pairs):
         return None
     return [{"role": _SPEAKERS.get(role, role), "content": said} for role, said in pairs]
+
+
+def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
+    """`count` features, `input_ids` and `labels`: text is cut to lengths drawn up to `max_length`, and closed with eos.
+
+    Lengths are drawn so that long lines are ragged too. Where pad is eos, as so often, the last token is real and looks
+    like padding. A row of `input_ids` is used as it is, with its labels.
+    """
+    rng = random.Random(seed)
+    looked_at = rng.sample(rows, _LOOKED_AT) if len(rows) > _LOOKED_AT else rows
+    drawn = [feature for row in looked_at if (feature := encoded(row, tokenizer, max_length))["input_ids"]]
+    if len(drawn) < count:
+        rule = f"The audit draws {count} lines."
+        raise CollateError(explain("data", f"{len(drawn)} lines with tokens", rule, "Give more text, or fewer batches."))
+    eos = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    longest = max(max_length - len(eos), 1)
+    cuts = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(drawn, count)]
+    closed = [feature if "labels" in feature else {"input_ids": feature["input_ids"][:n] + eos} for n, feature in cuts]
+    return [{"labels": feature["input_ids"], **feature} for feature in closed]
+
+
+def sample_ids(rows: Sequence[Row], tokenizer: Any, **drawing: int) -> list[list[int]]:
+    """The token ids of such samples."""
+    return [feature["input_ids"] for feature in samples_of_rows(rows, tokenizer, **drawing)]
+
+
+def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
+    """`input_ids` of a row, cut to `max_length`; a row of tokens as it is."""
+    if isinstance(row, dict):
+        return row
+    if tokenizer is None:
+        rule = "Text becomes tokens by the tokenizer of the checkpoint."
+        raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
+    text = row if isinstance(row, str) else _spoken(row, tokenizer)
+    return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
+
+
+def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
+    """A conversation as text, by the tokenizer's chat template."""
+    remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
+    if not getattr(tokenizer, "chat_template", None):
+        rule = "Rows of messages become text by the chat template of the tokenizer."
+        raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
+    with refused("chat template", "", f"It does not take {str(messages)[:80]}.", remedy):
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return text

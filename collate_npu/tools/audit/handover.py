@@ -1,14 +1,19 @@
-"""Handing over: the ways a padded batch reaches a model, by this library (`OURS`) and as elsewhere (`OTHERS`).
+"""Handing over: the ways a batch reaches a model, padded or as one flat row, by this library and as elsewhere.
 
 Dense masks are for eager and sdpa. Flash kernels and attention of other names read the 2D mask: a dense one would make
 them read past their tensors, which on a card ends the process. flex_attention reads a BlockMask.
+
+Each way of a flat row that is not ours leaves a boundary out that some layer needs, so that one sees what it costs: a scan
+of a recurrent layer reads `cu_seq_lens_q`, its convolution `seq_idx`, attention positions that restart (where no cache is
+made) or offsets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,25 +23,33 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import layer_masks, pattern_of
 from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.polarity import Polarity
-from collate_npu.rows import Side
+from collate_npu.proof.measure import Batch
 from collate_npu.segments import Segments
-from collate_npu.testing.measure import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Handover = Callable[["Subject", list[Batch]], Batch]
+Layout = Literal["left", "right", "packed"]
+"""Padded on a side, or all samples of a batch in one flat row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model under audit, the way its batches are padded, and what a mask must look like for its attention."""
+    """A model under audit, the way its batches are laid out, and what a mask must look like for its attention."""
 
-    name: str
     model: PreTrainedModel
-    attn_implementation: str
-    side: Side
+    side: Layout
     pad_token_id: int
+
+    @property
+    def attn_implementation(self) -> str:
+        """By transformers' name."""
+        return getattr(self.model.config, "_attn_implementation", None) or "sdpa"
+
+    @property
+    def reads_dense(self) -> bool:
+        """Is a dense mask a form that its attention reads?"""
+        return self.attn_implementation in ("eager", "sdpa")
 
     @property
     def pattern(self) -> str | None:
@@ -45,33 +58,35 @@ class Subject:
 
     def collator(self, **settings: Any) -> PaddingCollator:
         """This library's collator for the subject."""
-        how = {"pad_token_id": self.pad_token_id, "padding_side": self.side, "pattern": self.pattern}
-        return PaddingCollator(**how, **settings)  # type: ignore[arg-type]
+        laid_out = {"padding_free": True} if self.side == "packed" else {"padding_side": self.side}
+        return PaddingCollator(pad_token_id=self.pad_token_id, pattern=self.pattern, **laid_out, **settings)
 
     def truth(self, features: list[Batch]) -> Segments:
         """What is real, by the lengths alone."""
-        return Segments.from_lengths([len(feature["input_ids"]) for feature in features], side=self.side)
+        lengths = [len(feature["input_ids"]) for feature in features]
+        if self.side == "packed":
+            return Segments.from_lengths([lengths])
+        return Segments.from_lengths(lengths, side=self.side)
 
     def dense(self, features: list[Batch]) -> Tensor:
         """A correct 4D mask, in the form its attention takes."""
         polarity: Polarity = "bias" if self.attn_implementation == "eager" else "keep"
         return dense(self.truth(features), polarity=polarity, pattern=self.pattern or "causal")
 
-    def prepared(self, features: list[Batch]) -> Any:
-        """A correct mask in the form that this attention takes it from a mapping, where nothing is made of it."""
-        if self.attn_implementation == "flex_attention":
-            return block_mask(self.truth(features), pattern=self.pattern or "causal")
-        return self.dense(features) if reads_dense(self.attn_implementation) else self.truth(features).keep
+
+Hand = Callable[[Subject, list[Batch]], Batch]
 
 
-def reads_dense(attn_implementation: str) -> bool:
-    """Is a dense mask a form that this attention implementation of transformers reads?"""
-    return attn_implementation in ("eager", "sdpa")
+class Way(NamedTuple):
+    """A way of handing over. Findings carry its short name, which does not change; people read its title."""
 
-
-def others_on(attn_implementation: str) -> list[str]:
-    """The ways of `OTHERS` that can be tried on an attention implementation."""
-    return [name for name in OTHERS if name == "None" or reads_dense(attn_implementation)]
+    title: str
+    """At most 20 letters."""
+    meaning: str
+    hand: Hand
+    ours: bool = False
+    dense: bool = False
+    """Does it hand over a dense mask, whatever the attention reads?"""
 
 
 def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
@@ -79,35 +94,31 @@ def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
 
 
 def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
-    """The neutral wire form (4D masked beside the 2D), then the adapter at the model."""
-    return BatchAdapter(subject.model, consumer="transformers", pattern=subject.pattern)(
-        subject.collator(attention_mask="4d")(features)
-    )
+    """4D masked beside the 2D, or offsets, are the neutral wire form."""
+    flat = subject.side == "packed"
+    neutral = subject.collator(**({} if flat else {"attention_mask": "4d"}))(features)
+    return BatchAdapter(subject.model, consumer="transformers", pattern=subject.pattern, padding_free=flat)(neutral)
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
-    """Somebody else's collator, which knows 4D masks alone."""
-
-    def theirs(features: list[Batch]) -> Batch:
-        return {**_plain(subject, features), "attention_mask": subject.dense(features)}
-
-    wrapped = wrap_collator(theirs, consumer="transformers", model=subject.model, pattern=subject.pattern)
-    return wrapped(features)
+    theirs = partial(_flattened() if subject.side == "packed" else _bare_4d, subject)
+    return wrap_collator(theirs, consumer="transformers", model=subject.model, pattern=subject.pattern)(features)
 
 
 def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:
-    kinds = layer_masks(subject.model.config)
-    full, keep = subject.prepared(features), subject.truth(features).keep
+    """Nothing is made of a mask in a mapping: that of attention has the form which it takes."""
+    kinds, keep = layer_masks(subject.model.config), subject.truth(features).keep
+    full: Any = keep
+    if subject.attn_implementation == "flex_attention":
+        full = block_mask(subject.truth(features), pattern=subject.pattern or "causal")
+    elif subject.reads_dense:
+        full = subject.dense(features)
     masks = {key: full if kind == "attention" else keep for key, kind in kinds.items()}
     return {**_plain(subject, features), "attention_mask": masks}
 
 
 def _bare_4d(subject: Subject, features: list[Batch]) -> Batch:
     return {**_plain(subject, features), "attention_mask": subject.dense(features)}
-
-
-def _no_mask(subject: Subject, features: list[Batch]) -> Batch:
-    return _plain(subject, features)
 
 
 def _with_keyword(subject: Subject, features: list[Batch]) -> Batch:
@@ -120,10 +131,37 @@ def _plain(subject: Subject, features: list[Batch]) -> Batch:
     return batch
 
 
-OURS: dict[str, Handover] = {
-    "collator": _by_collator,
-    "adapter": _by_adapter,
-    "wrapped 4D": _by_wrapping,
-    "mapping": _by_mapping,
+def _flattened(**told: bool) -> Hand:
+    def hand(subject: Subject, features: list[Batch]) -> Batch:
+        from transformers import DataCollatorWithFlattening
+
+        batch: Batch = DataCollatorWithFlattening(**told)(features)
+        return batch
+
+    return hand
+
+
+_COLLATOR = Way("collator", "PaddingCollator(model=model), for a row with padding_free=True", _by_collator, ours=True)
+_ADAPTER = Way("collator + adapter", "a neutral batch, then BatchAdapter at the model", _by_adapter, ours=True)
+_WRAPPED = Way("wrapped collator", "one of 4D masks alone, or of flat rows, inside wrap_collator", _by_wrapping, ours=True)
+_MAPPING = Way("mask per layer kind", "a dict: 4D for attention layers, 2D for recurrent ones", _by_mapping, ours=True)
+_OFFSETS, _INDEX = _flattened(return_flash_attn_kwargs=True), _flattened(return_seq_idx=True)
+PADDED = {
+    "collator": _COLLATOR,
+    "adapter": _ADAPTER,
+    "wrapped 4D": _WRAPPED,
+    "mapping": _MAPPING,
+    "bare 4D": Way("4D mask alone", "a correct 4D mask, and no 2D for the recurrent layers", _bare_4d, dense=True),
+    "None": Way("no mask", "attention_mask is left out", _plain),
+    "4D + 2D keyword": Way("4D + 2D keyword", "attention_mask_2d too, which need not be read", _with_keyword, dense=True),
 }
-OTHERS: dict[str, Handover] = {"bare 4D": _bare_4d, "None": _no_mask, "4D + 2D keyword": _with_keyword}
+FLAT = {
+    "collator": _COLLATOR,
+    "adapter": _ADAPTER,
+    "wrapped": _WRAPPED,
+    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened()),
+    "cu_seq_lens_q": Way("positions + offsets", "cu_seq_lens_q too, for kernels of attention and scans", _OFFSETS),
+    "seq_idx": Way("positions + seq_idx", "seq_idx too, for the convolution of recurrent layers", _INDEX),
+    "nothing": Way("no boundaries", "the tokens alone", _flattened(return_position_ids=False)),
+}
+WAYS: dict[Layout, dict[str, Way]] = {"left": PADDED, "right": PADDED, "packed": FLAT}

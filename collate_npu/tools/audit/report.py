@@ -1,15 +1,19 @@
-"""Report: all that an audit found, what follows from it as an exit code, and both as JSON."""
+"""Report: all that an audit found, and what follows from it: an exit code, JSON, and the verdict in words.
+
+The words are the line that comes first, what it rests on, what to do next, and what did not run and why.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
+from collate_npu.proof.noise import TIMES, Yardstick
 from collate_npu.segments import Segments
-from collate_npu.testing.yardstick import Yardstick
-from collate_npu.tools.audit.case import Finding, Whose
+from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
 
 State = Literal["right", "wrong", "unproved"]
 
@@ -17,28 +21,33 @@ INTERRUPTED = 130
 WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
 """By exit code: all measured and right; something of ours or yours is wrong; something named could not be run or told
 apart; somebody stopped it."""
+Told = tuple[str, str]
+"""A short label, and what is said under it."""
+KINDS = {"left": "padded batches", "right": "padded batches", "packed": "flat rows"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A model in the summary."""
-
-    model: str
-    state: State
-    findings: tuple[Finding, ...]
-
-
-class FirstBatch(NamedTuple):
-    """What was real in the first batch of a model, and whether that model looks back alone."""
-
-    model: str
-    segments: Segments
-    causal: bool = True
+_MOST = 4
+"""Names in a brief line."""
+_TAILS = {
+    0: ": they give the numbers of each sample alone", 1: "", 2: ", but a wrong mask would not have been seen everywhere",
+    INTERRUPTED: ", as far as it came",
+}  # fmt: skip
+_NEXT = {
+    0: "nothing to do; --verbose shows every case, --html FILE writes a page with pictures",
+    2: "each line NOT RUN or CANNOT TELL says what to change; then run it again",
+    INTERRUPTED: "run it again for the rest; --model NAME, --batches 1 or --no-gradients take less time",
+}
+_NEXT_WRONG: dict[Whose, str] = {
+    "ours": "do not train with this yet; report it to collate_npu, with this text and what `collate-npu env` prints",
+    "yours": "each line YOURS says what to change; then run it again",
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """All an audit found. `left_out` was known not to be testable; `not_run` was meant to run, and did not."""
+    """All an audit found. `left_out` was known not to be testable; `not_run` was meant to run, and did not.
+
+    A place is a model, its attention and what of it: `m (sdpa)`, `m (sdpa) packed`, `m (sdpa) my_collator`.
+    """
 
     settings: Mapping[str, Any]
     tolerance: float | None = None
@@ -49,8 +58,8 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
-    batches: dict[str, FirstBatch] = field(default_factory=dict)
-    """By layout: of the first model that read it."""
+    batches: dict[str, tuple[str, Segments, str]] = field(default_factory=dict)
+    """By layout: the first model that read it, what was real in its first batch, and the pattern of its attention."""
     interrupted: bool = False
 
     @property
@@ -58,10 +67,9 @@ class Report:
         """130 before 1 before 2 before 0."""
         if self.interrupted:
             return INTERRUPTED
-        measured = self.measured("ours", "yours")
-        if not all(f.within(self.tolerance) for f in measured):
+        if self.astray("ours", "yours"):
             return 1
-        ran = any(f.logits is not None for f in measured)
+        ran = any(f.logits is not None for f in self.measured("ours", "yours"))
         return 0 if ran and not (self.not_run or self.blind or self.lacking) else 2
 
     def measured(self, *whose: Whose) -> list[Finding]:
@@ -76,7 +84,7 @@ class Report:
     def worst(self, whose: Whose) -> Finding | None:
         """The case whose largest difference of a logit is the largest; NaN is larger than any."""
         found = [f for f in self.findings if f.whose == whose and f.logits is not None]
-        return max(found, key=lambda f: math.inf if f.logits is None or f.logits != f.logits else f.logits, default=None)
+        return max(found, key=lambda f: size(f.logits or 0.0), default=None)
 
     @property
     def lacking(self) -> list[Finding]:
@@ -88,21 +96,12 @@ class Report:
         """Where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
 
-    def rows(self) -> list[Row]:
-        """The summary: a row for each model, those too that did not run at all."""
-        found: dict[str, list[Finding]] = {f.model: [] for f in self.findings}
-        unproved = {_model_of(place, found) for place in [*self.not_run, *self.blind]} | {f.model for f in self.lacking}
-        wrong = {f.model for f in self.astray("ours", "yours")}
-        for f in self.findings:
-            found[f.model].append(f)
-        return [
-            Row(
-                model=name,
-                state="wrong" if name in wrong else "unproved" if name in unproved else "right",
-                findings=(*each,),
-            )
-            for name, each in {**found, **{name: [] for name in unproved - found.keys()}}.items()
-        ]
+    def states(self) -> dict[str, State]:
+        """Of each model, those too that did not run at all."""
+        states: dict[str, State] = {f.model: "right" for f in self.findings}
+        states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
+        states |= {f.model: "unproved" for f in self.lacking}
+        return states | {f.model: "wrong" for f in self.astray("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
         """For machines. Numbers that are not finite are words ("nan"): JSON has none.
@@ -112,12 +111,11 @@ class Report:
         yours and elsewhere the worst of them with its error at each token (`by_position`: a list a sequence) or null;
         `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model.
         """
-        kinds: tuple[Whose, ...] = ("ours", "yours", "elsewhere")
-        worst = {whose: self.worst(whose) for whose in kinds}
+        worst = {whose: self.worst(whose) for whose in get_args(Whose)}
         found = {
             "passed": self.exit_code == 0, "verdict": WORDS[self.exit_code], "exit_code": self.exit_code,
             "interrupted": self.interrupted, "settings": dict(self.settings), "tolerance": self.tolerance,
-            "findings": [_without_positions(f) for f in self.findings],
+            "findings": [{key: x for key, x in asdict(f).items() if key != "by_position"} for f in self.findings],
             "worst": {whose: f and asdict(f) for whose, f in worst.items()},
             "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
             "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
@@ -131,20 +129,121 @@ def largest(values: Iterable[float | None]) -> float:
     return next((value for value in found if value != value), max(found, default=0.0))
 
 
-def _model_of(place: str, known: Iterable[str]) -> str:
-    """Of `m (sdpa)`, `m (sdpa) packed` and `mine on m (sdpa)`: m."""
-    head = place.rpartition(" (")[0]
-    last = head.rpartition(" on ")[2]
-    return last if head not in known and last in known else head
-
-
-def _without_positions(finding: Finding) -> dict[str, Any]:
-    return {key: value for key, value in asdict(finding).items() if key != "by_position"}
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def headline(report: Report) -> str:
+    """One sentence after the word."""
+    counted = [(name, report.measured(whose), report.astray(whose)) for whose, name in _judged(report)]
+    said = " and ".join(f"{len(of) - len(wrong)} of {len(of)} cases of {name}" for name, of, wrong in counted if of)
+    tail = ", but not everything named could run" if report.not_run or report.lacking else _TAILS[report.exit_code]
+    return f"{WORDS[report.exit_code]}: {f'{said} are right{tail}' if said else 'nothing of ours was measured'}."
+
+
+def _judged(report: Report) -> tuple[tuple[Whose, str], ...]:
+    """Whose cases count, by name: a collator, or a batch that was dumped."""
+    dumped = all(f.column == DUMPED for f in report.findings if f.whose == "yours")
+    return ("ours", "ours"), ("yours", "YOUR batch" if dumped else "YOUR collator")
+
+
+def facts(report: Report) -> Iterator[Told]:
+    """What the verdict rests on, and what to do next."""
+    for whose, name in _judged(report):
+        if wrong := report.astray(whose):
+            ways, models = listed(f.told[0] for f in wrong), listed((shortened(f.model) for f in wrong), _MOST)
+            yield "wrong", f"{name} ({ways}) on {models}: {_off(wrong)}"
+    others, astray = report.measured("elsewhere"), report.astray("elsewhere")
+    if others:
+        by = f", by up to {number(largest(f.logits for f in astray))} in a logit" if astray else ""
+        yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
+    settings = report.settings
+    where = f"on {settings['device']} in {settings['dtype']}"
+    yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
+    limit = f"{TIMES} times the rounding noise measured on each model"
+    yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
+    steps = [_NEXT_WRONG[whose] for whose, _ in _judged(report) if report.astray(whose)]
+    yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)
+
+
+def _off(wrong: Sequence[Finding]) -> str:
+    """By how much: a logit as it is, loss and gradient in parts of themselves."""
+    if not any(f.logits is not None for f in wrong):
+        return "it raises"
+    logit, loss, gradient = (largest(getattr(f, measure) for f in wrong) for measure in ("logits", "loss", "gradient"))
+    and_gradient = f", the gradient by {number(gradient)}" if gradient or gradient != gradient else ""
+    return f"a logit is off by up to {number(logit)}, the loss by {number(loss)}{and_gradient}"
+
+
+def notes(report: Report, *, verbose: bool) -> Iterator[Told]:
+    """What was refused, raised, left out or not proved, and why: a line a reason, in full where `verbose`."""
+    for (label, why), found in _grouped(((_label(f), _why(f, verbose)), f) for f in report.findings if f.note):
+        where, ways = listed(KINDS[f.side] for f in found), listed(f.told[0] for f in found)
+        models = listed((shortened(f.model) for f in found), 0 if verbose or label == "NOT RUN" else _MOST)
+        yield label, f"{models}, {where} ({ways}): {why}"
+    for why, places in _grouped((why, place) for place, why in report.not_run.items()):
+        yield "NOT RUN", f"{listed(map(shortened, places))}: {why}"
+    for place in report.blind:
+        yield "CANNOT TELL", f"{shortened(place)}: {_why_blind(report.yardsticks[place], report.tolerance)}"
+    for why, places in _grouped((why, place) for place, why in report.left_out.items()):
+        yield "left out", f"{listed(map(shortened, places))}: {why}"
+    for model, packages in report.kernels.items() if verbose else ():
+        yield "kernels", f"{shortened(model)}: {listed(f'{name} of {package}' for name, package in packages.items())}"
+
+
+def _label(finding: Finding) -> str:
+    if finding.no_kernel:
+        return "refused" if finding.whose == "elsewhere" else "NOT RUN"
+    if finding.logits is not None:
+        return "not finite" if finding.logits != finding.logits else "YOURS is wrong"
+    return "refused" if finding.refused else "raises"
+
+
+def _why(finding: Finding, verbose: bool) -> str:
+    """Its note, without what differs between models, so that one line says it of several."""
+    note = re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", finding.note)
+    if verbose or not (finding.refused or finding.no_kernel):
+        return note
+    return re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0]
+
+
+def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:
+    wrong, noise = yardstick.wrong, yardstick.noise
+    if wrong is None:
+        return "nothing wrong could be run beside it, so nothing says that a wrong mask or a lost boundary would show"
+    if tolerance is not None:
+        return f"what is wrong moves a logit by {wrong.largest:.1e}: give a smaller tolerance than {tolerance:g}"
+    moves = f"what is wrong moves the logits by {wrong.logits:.1e} and the gradient by {wrong.gradient:.1e}, and rounding"
+    return f"{moves} by {noise.logits:.1e} and {noise.gradient:.1e}: use a wider --dtype, or text with more padding"
+
+
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Values by their keys, both in the order they came in, each once."""
+    groups: dict[Any, dict[Any, None]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, {})[value] = None
+    return [(key, list(values)) for key, values in groups.items()]
+
+
+def number(error: float) -> str:
+    """`6.2e-06`, `4.04`, `nan`."""
+    return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
+
+
+def shortened(text: str, most: int = 48) -> str:
+    """Of at most so many letters: what is left out of a long path is its middle."""
+    if len(text) <= most:
+        return text
+    tail = (most - 3) * 2 // 3
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def listed(names: Iterable[str], most: int = 0) -> str:
+    """Each name once; after the first few, how many more (`most` 0: all)."""
+    unique = list(dict.fromkeys(names))
+    more = len(unique) - most
+    return ", ".join(unique) if not most or more <= 1 else f"{', '.join(unique[:most])} and {more} more"

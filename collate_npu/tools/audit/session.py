@@ -2,211 +2,162 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 
 from collate_npu import __version__
+from collate_npu.consumers.models import pattern_of
+from collate_npu.consumers.recurrent_kernels import kernel_calls
 from collate_npu.errors import CollateError, explain
-from collate_npu.testing.measure import Batch
-from collate_npu.tools.audit.attentions import check_attentions, first_line, import_plugins, named
-from collate_npu.tools.audit.candidates import OF_ATTENTION_ALONE, Candidate, candidates, check_named
-from collate_npu.tools.audit.case import Audit, Finding, Layout
-from collate_npu.tools.audit.data import read_rows, shipped_text
-from collate_npu.tools.audit.dumped import of_batch, read_batch
-from collate_npu.tools.audit.flat import Kernels, kernels_for, resolved_kernels
-from collate_npu.tools.audit.named_collators import column_of, named_collator, ready_collators
-from collate_npu.tools.audit.progress import Steps
-from collate_npu.tools.audit.ranks import RanksError
-from collate_npu.tools.audit.report import FirstBatch, Report
-from collate_npu.tools.audit.samples import Drawing
-from collate_npu.tools.audit.sharded import audit_sharded, check_ranks
-from collate_npu.tools.audit.verdict import told
+from collate_npu.proof.located import samples_of
+from collate_npu.proof.measure import Batch
+from collate_npu.testing import reference_kernels
+from collate_npu.tools.audit.candidates import DEFAULT, build, candidates, check_named, place_of, resolved_kernels
+from collate_npu.tools.audit.case import DUMPED, Audit
+from collate_npu.tools.audit.data import read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.audit.handover import Layout
+from collate_npu.tools.audit.named_collators import named_collator, ready_collators
+from collate_npu.tools.audit.refusals import said
+from collate_npu.tools.audit.report import Report, shortened
+from collate_npu.tools.saved import RECIPE, batch_of_file
 
 
 def audit_all(
     *, models: Sequence[str], data: Path | None, tokenizer: Path | None, sides: Sequence[Layout], attentions: Sequence[str],
     device: str, dtype: str, batch_size: int, batches: int, max_length: int, gradients: bool, tolerance: float | None,
-    seed: int, console: Console, ranks: int = 0, kernels: Kernels = "installed", plugins: Sequence[str] = (),
-    seconds: float = 600.0, collators: Sequence[str] = (), batch: Path | None = None, trust: bool = False,
+    seed: int, console: Console, kernels: str = "installed", collators: Sequence[str] = (), batch: Path | None = None,
+    trust: bool = False,
 ) -> Report:  # fmt: skip
     """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
-    names, torch_dtype, implementations = list(dict.fromkeys(models)), getattr(torch, dtype), named(attentions)
-    _check_numbers(tolerance, batch_size, sides)
-    import_plugins(plugins)
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
+    names, implementations = list(dict.fromkeys(models)), list(dict.fromkeys(attentions or DEFAULT))
     for spec in collators:
         named_collator(spec)
-    _check_batch(batch, data, names, ranks)
-    dumped = read_batch(batch) if batch else None
+    dumped = _dumped(batch, data, names)
     rows = read_rows(data) if data else shipped_text()
-    drawing = Drawing(rows=rows, count=batch_size * batches, max_length=max_length, seed=seed)
-    tokenized = drawing.tokenized or dumped is not None
-    largest_id = int(dumped["input_ids"].max()) if dumped else drawing.largest_id
-    check_named(names, tokenizer, device, torch_dtype, tokenized=tokenized, trust=trust)
-    check_attentions(implementations, device, torch_dtype, gradients=gradients)
-    if ranks:
-        check_ranks(ranks, device, implementations)
+    how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": getattr(torch, dtype), "trust": trust}
+    check_named(names, implementations, **how)
+    tokens = [dumped["input_ids"].flatten().tolist()] if dumped else [r["input_ids"] for r in rows if isinstance(r, dict)]
+    how |= {"seed": seed, "largest_id": max(map(max, tokens), default=0)}
+    chosen, left_out = candidates(names, implementations)
     settings = {"device": device, "dtype": dtype, "batch_size": batch_size, "batches": batches, "max_length": max_length}
-    settings |= {"seed": seed, "data": str(batch or data or "shipped with the package"), "kernels": kernels, **_versions()}
-    report = Report(settings=settings, tolerance=tolerance)
-    more = OF_ATTENTION_ALONE if ranks or "packed" in sides else ()
-    built = {"tokenizer": tokenizer, "device": device, "dtype": torch_dtype, "seed": seed, "trust": trust}
-    built |= {"tokenized": tokenized, "largest_id": largest_id}
-    chosen, excluded = candidates(names, implementations, more=more, **built)
-    report.left_out |= {f"{name} ({attn})": why for (name, attn), why in excluded.items()}
+    settings |= {"seed": seed, "data": str(batch or data or "shipped with the package"), "kernels": kernels}
+    settings |= {"collate_npu": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    report = Report(settings=settings, tolerance=tolerance, left_out=left_out)
     session = _Session(
-        report=report, sides=sides, ranks=ranks, how={"batch_size": batch_size, "gradients": gradients}, kernels=kernels,
-        seconds=seconds, plugins=plugins, drawing=drawing, collators=collators, dumped=dumped,
+        report, partial(build, **how), sides, collators, dumped, reference=kernels == "reference",
+        how={"batch_size": batch_size, "gradients": gradients},
+        drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
     )  # fmt: skip
     try:
-        _audit_each(session, chosen, console)
+        for n, (name, attn) in enumerate(chosen, 1):
+            session.audit(name, attn, f"[{n}/{len(chosen)}] ", console)
     except KeyboardInterrupt:
         report.interrupted = True
-    _forgive_absent_attention(report, chosen, named=bool(names))
+    for name, attn in chosen:  # an attention that a model has not is forgiven where another ran, or no model was named
+        absent = any(words in report.not_run.get(place_of(name, attn), "") for words in _ABSENT)
+        if absent and (not names or name in {finding.model for finding in report.findings}):
+            report.left_out[place_of(name, attn)] = report.not_run.pop(place_of(name, attn))
     return report
-
-
-def _check_batch(batch: Path | None, data: Path | None, names: Sequence[str], ranks: int) -> None:
-    if batch is None:
-        return
-    rule = "The samples of a dumped batch are in it, and it goes to a model as it is."
-    for option, given in (("--data", data), ("--cp", ranks)):
-        if given:
-            raise CollateError(explain("--batch", f"{option} {given} too", rule, f"Leave {option} out."))
-    if not names:
-        raise CollateError(explain("--batch", "no --model", rule, "Name the model that it was made for."))
-
-
-def _audit_each(session: _Session, chosen: Sequence[Candidate], console: Console) -> None:
-    with Steps(console, len(chosen), len(session.sides) + bool(session.ranks)).shown() as steps:
-        for candidate in chosen:
-            before = len(session.report.findings)
-            with steps.model(label(candidate), lambda: told(session.report, label(candidate), before)):  # noqa: B023 (called at once)
-                session.audit(candidate, steps.advance)
-                if session.ranks and candidate.attn == "sdpa":
-                    session.share_out(candidate)
-
-
-def _check_numbers(tolerance: float | None, batch_size: int, sides: Sequence[str]) -> None:
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
-        raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
-    if batch_size < 2:
-        what = "neither padded nor packed" if "packed" in sides else "not padded"
-        rule = f"One sequence in a batch is {what}: it would be compared with itself, which proves nothing."
-        raise CollateError(explain("--batch-size", str(batch_size), rule, "Give 2 or more."))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Session:
-    """What is asked of every candidate, and the report it goes to."""
-
-    report: Report
-    sides: Sequence[Layout]
-    ranks: int
-    how: dict[str, Any]
-    """`batch_size` and `gradients`."""
-    kernels: Kernels
-    seconds: float
-    plugins: Sequence[str]
-    drawing: Drawing
-    collators: Sequence[str]
-    """By name."""
-    dumped: Batch | None
-
-    def audit(self, candidate: Candidate, advance: Any) -> None:
-        """Every case of this process."""
-        with self._told(label(candidate)):
-            model, tokenizer = candidate.build()
-            with kernels_for(model, self.kernels):
-                case = self._case(candidate, model, tokenizer)
-                for side in case.sides:
-                    self._side(case, side, label(candidate) + (" packed" if side == "packed" else ""))
-                    advance()
-                self._yours(case, label(candidate))
-            if "packed" in case.sides and self.kernels == "installed" and (resolved := resolved_kernels(model)):
-                self.report.kernels[candidate.name] = resolved
-
-    def _side(self, case: Audit, side: Layout, place: str) -> None:
-        found: list[Finding] = []
-        self.report.batches.setdefault(side, FirstBatch(case.name, case.truth(side), case.causal))
-        try:
-            for column in case.columns(side):
-                found.append(case.finding(side, column))
-        except KeyboardInterrupt:
-            self.report.findings += found
-            raise
-        if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
-            self.report.not_run[place] = found[0].note  # it raises whatever is handed over
-            return
-        self.report.findings += found
-        if not all(f.refused or f.no_kernel for f in found if f.ours):
-            self.report.yardsticks[place] = case.yardstick(side)
-
-    def _case(self, candidate: Candidate, model: Any, tokenizer: Any) -> Audit:
-        pad_token_id = candidate.pad_token_id(model, tokenizer)
-        ready = {"tokenizer": tokenizer, "model": model, "pad_token_id": pad_token_id}
-        padded = [side for side in self.sides if side != "packed"]
-        given = [(column_of(spec), each) for spec in self.collators for each in ready_collators(spec, padded, **ready)]
-        about = {"name": candidate.name, "pad_token_id": pad_token_id, "sides": self.sides, "handovers": given, **self.how}
-        if self.dumped is not None:
-            return of_batch(model, self.dumped, **about)
-        return Audit(model, self.drawing.samples(tokenizer), **about)
-
-    def _yours(self, case: Audit, place: str) -> None:
-        """What was given. A batch that cannot be compared, or a collator that raises, did not run."""
-        for column, collator in case.given:
-            with self._told(f"{column} on {place}", refused=True):
-                self.report.findings.append(case.yours(column, collator))
-
-    def share_out(self, candidate: Candidate) -> None:
-        """The cases of context parallelism, in processes of their own."""
-        place = f"{label(candidate)} cp {self.ranks}"
-        with self._told(place):
-            late: dict[str, Any] = {"seconds": self.seconds, "plugins": self.plugins}
-            found, yardstick = audit_sharded(candidate, self.drawing, size=self.ranks, **self.how, **late)
-            self.report.findings += found
-            if yardstick is not None:
-                self.report.yardsticks[place] = yardstick
-
-    @contextmanager
-    def _told(self, place: str, *, refused: bool = False) -> Iterator[None]:
-        """A model that does not build, does not run alone or loses a rank is told in the report."""
-        try:
-            yield
-        except CollateError as error:
-            if not refused:
-                raise
-            self.report.not_run[place] = " ".join(str(error).split())
-        except RanksError as error:
-            self.report.not_run[place] = str(error)
-        except Exception as error:
-            self.report.not_run[place] = f"{type(error).__name__}: {first_line(error)}"
-
-
-def _forgive_absent_attention(report: Report, chosen: Sequence[Candidate], *, named: bool) -> None:
-    """An attention that a model has not (transformers raises ValueError) where another ran, or no model was named."""
-    ran = {finding.model for finding in report.findings}
-    for candidate in chosen:
-        why = report.not_run.get(label(candidate), "")
-        absent = why.startswith("ValueError") and any(words in why for words in _ABSENT)
-        if absent and (candidate.name in ran or not named):
-            report.left_out[label(candidate)] = report.not_run.pop(label(candidate))
 
 
 _ABSENT = ("does not support an attention implementation", "does not support Flash Attention", "in the place of")
 
 
-def label(candidate: Candidate) -> str:
-    """A model and its attention, as the report names them."""
-    return f"{candidate.name} ({candidate.attn})"
+def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batch | None:
+    if batch is None:
+        return None
+    rule = "The samples of a dumped batch are in it, and it goes to a model as it is."
+    if data:
+        raise CollateError(explain("--batch", f"--data {data} too", rule, "Leave --data out."))
+    if not names:
+        raise CollateError(explain("--batch", "no --model", rule, "Name the model that it was made for."))
+    dumped = batch_of_file(batch)
+    ids = dumped.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        rule = "A batch of samples has input_ids [B, S], whole numbers."
+        raise CollateError(explain("--batch", f"{batch}: keys {', '.join(dumped)}", rule, RECIPE))
+    return dumped
 
 
-def _versions() -> dict[str, str]:
-    return {"collate_npu": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+@dataclass(frozen=True)
+class _Session:
+    """What is asked of every candidate, and the report it goes to."""
+
+    report: Report
+    build: partial[tuple[Any, Any, int]]
+    """A model, by its name and attention."""
+    sides: Sequence[Layout]
+    collators: Sequence[str]
+    """By name."""
+    dumped: Batch | None
+    reference: bool
+    """Do recurrent layers run on the reference kernels?"""
+    how: dict[str, Any]
+    """`batch_size` and `gradients`."""
+    drawn: partial[list[Batch]]
+    """Samples by a tokenizer."""
+
+    def audit(self, name: str, attn: str, count: str, console: Console) -> None:
+        """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
+        place, began = place_of(name, attn), monotonic()
+        shown = f"{count}{shortened(place, 60)}"
+        with console.status(Text(shown)), self._told(place):
+            model, tokenizer, pad_token_id = self.build(name, attn)
+            with reference_kernels(model) if self.reference and kernel_calls(model) else nullcontext():
+                self._audit(name, place, model, tokenizer, pad_token_id)
+        console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
+
+    def _audit(self, name: str, place: str, model: Any, tokenizer: Any, pad_token_id: int) -> None:
+        padded = [side for side in self.sides if side != "packed"]
+        about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.how}
+        if self.dumped is None:
+            samples = self.drawn(tokenizer)
+        else:  # beside batches laid out as it is: rows of several samples beside flat rows
+            given = samples_of(self.dumped, pattern_of(model))
+            samples = list(given.features)
+            about |= {"batch_size": len(samples), "sides": ["packed"] if given.segments.packed else padded}
+        case = Audit(model, samples, **about)
+        for side in case.sides:
+            self._side(case, side, place + (" packed" if side == "packed" else ""))
+        if self.dumped is not None:
+            self.report.findings.append(case.of_given(DUMPED, [given]))
+        for spec in self.collators:
+            column = spec.rpartition(":")[2]
+            with self._told(f"{place} {column}"):
+                for collator in ready_collators(spec, padded, tokenizer=tokenizer, model=model, pad_token_id=pad_token_id):
+                    self.report.findings.append(case.of_collator(column, collator))
+        if "packed" in case.sides and not self.reference and (resolved := resolved_kernels(model)):
+            self.report.kernels[name] = resolved
+
+    def _side(self, case: Audit, side: Layout, place: str) -> None:
+        self.report.batches.setdefault(side, case.first(side))
+        first = len(self.report.findings)
+        for column in case.columns(side):
+            self.report.findings.append(case.finding(side, column))
+        found = self.report.findings[first:]
+        if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
+            del self.report.findings[first:]
+            self.report.not_run[place] = found[0].note  # it raises whatever is handed over
+        elif not all(f.refused or f.no_kernel for f in found if f.whose == "ours"):
+            self.report.yardsticks[place] = case.yardstick(side)
+
+    @contextmanager
+    def _told(self, place: str) -> Iterator[None]:
+        """What does not build, does not run alone or cannot be compared is told in the report."""
+        try:
+            yield
+        except Exception as error:
+            ours = isinstance(error, CollateError)
+            self.report.not_run[place] = " ".join(str(error).split()) if ours else said(error)

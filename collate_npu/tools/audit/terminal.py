@@ -1,11 +1,13 @@
-"""Terminal: a report as text, by rich, as wide as the terminal and no wider.
+"""Terminal: a report as rich prints it: the verdict, a line a model, and tables of the models that need a look.
 
-Nothing is said by colour alone: each sign stands beside a word or a number, and where the encoding of the terminal has no
-such sign, ASCII takes its place.
+A table has a row a way of handing over and a column a measure and side; there is one for each attention, which fits 80
+columns. Nothing is said by colour alone. A page is the same as one HTML file that needs nothing else: it opens offline, and
+can be attached to an issue; with pictures of the first batches and the error at each token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
@@ -13,118 +15,199 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.tools.audit.notes import notes
-from collate_npu.tools.audit.report import Report, State
-from collate_npu.tools.audit.tables import MEASURES, WHOSE, Case, Cell, ModelTable, legend, model_tables, summary, titles
-from collate_npu.tools.audit.verdict import facts, headline
-from collate_npu.tools.audit.ways import KINDS, shortened
+from collate_npu.consumers.routes import shape_said
+from collate_npu.masks.patterns import Pattern
+from collate_npu.tools import paper
+from collate_npu.tools.audit.case import Finding, Whose, size
+from collate_npu.tools.audit.report import (
+    KINDS,
+    Report,
+    State,
+    facts,
+    headline,
+    largest,
+    listed,
+    notes,
+    number,
+    shortened,
+)
+from collate_npu.tools.paper import put
+from collate_npu.tools.show.attention import attention_of, block_for
+from collate_npu.tools.show.drawing import lines
+from collate_npu.tools.show.sheet import Panel, Sheet
 
-_SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "+"), "wrong": ("✘", "!"), "unproved": ("?", "?")}
-_COLOURS: dict[State, str] = {"right": "green", "wrong": "bold red", "unproved": "yellow"}
-_STATES: dict[int, State] = {0: "right", 1: "wrong"}
-
-
-def sign(console: Console, state: State) -> str:
-    """`✔`, `✘` or `?`, or ASCII where the terminal's encoding has no such letter."""
-    fine, plain = _SIGNS[state]
-    try:
-        fine.encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return plain
-    return fine
+MEASURES = {
+    "logits": ("logit", "largest difference of a logit, at a real token, from the same sample alone"),
+    "gradient": ("gradient", "relative error of the gradient, over all parameters at once"),
+}
+WHOSE: dict[Whose, tuple[str, str]] = {
+    "ours": ("ours", "batches made by collate_npu"),
+    "yours": ("YOURS", "batches of your own collator, or your own batch"),
+    "elsewhere": ("elsewhere", "batches as other code makes them; wrong there is why this package exists"),
+}
+SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
+"""Sign and style."""
+_BARS = "▁▂▃▄▅▆▇█"
+_READ = (
+    "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
+    "power of ten, from 1e-08 (▁) to 0.1 and more (█); · is no difference, × a number that is not finite."
+)
+_MOST = 80
+"""Bars in a line."""
 
 
 def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
     """The verdict, what it rests on, a line a model, and the tables of those that need a look (`verbose`: of all)."""
-    state = _STATES.get(report.exit_code, "unproved")
-    console.print(Text(f"{sign(console, state)} {headline(report)}", style=f"bold {_COLOURS[state]}"))
-    _print_told(console, facts(report))
+    state: State = "right" if report.exit_code == 0 else "wrong" if report.exit_code == 1 else "unproved"
+    sign, style = SIGNS[state]
+    put(console, Text(f"{sign} {headline(report)}", f"bold {style}"), terms(facts(report)))
     if report.findings or report.not_run:
-        console.print("", _summary(console, report), "")
-    _print_told(console, notes(report, verbose=verbose))
-    shown = list(model_tables(report, every=verbose))
-    for table in shown:
-        _print_table(console, table)
+        put(console, Text(), summary(report), Text())
+    put(console, terms(notes(report, verbose=verbose)))
+    shown = looked_at(report, every=verbose)
+    for (model, attn, kind), found in shown.items():
+        title = f"\n{shortened(model, console.width - 40)}: {kind}, {shortened(attn, 20)}"
+        put(console, Text(title, "bold"), table(found, report.tolerance))
     if shown:
-        console.print(Text(f"\nWhat the words mean ({sign(console, 'wrong')} marks what is wrong)", style="bold"))
-        _print_told(console, legend(report, shown))
+        put(console, Text(f"\nWhat the words mean ({SIGNS['wrong'][0]} marks what is wrong)", "bold"))
+        put(console, terms(legend([f for found in shown.values() for f in found])))
 
 
-def _print_told(console: Console, told: Iterable[tuple[str, str]]) -> None:
+def terms(told: Iterable[tuple[str, str]]) -> Table:
+    """A label, and what is said under it, on each line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in told:
-        grid.add_row(Text(f"  {label}", style="bold yellow" if label[:4].isupper() else "dim"), Text(text))
-    console.print(grid)
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:4].isupper() else "dim"), Text(text))
+    return grid
 
 
-def _summary(console: Console, report: Report) -> Table:
-    """A line a model; where that is too wide, its attentions and sides stand under its name."""
-    wide = _table()
-    narrow = _table()
-    first, attention, padding, *numbers = titles(report)
-    for title in (first, attention, padding):
-        wide.add_column(title, no_wrap=True)
-    narrow.add_column(first, overflow="fold")
-    for table in (wide, narrow):
-        for title in numbers:
-            table.add_column(title, justify="right", no_wrap=True)
-    for row in report.rows():
-        state = Text(sign(console, row.state), style=_COLOURS[row.state])
-        model, attns, sides, *cells = summary(report, row)
-        name = shortened(model, 38)
-        wide.add_row(state, Text(name), attns, sides, *cells)
-        under = Text(f"{attns}; {sides}" if attns else "", style="dim")
-        narrow.add_row(state, Text("\n" if attns else "").join([Text(name), under]), *cells)
-    return wide if _fits(console, wide) else narrow
+def summary(report: Report) -> Table:
+    """A line a model: how much of ours, and of yours, is right; the worst of both; how much of what others make is wrong."""
+    whose: list[Whose] = ["ours", "yours"] if report.measured("yours") else ["ours"]
+    drawn = _empty("", "model", "attention", "padding")
+    for title in (*(f"{WHOSE[one][0]}\nright" for one in whose), "worst", "elsewhere\nwrong"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    for model, state in report.states().items():
+        found = [f for f in report.findings if f.model == model]
+        shares = [_share([f.within(report.tolerance) for f in report.measured(one) if f.model == model]) for one in whose]
+        judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
+        wrong = [not f.within(report.tolerance) for f in report.measured("elsewhere") if f.model == model]
+        attns, sides = listed(f.attn_implementation for f in found), listed(f.side for f in found)
+        shares += [number(largest(judged)) if judged else "-", _share(wrong)]
+        drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), Text(attns), sides, *shares)
+    return drawn
 
 
-def _fits(console: Console, table: Table) -> bool:
-    return console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width
+def _share(told: Sequence[bool]) -> str:
+    return f"{sum(told)} of {len(told)}" if told else "-"
 
 
-def _table() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
-    table.add_column("", no_wrap=True)
-    return table
+def _empty(*titles: str) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
+    for title in titles:
+        drawn.add_column(title, overflow="fold")
+    return drawn
 
 
-def _print_table(console: Console, table: ModelTable) -> None:
-    console.print(Text(f"\n{shortened(table.model, console.width - 40)}: {KINDS[table.kind]}", style="bold"))
-    for n, piece in enumerate(_pieces(console, table)):
-        console.print(*([""] if n else []), piece)
+def looked_at(report: Report, *, every: bool) -> dict[tuple[str, str, str], list[Finding]]:
+    """The cases of the models that need a look, or of every one, by model, attention and kind.
+
+    Of an interrupted report the last model needs one. Where nothing of ours ran, a note says why, and no table.
+    """
+    last = report.findings[-1].model if report.interrupted and report.findings else None
+    states, out = report.states(), dict[tuple[str, str, str], list[Finding]]()
+    for f in report.findings:
+        if every or states[f.model] != "right" or f.model == last:
+            out.setdefault((f.model, f.attn_implementation, KINDS[f.side]), []).append(f)
+    ran = {place: any(f.logits is not None for f in found if f.whose != "elsewhere") for place, found in out.items()}
+    return {place: found for place, found in out.items() if every or ran[place]}
 
 
-def _pieces(console: Console, table: ModelTable) -> Iterator[Table]:
-    """One, where the terminal is wide enough; else those of each measure, as many cases as there is room for in each."""
-    whole = _piece(console, table, table.cases)
-    if _fits(console, whole):
-        yield whole
-        return
-    for measure in MEASURES:
-        rest = [case for case in table.cases if case.measure == measure]
-        while rest:
-            room = next((n for n in range(len(rest), 1, -1) if _fits(console, _piece(console, table, rest[:n]))), 1)
-            yield _piece(console, table, rest[:room])
-            rest = rest[room:]
-
-
-def _piece(console: Console, table: ModelTable, cases: Sequence[Case]) -> Table:
-    drawn = _table()
-    drawn.add_column("handed over by", no_wrap=True)
-    for c in cases:
-        drawn.add_column(f"{MEASURES[c.measure][0]}\n{shortened(c.attn, 20)}\n{c.side}", justify="right", no_wrap=True)
-    last = ""
-    for whose, title, cells in table.rows:
-        first = WHOSE[whose][0] if whose != last else ""
-        drawn.add_row(first, Text(shortened(title, 32)), *(_written(console, cells[case]) for case in cases))
+def table(found: Sequence[Finding], tolerance: float | None) -> Table:
+    """What one model gives with one attention: a number, marked where it is wrong, or the word that stands in its place."""
+    measures = [m for m in MEASURES if any(getattr(f, m) is not None for f in found)] or ["logits"]
+    columns = [(m, side) for m in measures for side in dict.fromkeys(f.side for f in found)]
+    drawn, last = _empty("", "handed over by"), ""
+    for m, side in columns:
+        drawn.add_column(f"{MEASURES[m][0]}\n{side}", justify="right", no_wrap=True)
+    at = {(f.whose, f.column, f.side): f for f in found}
+    for whose, column in dict.fromkeys((one, f.column) for one in WHOSE for f in found if f.whose == one):
+        cells = [_cell(at.get((whose, column, side)), m, tolerance) for m, side in columns]
+        title = next(f.told[0] for f in found if (f.whose, f.column) == (whose, column))
+        drawn.add_row(WHOSE[whose][0] if whose != last else "", Text(shortened(title, 29)), *cells)
         last = whose
     return drawn
 
 
-def _written(console: Console, cell: Cell) -> Text:
-    if cell.state is None:
-        return Text(cell.text, style="dim")
-    mark = f" {sign(console, 'wrong')}" if cell.state == "wrong" else ""
-    return Text(cell.text + mark, style=_COLOURS[cell.state])
+def _cell(finding: Finding | None, measure: str, tolerance: float | None) -> Text:
+    if finding is None:
+        return Text()
+    error: float | None = getattr(finding, measure)
+    if error is None:
+        word = "no kernel" if finding.no_kernel else "refused" if finding.refused else "raises" if finding.note else "-"
+        return Text(word, "dim")
+    shown = {*finding.astray} & {*MEASURES}  # where the loss alone is wrong, which has no column, both are marked
+    wrong = (not shown or measure in shown) if tolerance is None else not error <= tolerance
+    if finding.within(tolerance) or not wrong:
+        return Text(number(error), SIGNS["right"][1])
+    return Text(f"{number(error)} {SIGNS['wrong'][0]}", SIGNS["wrong"][1])
+
+
+def legend(found: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """What each word of these tables means, once."""
+    yield from (told for measure, told in MEASURES.items() if any(getattr(f, measure) is not None for f in found))
+    for whose, said in WHOSE.items():
+        if of := [f for f in found if f.whose == whose]:
+            yield said
+            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys(f.told for f in of))
+    if any(f.refused for f in found):
+        yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    console = paper.recorder()
+    print_report(console, report, verbose=True)
+    put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *errors(report))
+    put(console, Text("\nThe first batch", "bold underline"), *pictures(report))
+    put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
+    return paper.page(console, f"collate-npu audit: {headline(report)}")
+
+
+def pictures(report: Report) -> Iterator[Text]:
+    """The first batch of each layout, as `show` draws it."""
+    for layout, (model, segments, pattern) in report.batches.items():
+        title = f"{'packed: one flat row' if layout == 'packed' else f'padded on the {layout}'}, of {model}"
+        squares = tuple(attention_of(segments, b, pattern=Pattern.of(pattern)) for b in range(segments.shape[0]))
+        rows = Panel(heading=title, facts=shape_said(segments), ids=segments.array)
+        who = Panel(heading="who attends to whom", facts="a row is a query, a column is a key", squares=squares)
+        yield from lines(Sheet(panels=(rows, who)), paper.WIDTH)
+        yield Text()
+
+
+def errors(report: Report) -> Iterator[Text]:
+    """The worst case of ours, yours and elsewhere: a line a sample, bold the one with the largest error."""
+    for whose, (name, _) in WHOSE.items():
+        finding = report.worst(whose)
+        if finding is None or not finding.by_position:
+            continue
+        where = f"{shortened(finding.model, 40)}, {finding.attn_implementation}, {finding.side}"
+        yield Text(f"\n{name}, the worst: {finding.told[0]} on {where}", "bold")
+        largest = [max(row, key=size, default=0.0) for row in finding.by_position]
+        worst = max(range(len(largest)), key=lambda n: size(largest[n]))
+        block = block_for(max(map(len, finding.by_position)), _MOST)
+        for n, (row, error) in enumerate(zip(finding.by_position, largest)):
+            yield Text(f"  sample {n + 1:<3} {_bars(row, block)} {number(error)}", "bold" if n == worst else "")
+
+
+def _bars(row: Sequence[float], block: int) -> str:
+    """The worst of each block of tokens."""
+    return "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
+
+
+def _bar(error: float) -> str:
+    if not math.isfinite(error):
+        return "×"
+    return _BARS[min(max(math.floor(math.log10(error)) + 8, 0), 7)] if error else "·"

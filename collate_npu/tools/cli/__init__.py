@@ -9,13 +9,9 @@ from typing import Annotated
 
 import typer
 
-from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES
-from collate_npu.tools.cli.audit import audit_command
-from collate_npu.tools.cli.env import env_command
-from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES
-from collate_npu.tools.cli.guide import guide_command
-from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES
-from collate_npu.tools.cli.show import show_command
+from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES, audit_command
+from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES, guide_command
+from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES, show_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -37,7 +33,17 @@ def _root(
     """Batches whose padding means the same to every layer, kernel and trainer."""
 
 
+def _env(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> None:
+    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue.
+
+    Also where torch, typer or rich do not load: `python -m collate_npu env`.
+    """
+    from collate_npu.tools.env import written
+
+    typer.echo(written(as_json=as_json))
+
+
 app.command("audit", epilog=AUDIT_EXAMPLES)(audit_command)
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
-app.command("env")(env_command)
+app.command("env")(_env)
 app.command("guide", epilog=GUIDE_EXAMPLES)(guide_command)

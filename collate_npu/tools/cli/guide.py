@@ -15,7 +15,6 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.tools.cli.console import needs
 
 GUIDE = Path(__file__).parents[2] / "guide"
-LINK = re.compile(r"\* \[[^\]]+\]\((\S+)\.md\): (.+)")
 
 EXAMPLES = "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide ms-swift`\n\n`collate-npu guide zh/index`"
 
@@ -23,10 +22,7 @@ EXAMPLES = "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide 
 @needs()
 def guide_command(name: Annotated[str, typer.Argument(help="A page; without one: the list of pages.")] = "") -> None:
     """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
-    if not name:
-        typer.echo(listed())
-        return
-    text, console = page(name), Console()
+    text, console = page(name) if name else listed(), Console()
     if console.is_terminal:
         console.print(Markdown(text))
     else:
@@ -35,15 +31,8 @@ def guide_command(name: Annotated[str, typer.Argument(help="A page; without one:
 
 def listed() -> str:
     """Every page with one line, under the headings of index.md, which is the list."""
-    lines = (GUIDE / "index.md").read_text(encoding="utf-8").splitlines()
-    width = max(len(link[1]) for line in lines if (link := LINK.match(line)))
-    found = []
-    for line in lines:
-        if line.startswith("## "):
-            found += ["", line[3:]]
-        elif link := LINK.match(line):
-            found.append(f"  {link[1]:{width}}  {re.sub(r'[`*]', '', link[2])}")
-    return "\n".join([*found[1:], "", "collate-npu guide NAME shows one."])
+    pages = page("index").partition("\n## ")[2]
+    return re.sub(r"\[[^\]]+\]\((\S+)\.md\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
 
 
 def page(name: str) -> str:

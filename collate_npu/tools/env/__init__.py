@@ -6,89 +6,86 @@ abort or hang is asked in a process of its own (`probe`), so there is always a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from collate_npu.tools.env import answers, installed, machine, probe
-from collate_npu.tools.env.combinations import hazards
+from collate_npu.tools.env import machine, probe
+from collate_npu.tools.env.hazards import hazards
+from collate_npu.tools.env.machine import Environment
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """What `collate-npu env` prints."""
-
-    system: str
-    packages: dict[str, str]
-    """Installed packages and their versions, in the order of `installed.PACKAGES`."""
-    settings: dict[str, str]
-    cann: str
-    """The CANN toolkit and its version, or why there is none."""
-    devices: str
-    npu: str
-    """Whether torch_npu works here, and if not, why."""
-    runs: dict[str, str]
-    """What each stack computes attention and Gated DeltaNet with on this machine."""
-    refused: dict[str, dict[str, str]]
-    """Stack -> kind of batch -> why it is refused for a Qwen3-Next."""
-    hazards: tuple[str, ...]
+_PRIVATE = (
+    (r"(?<=//)[^/\s:@]+:[^/\s@]+(?=@)", "***"),  # user:password@host
+    (r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-)[\w-]{8,}", "***"),
+    (r"((?:token|secret|password|api_?key)\w*\s*[=:]\s*)[^\s,;\"\\]+", r"\1***"),
+    (r"/(?:home|Users)/[^/\s:;,()\"\\]+", "~"),
+)
 
 
 def environment() -> Environment:
     """Look around. Never raises for a package that is broken: that is a finding."""
     from collate_npu import __version__
 
-    packages, settings = installed.installed(), machine.settings()
-    found = _asked(packages)
-    torch, npu = _failing(found["torch"]), _npu(packages, found)
-    devices = f"not known: torch does not load: {torch}{_alone(packages)}" if torch else str(found["torch"]["devices"])
-    rounding: dict[str, bool] = found["torch"].get("rounding", {})
-    start = str(found.get("mindspeed", {}).get("start", ""))
-    runs, refused = _said(found, "runs"), {} if "fails" in found.get("routes", {}) else found.get("routes", {})
-    return Environment(
+    packages = machine.packages()
+    torch = probe.ask("torch")
+    fails = torch.get("fails")
+    npu = probe.ask("torch_npu") if "torch_npu" in packages and not fails else {}
+    stacks = {} if fails else probe.ask("stacks")
+    unknown = {"not known": stacks["fails"]} if "fails" in stacks else {}
+    found = Environment(
         system=machine.system(),
-        packages={"collate_npu": __version__} | packages,
-        settings=settings | {name: str(value) for name, value in rounding.items()},
+        packages={"collate_npu": __version__, **packages},
+        settings=machine.settings(),
         cann=machine.cann(),
-        devices=devices,
-        npu=npu,
-        runs=runs,
-        refused=refused,
-        hazards=tuple(hazards(packages, settings, devices=devices, npu=npu, rounding=rounding, start=start)),
+        devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
+        npu=_npu(packages, fails or npu.get("fails", ""), npu.get("cann", "")),
+        runs=stacks.get("runs", unknown),
+        refused=stacks.get("refused", {}),
     )
+    return replace(found, hazards=tuple(hazards(found)))
 
 
-def _asked(packages: Mapping[str, str]) -> dict[str, Any]:
-    """In this process where torch is loaded already, so that switches are told as they were set here."""
-    first = ["torch", *(["torch_npu"] if "torch_npu" in packages else [])]
-    look = answers.here if answers.torch_is_loaded() else probe.ask
-    found = look(first)
-    if _failing(found["torch"]):
-        return found
-    return found | probe.ask([*(["mindspeed"] if "mindspeed" in packages else []), "runs", "routes"])
-
-
-def _alone(packages: Mapping[str, str]) -> str:
-    """Whether it is torch_npu that stands in torch's way."""
-    if "torch_npu" not in packages:
-        return ""
-    found = probe.ask(["torch"], TORCH_DEVICE_BACKEND_AUTOLOAD="0")["torch"]
-    return "; torch alone does not load either" if _failing(found) else "; torch alone, without torch_npu, does"
-
-
-def _failing(found: Mapping[str, Any]) -> str:
-    return str(found.get("fails", ""))
-
-
-def _said(found: Mapping[str, Any], question: str) -> dict[str, str]:
-    told = dict(found.get(question, {}))
-    return {"not known": told["fails"]} if "fails" in told else told
-
-
-def _npu(packages: Mapping[str, str], found: Mapping[str, Any]) -> str:
+def _npu(packages: Mapping[str, str], fails: str, cann: str) -> str:
     if "torch_npu" not in packages:
         return "torch_npu is not installed"
-    if why := _failing(found["torch"]) or _failing(found["torch_npu"]):  # ImportError: libhccl.so: CANN is missing
-        return f"torch_npu does not load: {why}"
-    cann = found["torch_npu"]["cann"]
-    return f"torch_npu loads{f', CANN {cann}' if cann else ''}"
+    # ImportError: libhccl.so: CANN is missing
+    return f"torch_npu does not load: {fails}" if fails else f"torch_npu loads{f', CANN {cann}' if cann else ''}"
+
+
+def written(*, as_json: bool = False) -> str:
+    """The report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
+    found = masked(asdict(environment()))
+    return json.dumps(found, indent=2) if as_json else "\n".join(_markdown(Environment(**found)))
+
+
+def masked(value: Any) -> Any:
+    """Without what is nobody else's business: home directories, passwords in addresses, tokens."""
+    if isinstance(value, dict):
+        return {key: masked(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(item) for item in value]
+    if len(home := str(Path.home())) > 1:
+        value = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", value)
+    for pattern, instead in _PRIVATE:
+        value = re.sub(pattern, instead, value, flags=re.IGNORECASE)
+    return value
+
+
+def _markdown(found: Environment) -> Iterator[str]:
+    """A list; what is long stands behind a fold."""
+    yield f"- system: {found.system}"
+    yield from (f"- {name}: {value}" for name, value in found.packages.items())
+    yield from (f"- {name}={value}" for name, value in found.settings.items())
+    yield from (f"- devices: {found.devices}", f"- NPU: {found.npu}", f"- CANN: {found.cann}")
+    yield from (f"- runs: {stack}: {what}" for stack, what in found.runs.items())
+    yield from (f"- hazard: {text}" for text in found.hazards)
+    if found.refused:
+        yield "\n<details><summary>What is refused here, for a Qwen3-Next</summary>\n"
+        for stack, kinds in found.refused.items():
+            if right := [kind for kind, why in kinds.items() if not why]:
+                yield f"- {stack}: right for {', '.join(right)}"
+            yield from (f"- {stack}, {kind}: refused. {why}" for kind, why in kinds.items() if why)
+        yield "\n</details>"

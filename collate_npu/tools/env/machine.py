@@ -1,4 +1,4 @@
-"""Machine: system, memory, processors, the CANN toolkit and the settings in the environment; nothing is imported."""
+"""Machine: installed packages, system, the CANN toolkit and the settings in the environment; nothing is imported."""
 
 from __future__ import annotations
 
@@ -6,58 +6,62 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-SETTINGS = (
+from collate_npu.integrations import trainers
+from collate_npu.releases import DISTRIBUTIONS, installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What `collate-npu env` prints."""
+
+    system: str
+    packages: dict[str, str]
+    """Installed packages and their versions."""
+    settings: dict[str, str]
+    cann: str
+    """The CANN toolkit and its version, or why there is none."""
+    devices: str
+    npu: str
+    """Whether torch_npu works here, and if not, why."""
+    runs: dict[str, str]
+    """What each stack computes attention and Gated DeltaNet with on this machine."""
+    refused: dict[str, dict[str, str]]
+    """Stack -> kind of batch -> why it is refused for a Qwen3-Next."""
+    hazards: tuple[str, ...] = ()
+
+
+_SETTINGS = (
     "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "COLLATE_NPU_DEBUG", "COLLATE_NPU_GUARD",
     "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
 )  # fmt: skip
-_OF_INTEREST = re.compile("ascend|cann|cuda|driver|hccl|nvidia", re.IGNORECASE)
 _CANN_FILES = ("version.info", "version.cfg", "*-linux/ascend_toolkit_install.info", "*/version.info")
 """Where releases of CANN say which they are, below ASCEND_HOME_PATH; torch_npu reads the third (utils/collect_env.py)."""
 _VERSION = re.compile(r"^\s*(?:version|\w+_running_version)\s*=\s*\[?(?:[\d.]+:)?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
+_BASE = ("torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "llamafactory")
+_KERNELS = (
+    *DISTRIBUTIONS["fla"], *DISTRIBUTIONS["causal_conv1d"], *DISTRIBUTIONS["fla_npu"], "kernels", "triton", "triton-ascend",
+    "mamba-ssm", "flash-attn", "transformer-engine",
+)  # fmt: skip
+
+
+def packages() -> dict[str, str]:
+    """The installed ones among those that training depends on here, and their versions."""
+    names = dict.fromkeys((*_BASE, *(package for package, _ in trainers().values()), *_KERNELS))
+    return {name: version for name in names if (version := installed(name))}
 
 
 def settings() -> dict[str, str]:
-    """The settings that are set; of a library path only what leads to a card's libraries."""
-    found = {name: value for name in SETTINGS if (value := os.environ.get(name))}
-    if "LD_LIBRARY_PATH" in found:
-        found["LD_LIBRARY_PATH"] = _shortened(found["LD_LIBRARY_PATH"])
-    return found
-
-
-def _shortened(value: str) -> str:
-    entries = [entry for entry in value.split(os.pathsep) if entry]
-    named = [entry for entry in entries if _OF_INTEREST.search(entry)]
-    more = len(entries) - len(named)
-    return os.pathsep.join([*named, *([f"({more} more)"] if more else [])])
+    """The settings that are set."""
+    return {name: value for name in _SETTINGS if (value := os.environ.get(name))}
 
 
 def system() -> str:
-    """System, Python, C library, processors and memory in one line."""
-    libc = " ".join(platform.libc_ver()).strip()
-    parts = [
-        f"{platform.system()} {platform.machine()}",
-        f"Python {platform.python_version()}",
-        libc,
-        _processors(),
-        _memory(),
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _processors() -> str:
-    here = os.cpu_count() or 0
-    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else here
-    return f"{ours} CPUs" + (f" of {here}" if ours != here else "") if here else ""
-
-
-def _memory() -> str:
-    try:
-        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return ""
-    return f"{size / 2**30:.1f} GiB RAM"
+    """System, C library, Python and processors in one line."""
+    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.platform()}, Python {platform.python_version()}, {ours} of {os.cpu_count()} CPUs"
 
 
 def cann() -> str:
@@ -67,15 +71,10 @@ def cann() -> str:
         return "none: ASCEND_HOME_PATH is not set"
     if not Path(home).is_dir():
         return f"none: ASCEND_HOME_PATH is {home}, which is no folder"
-    said = next(_versions(Path(home)), "")
-    return f"{said or 'version not told'} in {home}"
+    return f"{next(_versions(Path(home)), 'version not told')} in {home}"
 
 
 def _versions(home: Path) -> Iterator[str]:
-    for path in (path for pattern in _CANN_FILES for path in sorted(home.glob(pattern))):
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        if found := _VERSION.search(text):
+    for path in (path for pattern in _CANN_FILES for path in sorted(home.glob(pattern)) if path.is_file()):
+        if found := _VERSION.search(path.read_text(encoding="utf-8", errors="replace")):
             yield found[1]

@@ -1,7 +1,6 @@
-"""Probe: questions that import torch or more, asked in a process of their own: a library that crashes ends that one alone.
+"""Probe: questions that import torch or more, each asked in a process of its own, which a library may crash alone.
 
-A driver or a half-installed package may raise, abort, or never come back. Each question is answered in a line of JSON. Where
-the process dies, the question it died of gets the reason as its answer, and the rest go to a new process.
+A driver or a half-installed package may raise, abort, or never come back: then the reason is the answer.
 """
 
 from __future__ import annotations
@@ -11,53 +10,88 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 SECONDS = 120
 """How long a process may take."""
 _ROOT = str(Path(__file__).resolve().parents[3])
-_CODE = "import sys; from collate_npu.tools.env.answers import answer; answer(sys.argv[1:])"
+_CODE = "import sys; from collate_npu.tools.env.probe import answer; answer(sys.argv[1])"
 
 
-def ask(questions: Sequence[str], *, seconds: float = SECONDS, **settings: str) -> dict[str, Any]:
-    """The answer to each question of `answers.ANSWERS`, or `{"fails": why}`; `settings` go to the environment."""
-    found: dict[str, Any] = {}
-    while left := [question for question in questions if question not in found]:
-        lines, died = _run(left, seconds, settings)
-        found |= lines
-        if lost := next((question for question in left if question not in found), None):
-            found[lost] = {"fails": died}
-    return found
-
-
-def _run(questions: Sequence[str], seconds: float, settings: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """What a process answered, and how it ended."""
-    command = [sys.executable, "-c", _CODE, *questions]
+def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
+    """The answer to one of `ANSWERS`, or `{"fails": why}`."""
     path = [os.environ.get("PYTHONPATH", ""), *sys.path, _ROOT]
-    env = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(path)))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(path)))}
+    command = [sys.executable, "-c", _CODE, question]
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        return dict(_answers(error.stdout or b"")), f"no answer within {seconds:.0f} s"
-    return dict(_answers(done.stdout)), _ended(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        return {"fails": f"no answer within {seconds:.0f} s"}
+    with suppress(ValueError):  # nothing, or half an answer
+        return dict(json.loads(done.stdout))
+    return {"fails": _ended(done.returncode, done.stderr.decode("utf-8", "replace"))}
 
 
-def _answers(out: bytes) -> Iterator[tuple[str, Any]]:
-    for line in out.decode("utf-8", "replace").splitlines():
-        try:
-            question, found = json.loads(line)
-        except ValueError:  # the process died in the middle of it
-            continue
-        yield question, found
-
-
-def _ended(code: int, err: bytes) -> str:
+def _ended(code: int, err: str) -> str:
     """`ended by SIGSEGV (the last line it said)`."""
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    said = err.strip().splitlines()
+    return f"ended {how} ({said[-1].strip()[:300]})" if said else f"ended {how}"
+
+
+def answer(question: str) -> None:
+    """In the process that is asked: a line of JSON to stdout; what libraries print goes to stderr."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
+        try:
+            found = ANSWERS[question]()
+        except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
+            found = {"fails": reason(error)}
+        json.dump(found, out)
+    os._exit(0)  # a library that crashes while Python ends has no say in what was found
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
     try:
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    except ValueError:
-        how = f"ended by signal {-code}"
-    said = err.decode("utf-8", "replace").strip().splitlines()
-    return f"{how} ({said[-1].strip()[:300]})" if said else how
+        found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+        npu = getattr(torch, "npu", None)
+        if npu is not None and npu.is_available():
+            found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    except Exception as error:  # a driver that does not answer
+        return {"devices": f"not known: {_said(error)}"}
+    return {"devices": ", ".join(found) or "cpu only"}
+
+
+def _torch_npu() -> dict[str, Any]:
+    """torch loads it when it is imported; where that failed or was switched off, the import here says why."""
+    version = getattr(import_module("torch_npu"), "version", None)
+    return {"cann": str(getattr(version, "cann", None) or "")}
+
+
+def _stacks() -> dict[str, Any]:
+    from collate_npu.tools.env import stacks
+
+    return {"runs": stacks.runs(), "refused": stacks.refused()}
+
+
+ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": _stacks}
+
+
+def reason(error: BaseException) -> str:
+    """Why something does not load, down to the first cause: of torch's own error (`_import_device_backends`), that library
+    of CANN which torch_npu misses."""
+    last = error
+    while cause := last.__cause__ or last.__context__:
+        last = cause
+    return _said(error) if last is error else f"{_said(error)} ({_said(last)})"
+
+
+def _said(error: BaseException) -> str:
+    """Kind and first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

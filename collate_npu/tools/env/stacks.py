@@ -6,67 +6,39 @@ consumers refuse. Needs torch; costs what building that model costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from collate_npu.consumers.consumer import Case, Model, consumers
-from collate_npu.consumers.mindspeed import installed as mindspeed_installed
-from collate_npu.consumers.mindspeed import transformer_engine
-from collate_npu.consumers.models import transformers_version
+from collate_npu.consumers.consumer import Case, Consumer, Model, consumers
 from collate_npu.errors import CollateError
+from collate_npu.releases import KERNELS_TOLD, installed
 from collate_npu.segments import Segments
-from collate_npu.tools.env.installed import installed
-from collate_npu.tools.env.reasons import reason
 
-_FLASH = {
-    "flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available",
-    "flash_attention_4": "is_flash_attn_4_available",
-}  # fmt: skip
-BATCHES = {
+_FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
+_FLAT = "flat rows (padding_free=True)"
+_BATCHES = {
     "padded right": Segments.from_lengths([3, 5]),
     "padded left": Segments.from_lengths([3, 5], side="left"),
     "several sequences in a row": Segments.from_lengths([[3, 2], [5]]),
+    _FLAT: Segments.from_lengths([[3, 5]]),
 }
-FLAT = {"flat rows (padding_free=True)": Segments.from_lengths([[3, 5]])}
 
 
-def runs() -> dict[str, Any]:
+def runs() -> dict[str, str]:
     """Stack -> what it computes attention and Gated DeltaNet with here."""
-    return {stack: _told(question) for stack, question in _questions(installed())}
+    asked = {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
+    return {stack: _tried(question) for stack, question in asked.items() if installed("transformers")}
 
 
-def _told(question: Callable[[], str]) -> str:
+def _tried(question: Callable[[], str]) -> str:
     try:
         return question()
     except Exception as error:  # a package that is half there
-        return f"not known: {reason(error)}"
+        return f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _questions(packages: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], str]]]:
-    if "transformers" in packages:
-        yield "transformers, attention", partial(_attentions, packages)
-        yield "transformers, Gated DeltaNet", _gated_delta_net
-    if "megatron-core" in packages:
-        te = "transformer-engine" in packages
-        yield "Megatron-core, attention", lambda: "TransformerEngine, or local kernels" if te else "local kernels"
-        fla = "fla-core" in packages or "flash-linear-attention" in packages
-        yield "Megatron-core, Gated DeltaNet", lambda: "flash-linear-attention" if fla else _NO_FLA
-    if mindspeed_installed():
-        yield "MindSpeed, attention", lambda: _MINDSPEED[transformer_engine()]
-    if names := [name for name in packages if name.startswith("flash-linear-attention-npu")]:
-        yield "fla_npu, Gated DeltaNet", lambda: f"Ascend's operators, by {names[0]} {packages[names[0]]}"
-
-
-_NO_FLA = "none: its layer refuses to be built without flash-linear-attention (core/ssm/gated_delta_net.py)"
-_MINDSPEED = {
-    "own": "its own npu_fusion_attention",
-    "local": "Megatron's local attention, patched",
-    "separate": "TransformerEngineNPU",
-}
-
-
-def _attentions(packages: Mapping[str, str]) -> str:
+def _attentions() -> str:
     """By the names of `attn_implementation`."""
     from transformers import utils
 
@@ -76,16 +48,14 @@ def _attentions(packages: Mapping[str, str]) -> str:
     here = ["sdpa", "eager", *(name for name, question in _FLASH.items() if has(question))]
     if has("is_torch_npu_available"):
         here.append("flash_attention_2 (npu_fusion_attention)")
-    missing = [name for name in _FLASH if name not in " ".join(here)]
-    hub = f"kernels of the hub: {'can be fetched' if 'kernels' in packages else 'no, the package kernels is not installed'}"
-    return f"{', '.join(here)}; not here: {', '.join(missing) or 'none'}; {hub}"
+    return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
 
 
 def _gated_delta_net() -> str:
     """What each function of its layers gave way to, in the model itself."""
-    if transformers_version() < (5, 19):
-        return "transformers before 5.19 does not say which functions it resolved"
-    from collate_npu.tools.audit.flat import resolved_kernels
+    if not KERNELS_TOLD.holds():
+        return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
+    from collate_npu.tools.audit.candidates import resolved_kernels
 
     chosen = resolved_kernels(_qwen3_next())
     return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
@@ -97,36 +67,21 @@ def _qwen3_next() -> Any:
     return tiny_model("qwen3_next", vocab_size=8)
 
 
-def routes() -> dict[str, Any]:
+def refused() -> dict[str, dict[str, str]]:
     """Stack -> kind of batch -> "" where it is computed right, else why it is refused; for a Qwen3-Next on each stack."""
-    return {name: _refusals(name, model) for name, model in _models(installed()).items()}
-
-
-def _models(packages: Mapping[str, str]) -> dict[str, Model]:
-    """The consumers that are installed, and what is known of a Qwen3-Next there."""
     found = {}
-    if "transformers" in packages:
-        found["transformers"] = Model.of(_qwen3_next())
-    hybrid = Model(model_type="qwen3_next", needs_mask_2d=True)
-    if "megatron-core" in packages:
-        te = "transformer-engine" in packages
-        found |= dict.fromkeys(["megatron", *(["transformer_engine"] if te else [])], hybrid)
-    if mindspeed_installed():
-        found |= dict.fromkeys(("mindspeed", "mindspeed_dense"), hybrid)
-    if "verl" in packages:
-        found["verl_npu" if "torch_npu" in packages else "verl"] = hybrid
-    return found | ({"torchtitan": hybrid} if "torchtitan" in packages else {})
+    for name, consumer in consumers().items():
+        with suppress(Exception):  # a package that is half there: `runs` names it
+            if consumer.here():
+                hybrid = Model(model_type="qwen3_next", needs_mask_2d=True)
+                model = Model.of(_qwen3_next()) if name == "transformers" else hybrid
+                found[name] = {kind: _refusal(consumer, model, kind) for kind in _BATCHES}
+    return found
 
 
-def _refusals(name: str, model: Model) -> dict[str, str]:
-    cases = {said: Case(segments=segments, model=model) for said, segments in BATCHES.items()}
-    cases |= {said: Case(segments=segments, model=model, padding_free=True) for said, segments in FLAT.items()}
-    return {said: _refusal(name, case) for said, case in cases.items()}
-
-
-def _refusal(name: str, case: Case) -> str:
+def _refusal(consumer: Consumer, model: Model, kind: str) -> str:
     try:
-        consumers()[name].route(case)
+        consumer.route(Case(segments=_BATCHES[kind], model=model, padding_free=kind == _FLAT))
     except CollateError as error:  # the batch here is made up: what it was says nothing
         return str(error).partition(". ")[2]
     return ""

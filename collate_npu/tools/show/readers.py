@@ -5,8 +5,7 @@ No dense mask is built: what a consumer gets is its route, drawn from the Segmen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,102 +16,72 @@ from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.polarity import Bools
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_rows, token_runs
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
-from collate_npu.tools.show.sheet import Panel, Rows
+from collate_npu.tools.show.faults import MEANS
+from collate_npu.tools.show.sheet import Panel
 
-READS = {
+READS: dict[str, str] = {
     "none": "None",
     "keep_2d": "2D, True is real; the model makes the square",
-    "masked": "4D, True is blocked",
-    "keep": "4D, True attends",
-    "bias": "4D, added to scores",
     "mapping": "a mapping by kind of layer",
     "block_mask": "a BlockMask",
+    **{polarity: f"4D, {means}" for polarity, means in MEANS.items()},
 }
 
 
 def consumer_panels(
-    batch: Mapping[str, Any],
-    consumer: str,
-    *,
-    model_type: str,
-    padding_free: bool = False,
-    context_parallel: ContextParallel | None = None,
+    batch: Mapping[str, Any], consumer: str, *, context_parallel: ContextParallel | None = None, **model: Any
 ) -> Iterator[Panel]:
-    """What one consumer is given, or the words in which it is refused. Raises for a name that is no consumer's."""
-    adapter: BatchAdapter | None = None
+    """What one consumer is given, or the words in which it is refused. Raises for a name that is no consumer's.
+
+    `model` says whose layers decide, in the words of `BatchAdapter`.
+    """
+    adapter = BatchAdapter(consumer=consumer, **model)  # type: ignore[arg-type]
     try:
-        settings: dict[str, Any] = {"consumer": consumer, "model_type": model_type, "padding_free": padding_free}
-        BatchAdapter(**settings)
-        adapter = BatchAdapter(**settings, context_parallel=context_parallel)
-        segments = segments_from_batch(batch, padding_free=padding_free)
-        route = adapter.route(segments)
+        segments = segments_from_batch(batch, padding_free=adapter.padding_free)
+        shared = BatchAdapter(consumer=adapter.consumer, context_parallel=context_parallel, **model)
+        route = shared.route(segments)
     except CollateError as error:
-        if adapter is None and context_parallel is None:
-            raise
-        yield Panel(title=consumer, refused=str(error), derived=True)
+        yield Panel(heading=consumer, refused=str(error), derived=True)
         return
     kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
-    for kind, attentions in _by_kind(adapter, segments, route):
-        facts = f"{adapter.consumer.key} {READS[route.form]}; {kept} ({route.why})"
-        yield Panel(title=f"{consumer} {kind}".strip(), facts=facts, squares=attentions, derived=True)
+    facts = f"{adapter.consumer.key} {READS[route.form]}; {kept} ({route.why})"
+    for kind, squares in _by_kind(adapter, segments, route):
+        yield Panel(heading=f"{consumer} {kind}".strip(), facts=facts, squares=squares, derived=True)
 
 
 def _by_kind(adapter: BatchAdapter, segments: Segments, route: Route) -> Iterator[tuple[str, tuple[Attention, ...]]]:
     """What attends whom in each kind of attention layer; layers that read the 2D mask alone have no square."""
-    case = Case(segments=segments, model=adapter.model, pattern=adapter.pattern, padding_free=adapter.padding_free)
-    if route.form == "none":
-        seen = segments if adapter.padding_free else Segments(np.ones(segments.shape, np.int32))
-        yield "", _squares(seen, adapter.pattern, False)
-        return
-    patterns = adapter.consumer.patterns(case) if route.form == "mapping" else {"": adapter.pattern}
+    patterns: Mapping[str, Pattern | None] = {"": adapter.pattern}
+    if route.form == "mapping":
+        flat = adapter.padding_free
+        case = Case(segments=segments, model=adapter.model, pattern=adapter.pattern, padding_free=flat)
+        patterns = adapter.consumer.patterns(case)
+    seen = segments
+    if route.form == "none" and not adapter.padding_free:  # padding is attended
+        seen = Segments(np.ones(segments.shape, np.int32))
+    opened = adapter.consumer.opens_empty_rows and route.form == "masked"
     for kind, pattern in patterns.items():
         if pattern is not None:
-            yield kind, _squares(segments, pattern, adapter.consumer.opens_empty_rows and route.form == "masked")
-
-
-def _squares(segments: Segments, pattern: Pattern, opened: bool) -> tuple[Attention, ...]:
-    squares = (attention_of(segments, b, pattern=pattern) for b in range(segments.shape[0]))
-    return tuple(map(_opened, squares) if opened else squares)
-
-
-def _opened(attention: Attention) -> Attention:
-    """A query that sees no key sees itself, as `masks.forms.open_empty_rows` has it."""
-
-    def rows(low: int, high: int) -> Bools:
-        seen_QK = attention.rows(low, high)
-        empty_N = np.flatnonzero(~seen_QK.any(axis=1))
-        seen_QK[empty_N, empty_N + low] = True
-        return seen_QK
-
-    return replace(attention, rows=rows)
+            yield kind, tuple(attention_of(seen, b, pattern=pattern, opened=opened) for b in range(segments.shape[0]))
 
 
 def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel]:
-    """For each rank the places of each row it holds, and its queries against all keys; or why they cannot share it."""
+    """For each rank the places it holds, and its queries against all keys; or why they cannot share it."""
     try:
-        yield from _ranks(batch, segments_from_batch(batch), cp)
+        segments = segments_from_batch(batch)
+        offsets = cu_seqlens_of(batch, segments) if cp.documents else None
+        yield from [_rank(segments, cp.with_rank(rank), offsets) for rank in range(cp.size)]
     except CollateError as error:
-        yield Panel(title=f"{cp.size} ranks", refused=str(error), derived=True)
+        yield Panel(heading=f"{cp.size} ranks", refused=str(error), derived=True)
 
 
-def _ranks(batch: Mapping[str, Any], segments: Segments, cp: ContextParallel) -> Iterator[Panel]:
+def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
     B, S = segments.shape
-    offsets = cu_seqlens_of(batch, segments) if cp.documents else None
-    for rank in range(cp.size):
-        place = cp.with_rank(rank)
-        tokens, queries = token_rows(S, place, offsets), query_rows(S, place, offsets)
-        held_S = np.zeros(S, bool)
-        held_S[tokens.numpy()] = True
-        facts = f"{cp.layout}, holds places {_told(token_runs(S, place, offsets))}"
-        squares = tuple(attention_of(segments, b, queries=queries) for b in range(B))
-        rows = Rows(ids=segments.array, held=held_S)
-        yield Panel(title=f"rank {rank} of {cp.size}", facts=facts, rows=rows, squares=squares, derived=True)
-
-
-def _told(runs: Sequence[tuple[int, int]]) -> str:
-    """`0-1, 6-7`, the first runs."""
-    return ", ".join(f"{start}-{stop - 1}" for start, stop in runs[:6]) + (", ..." if len(runs) > 6 else "")
+    runs = [f"{start}-{stop - 1}" for start, stop in token_runs(S, cp, offsets)]
+    facts = f"{cp.layout}, holds places {', '.join(runs[:6])}{', ...' if len(runs) > 6 else ''}"
+    queries = query_rows(S, cp, offsets)
+    squares = tuple(attention_of(segments, b, queries=queries) for b in range(B))
+    return Panel(heading=f"rank {cp.rank} of {cp.size}", facts=facts, squares=squares, derived=True)

@@ -1,11 +1,11 @@
-"""Sheet: what a picture says, before it is drawn: panels of rows and of squares, and the refusals in words.
+"""Sheet: what a picture says, before it is drawn: panels of rows and of squares, tokens, and the refusals in words.
 
-Every drawing (text, a figure, a page) is made of this one, so that they say the same. Legend: B batch, S width.
+Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,43 +13,59 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from collate_npu.arrays import Array, host_tensor
+from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.host import Array, host_tensor
 from collate_npu.keys import KEEP_KEY, with_role
-from collate_npu.masks.derive import derive_segments
-from collate_npu.masks.find import MASK_KEY, segments_from_batch, token_shape
-from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.polarity import Bools, Polarity
+from collate_npu.masks.derive import MASK_KEY, derive_segments
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
-from collate_npu.tools.show.attention import Attention, attention_of
-from collate_npu.tools.show.faults import MEANS, attentions_of_mask, faults_of_mask, keys_of_mask
-from collate_npu.tools.show.tokens import Tokens
+from collate_npu.tools.show.attention import Attention, Cell, attention_of
+from collate_npu.tools.show.faults import MEANS, keys_of_mask, squares_of_mask
 
-COUNTED, IGNORED, ON_PADDING = 1, 2, 3
-"""What a label is: it counts, it is ignored at a real token, it counts at padding (which is wrong)."""
+LOST = "\ufffd"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The rows of a batch, place by place."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a batch as text. Only those that are drawn are decoded."""
 
-    ids: Array
-    """int32 `[B, S]`: 0 is padding, n the n-th sequence of the row."""
-    labels: Array | None = None
-    """int8 `[B, S]`: `COUNTED`, `IGNORED`, `ON_PADDING`, or 0."""
-    held: Bools | None = None
-    """bool `[S]`: the places that one rank holds."""
+    decode: Callable[[list[int]], str]
+    input_ids: Tensor
+    """`[B, S]`."""
+
+    def one(self, b: int, s: int) -> str:
+        """The token at one place; where it is no text by itself, as a part of a letter is not, its id: `#228`."""
+        number = int(self.input_ids[b, s])
+        text = self.decode([number]) if number >= 0 else LOST
+        return f"#{number}" if LOST in text or not text else escaped(text)
+
+    def text(self, b: int, places: Sequence[int]) -> str:
+        """Several tokens as one text."""
+        return escaped(self.decode([int(self.input_ids[b, s]) for s in places]))
+
+
+def escaped(text: str) -> str:
+    """On one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
+    inner = text.strip(" ")
+    before, after = (len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))) if inner else (len(text), 0)
+    safe = "".join(c if c.isprintable() or c == "\u200d" else c.encode("unicode_escape").decode() for c in inner)
+    return "·" * before + safe + "·" * after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """One view: rows, squares, or a refusal."""
 
-    title: str = ""
+    heading: str = ""
     facts: str = ""
-    rows: Rows | None = None
-    squares: tuple[Attention, ...] = ()
     refused: str = ""
+    ids: Array | None = None
+    """The rows of the batch: int32 `[B, S]`, 0 is padding, n the n-th sequence of the row."""
+    labels: Array | None = None
+    """int8 `[B, S]`: a `Cell` of labels, 0 for none."""
+    squares: tuple[Attention, ...] = ()
     derived: bool = False
     """Was it made from the truth, and did not come with the batch?"""
 
@@ -65,38 +81,34 @@ class Sheet:
     @property
     def packed(self) -> bool:
         """Does some row hold several sequences?"""
-        return any(panel.rows is not None and panel.rows.ids.max(initial=0) > 1 for panel in self.panels)
+        return any(panel.ids is not None and panel.ids.max(initial=0) > 1 for panel in self.panels)
 
 
 def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Sheet:
     """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
-        return Sheet(panels=_rows_asked([Panel(facts=counts(shown), rows=Rows(ids=shown.array)), _attends(shown)], row))
-    if not isinstance(shown, Mapping):
-        return Sheet(panels=_rows_asked(_alone(host_tensor("mask", shown)), row))
-    return Sheet(panels=_rows_asked(_batch(shown), row), tokens=_tokens(shown, tokenizer))
+        panels = iter((Panel(facts=shape_said(shown), ids=shown.array), _attends(shown)))
+    else:
+        panels = _batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown))
+    asked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
+    return Sheet(panels=tuple(asked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
 
 
 def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
     ids = next((batch[key] for key in with_role(batch, "tokens") if key != "inputs_embeds"), None)
-    readable = tokenizer is not None and isinstance(ids, Tensor) and ids.ndim == 2
-    return Tokens(lambda numbers: str(tokenizer.decode(numbers)), ids) if readable and ids is not None else None
-
-
-def counts(segments: Segments) -> str:
-    """How many rows, places, sequences, and how much of it is padding."""
-    B, S = segments.shape
-    return f"{B} x {S}, {segments.num_sequences} sequences, {100 * segments.padding_share:.1f}% padding"
+    if tokenizer is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return None
+    return Tokens(lambda numbers: str(tokenizer.decode(numbers)), ids)
 
 
 def labels_of(batch: Mapping[str, Any], segments: Segments) -> Array | None:
-    """int8 `[B, S]`, as `Rows.labels`; None where the batch has no labels of tokens."""
+    """int8 `[B, S]`, as `Panel.labels`; None where the batch has no labels of tokens."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or tuple(labels.shape) != segments.shape or labels.is_floating_point():
         return None
     counted_BS, real_BS = labels.cpu().numpy() >= 0, segments.array > 0
-    what_BS = np.where(real_BS, np.where(counted_BS, COUNTED, IGNORED), np.where(counted_BS, ON_PADDING, 0))
-    return what_BS.astype(np.int8)
+    kinds, codes = [counted_BS & ~real_BS, counted_BS, real_BS], [Cell.ON_PADDING, Cell.COUNTED, Cell.IGNORED]
+    return np.select(kinds, codes, default=0).astype(np.int8)
 
 
 def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
@@ -108,28 +120,23 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
         yield Panel(refused=str(error))
         yield from _refused(batch, masks)
         return
-    rows = Rows(ids=segments.array, labels=labels_of(batch, segments))
-    yield Panel(title=KEEP_KEY if KEEP_KEY in batch else "segments", facts=counts(segments), rows=rows)
+    heading = KEEP_KEY if KEEP_KEY in batch else "segments"
+    yield Panel(heading=heading, facts=shape_said(segments), ids=segments.array, labels=labels_of(batch, segments))
     squares = {key: x for key, x in masks.items() if not _is_keys(x, segments.shape)}
-    for key, x in squares.items():
-        yield _square_panel(key, x, *attentions_of_mask(x, segments.shape[0], segments))
+    yield from (_mask(key, x, segments.shape[0], segments) for key, x in squares.items())
     if not squares:
         yield _attends(segments)
 
 
 def _refused(batch: Mapping[str, Any], masks: Mapping[str, Tensor]) -> Iterator[Panel]:
     """Every mask as it stands, and where it differs from what the rest of the batch says."""
-    others = _others(batch)
-    try:
-        shape = token_shape(batch)
-    except CollateError:
-        shape = (0, 0)
+    others, shape = None, (0, 0)
+    with suppress(CollateError):
+        shape = Sources(batch).shape()
+        others = segments_from_batch({key: x for key, x in batch.items() if key != MASK_KEY})
     for key, x in {**_tensors({KEEP_KEY: batch.get(KEEP_KEY)}), **masks}.items():
-        if _is_keys(x, shape):
-            yield Panel(title=key, facts=shape_of(x), rows=Rows(ids=keys_of_mask(x).astype(np.int32)))
-        else:
-            rows = shape[0] if x.shape[0] == 1 or x.ndim == 2 else x.shape[0]
-            yield _square_panel(key, x, *faults_of_mask(x, max(rows, 1), others))
+        rows = shape[0] if x.shape[0] == 1 or x.ndim == 2 else x.shape[0]
+        yield _keys(key, x) if _is_keys(x, shape) else _mask(key, x, max(rows, 1), others)
 
 
 def _tensors(masks: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -147,17 +154,14 @@ def _is_keys(x: Tensor, shape: tuple[int, int]) -> bool:
     return x.ndim == 2 and (x.shape[0] != x.shape[1] or tuple(x.shape) == shape)
 
 
-def _square_panel(title: str, x: Tensor, attentions: list[Attention], polarity: Polarity) -> Panel:
+def _keys(heading: str, x: Tensor) -> Panel:
+    return Panel(heading=heading, facts=shape_of(x), ids=keys_of_mask(x).astype(np.int32))
+
+
+def _mask(heading: str, x: Tensor, B: int, truth: Segments | None) -> Panel:
+    squares, polarity = squares_of_mask(x, B, truth)
     heads = f", any of its {x.shape[1]} heads" if x.ndim == 4 and x.shape[1] > 1 else ""
-    return Panel(title=title, facts=f"{shape_of(x)}, {MEANS[polarity]}{heads}", squares=tuple(attentions))
-
-
-def _others(batch: Mapping[str, Any]) -> Segments | None:
-    """What the batch says without its dense masks."""
-    try:
-        return segments_from_batch({key: x for key, x in batch.items() if key != MASK_KEY})
-    except CollateError:
-        return None
+    return Panel(heading=heading, facts=f"{shape_of(x)}, {MEANS[polarity]}{heads}", squares=tuple(squares))
 
 
 def _alone(x: Tensor) -> Iterator[Panel]:
@@ -167,27 +171,15 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     try:
         segments = derive_segments(x)
     except CollateError as error:
-        if x.ndim == 2:
-            yield Panel(facts=shape_of(x), rows=Rows(ids=keys_of_mask(x).astype(np.int32)))
-        else:
-            yield _square_panel("", x, *faults_of_mask(x, x.shape[0], None))
+        yield _keys("", x) if x.ndim == 2 else _mask("", x, x.shape[0], None)
         yield Panel(refused=str(error))
         return
     if x.ndim > 2:
-        yield _square_panel("", x, *attentions_of_mask(x, segments.shape[0], segments))
-    yield Panel(facts=f"found: {counts(segments)}", rows=Rows(ids=segments.array), derived=x.ndim > 2)
+        yield _mask("", x, segments.shape[0], segments)
+    yield Panel(facts=f"found: {shape_said(segments)}", ids=segments.array, derived=x.ndim > 2)
 
 
 def _attends(segments: Segments) -> Panel:
-    """What causal attention by the truth is, where no square mask came."""
-    verdict = none_is_exact(segments)
-    facts = f"no mask came, and None {'is' if verdict else 'is not'} exact: {verdict.why}"
+    """By the truth."""
     squares = tuple(attention_of(segments, b) for b in range(segments.shape[0]))
-    return Panel(title="causal attention", facts=facts, squares=squares, derived=True)
-
-
-def _rows_asked(panels: Iterator[Panel] | list[Panel], row: int | None) -> tuple[Panel, ...]:
-    """With the squares of one row of the batch alone, where one is asked for."""
-    if row is None:
-        return tuple(panels)
-    return tuple(replace(panel, squares=tuple(x for x in panel.squares if x.b == row)) for panel in panels)
+    return Panel(heading="causal attention", facts="no mask came", squares=squares, derived=True)

@@ -13,9 +13,10 @@ import torch
 from npu_batches import HEADS, KEY_HEADS, PADDED
 from torch import Tensor
 
-from collate_npu import Pattern, Segments, dense
+from collate_npu import Pattern, Segments
 from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.geometry import UNLIMITED
+from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.masks import dense
 
 Kwargs = dict[str, Any]
 LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
@@ -26,26 +27,31 @@ def mutations(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
     for name in kwargs:
         if name != "input_layout":
             yield f"without {name}", {key: value for key, value in kwargs.items() if key != name}
-    for change in (_modes, _tokens, _masks, _prefixes, _lists, _others):
+    for change in (_plain, _masks, _prefixes, _lists):
         for name, changed in change(kwargs, batch):
             yield name, kwargs | changed
 
 
-def _modes(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    for mode in range(-1, 10):
-        if mode != kwargs.get("sparse_mode", 0):
-            yield f"sparse_mode {mode}", {"sparse_mode": mode}
-
-
-def _tokens(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
+def _plain(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
+    """One argument, another value."""
+    values: dict[str, Any] = {
+        "sparse_mode": set(range(-1, 10)) - {kwargs.get("sparse_mode", 0)},
+        "inner_precise": (0, 1, 2),
+        "padding_mask": (~batch.keep,),
+        "pse": (torch.zeros(1),),
+        "keep_prob": (0.0,),
+        "pre_tokens": (1,),  # a name of v2
+        "input_layout": (None, *(PADDED if kwargs["input_layout"] in PADDED else ())),
+    }
     for name in ("pre_tockens", "next_tockens"):
         now = kwargs.get(name, UNLIMITED)
-        for value in sorted({now - 1, now + 1, -now, 0, 1, -1, 2, batch.shape[1], UNLIMITED} - {now}):
-            yield f"{name} {value}", {name: value}
+        values[name] = sorted({now - 1, now + 1, -now, 0, 1, -1, 2, batch.shape[1], UNLIMITED} - {now})
+    yield from ((f"{name} {i}", {name: value}) for name, among in values.items() for i, value in enumerate(among))
 
 
 def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
     S = batch.shape[1]
+    causal = torch.ones(S, S, dtype=torch.bool).triu(1)
     foreign: dict[str, Tensor | None] = {
         "None": None,
         "[B, S]": ~batch.keep,
@@ -53,18 +59,13 @@ def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         "[B, 1, 1, S]": ~batch.keep[:, None, None],
         "triangle": triangle(),
         "prefix triangle": prefix_triangle(),
-        "shared causal": torch.ones(S, S, dtype=torch.bool).triu(1),
-        "shared causal 4-D": torch.ones(1, 1, S, S, dtype=torch.bool).triu(1),
-        "longest causal": torch.ones(batch.max_length, batch.max_length, dtype=torch.bool).triu(1),
+        "shared causal": causal,
+        "shared causal 4-D": causal[None, None],
+        "longest causal": causal[: batch.max_length, : batch.max_length].contiguous(),
         "nothing blocked": torch.zeros(1, 1, S, S, dtype=torch.bool),
     }
-    for pattern in (
-        Pattern.of("causal"),
-        Pattern.of("bidirectional"),
-        Pattern.sliding(2),
-        Pattern.chunked(2),
-        Pattern.prefix(2),
-    ):
+    bands = (Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix(2))
+    for pattern in (Pattern.of("causal"), Pattern.of("bidirectional"), *bands):
         foreign[f"dense {pattern}"] = dense(batch, polarity="masked", pattern=pattern)
         foreign[f"keep {pattern}"] = dense(batch, pattern=pattern)
     for name, mask in foreign.items():
@@ -74,7 +75,10 @@ def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         headed = len(mask) > S or (mask.ndim == 4 and mask.shape[1] > 1)  # a compressed mask has no heads, and is large
         turns = TURNS if headed else TURNS | HEADED
         yield from ((f"mask {name}", {"atten_mask": make(mask)}) for name, make in turns.items())
-        yield from _cells(mask)
+        for at in range(0, mask.numel(), max(1, mask.numel() // 8) + 1):
+            changed = mask.clone()
+            changed.view(-1)[at] ^= True
+            yield f"mask, score {at} flipped", {"atten_mask": changed}
 
 
 TURNS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -111,73 +115,49 @@ HEADED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _cells(mask: Tensor) -> Iterator[tuple[str, Kwargs]]:
-    """One score flipped, at places spread over the small masks; at the corners of the compressed ones."""
-    step = max(1, mask.numel() // 8)
-    for at in range(0, mask.numel(), step + 1):
-        changed = mask.clone()
-        changed.view(-1)[at] ^= True
-        yield f"mask, score {at} flipped", {"atten_mask": changed}
-
-
 def _prefixes(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    count = len(kwargs["prefix"]) if "prefix" in kwargs else batch.shape[0]
+    given = kwargs["prefix"] if is_list(kwargs.get("prefix")) else []
     for n in (0, 2, batch.shape[1], -1):
-        yield f"prefix {n} for all", {"prefix": [n] * count}
-        yield f"prefix {n}, mode 6", {"prefix": [n] * count, "sparse_mode": 6, "atten_mask": prefix_triangle()}
-    if "prefix" in kwargs:
-        yield from ((f"prefix {name}", {"prefix": changed}) for name, changed in changed_lists(kwargs["prefix"]))
+        prefix = {"prefix": [n] * (len(given) or batch.shape[0])}
+        yield f"prefix {n} for all", prefix
+        yield f"prefix {n}, mode 6", prefix | {"sparse_mode": 6, "atten_mask": prefix_triangle()}
+    yield from ((f"prefix {name}", {"prefix": changed}) for name, changed in changed_lists(given))
 
 
 def _lists(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    if "actual_seq_qlen" not in kwargs:
-        ends = list(batch.cu_seqlens_host[1:])
-        yield "lists outside TND", dict.fromkeys(LISTS, ends)
+    ends = kwargs.get("actual_seq_qlen")
+    if ends is None:
+        lists = dict.fromkeys(LISTS, batch.cu_seqlens_host[1:])
+        yield "lists outside TND", lists
         yield "TND by its name", {"input_layout": "TND"}
-        yield "TND", {"input_layout": "TND", **dict.fromkeys(LISTS, ends)}
-        return
-    ends = [int(n) for n in kwargs["actual_seq_qlen"]]
-    for name, changed in changed_lists(ends):
-        yield f"lists {name}", dict.fromkeys(LISTS, changed)
-        yield from ((f"{which} {name}", {which: changed}) for which in LISTS)
-    yield "a leading 0 and prefix", {name: [0, *ends] for name in LISTS} | {"prefix": [0, *kwargs.get("prefix", ends)]}
-    for layout in PADDED:
-        yield f"layout {layout}", {"input_layout": layout}
-        yield f"layout {layout}, no lists", {"input_layout": layout, **dict.fromkeys(LISTS)}
+        yield "TND", {"input_layout": "TND", **lists}
+    elif is_list(ends):  # not changed before
+        for name, changed in changed_lists(ends):
+            yield f"lists {name}", dict.fromkeys(LISTS, changed)
+            yield from ((f"{which} {name}", {which: changed}) for which in LISTS)
+        yield "a leading 0 and prefix", {name: [0, *ends] for name in (*LISTS, "prefix")}
+        for layout in PADDED:
+            yield f"layout {layout}", {"input_layout": layout}
+            yield f"layout {layout}, no lists", {"input_layout": layout, **dict.fromkeys(LISTS)}
+
+
+def is_list(values: Any) -> bool:
+    """Whole numbers, as the library gives them: not one of the changes below."""
+    return isinstance(values, (list, tuple)) and bool(values) and all(type(n) is int for n in values)
 
 
 def changed_lists(values: list[int]) -> Iterator[tuple[str, Any]]:
-    lengths = [b - a for a, b in zip([0, *values], values)]
-    yield "with a leading 0", [0, *values]
-    yield "with trailing zeros", [*values, 0, 0]
-    yield "with the last one twice", [*values, values[-1]]
-    yield "with one more", [*values, values[-1] + 1]
-    yield "without the last", values[:-1]
-    yield "without the first", values[1:]
-    yield "reversed", values[::-1]
-    yield "as lengths", lengths
-    yield "as a tensor", torch.tensor(values)
-    yield "as floats", [float(n) + 0.5 for n in values]
-    yield "as float tensor", torch.tensor(values, dtype=torch.float32)
-    yield "of zeros", [0] * len(values)
-    yield "empty", []
-    yield "a number", sum(values)
+    if not values:
+        return
+    last = values[-1]
+    changed: list[Any] = [
+        *([0, *values], [*values, 0, 0], [*values, last], [*values, last + 1], values[:-1], values[1:], values[::-1]),
+        *([b - a for a, b in zip([0, *values], values)], [0] * len(values), [], sum(values)),
+        *(torch.tensor(values), [float(n) + 0.5 for n in values], torch.tensor(values, dtype=torch.float32)),
+        *([[values[1], values[0], *values[2:]]] if len(values) > 1 else []),
+    ]
     for i, value in enumerate(values):
-        for other in (value - 1, value + 1):
-            yield f"[{i}] {other}", [*values[:i], other, *values[i + 1 :]]
-        yield f"without [{i}]", values[:i] + values[i + 1 :]
-        yield f"[{i}] split", [*values[:i], value - 1, *values[i:]]
-    if len(values) > 1:
-        yield "first two exchanged", [values[1], values[0], *values[2:]]
-
-
-def _others(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    for precise in (0, 1, 2):
-        yield f"inner_precise {precise}", {"inner_precise": precise}
-    yield "padding_mask", {"padding_mask": ~batch.keep}
-    yield "pse", {"pse": torch.zeros(1)}
-    yield "keep_prob 0", {"keep_prob": 0.0}
-    yield "a name of v2", {"pre_tokens": 1}
-    yield "no layout", {"input_layout": None}
-    if kwargs["input_layout"] in PADDED:
-        yield from ((f"layout {layout}", {"input_layout": layout}) for layout in PADDED)
+        before, after = values[:i], values[i + 1 :]
+        changed += [[*before, other, *after] for other in (value - 1, value + 1)]
+        changed += [before + after, [*before, value - 1, *values[i:]]]
+    yield from ((f"changed to {each}", each) for each in changed)

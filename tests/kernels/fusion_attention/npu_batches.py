@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
+from hypothesis import reject, strategies as st
+from strategies import attentions, segments
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from collate_npu import Segments, unpad
+from collate_npu import Pattern, Segments, unpad
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
+from collate_npu.masks import dense
 
 PADDED = ("BSND", "BNSD", "BSH", "SBH")
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 
 
+COMPRESSED = {"causal", "bidirectional", "sliding", "chunked", "prefix"}
+"""What the operator's TND layout can say; other patterns are dense masks in the padded layouts."""
+
+
 @st.composite
-def _free_rows(draw: st.DrawFn) -> Segments:
-    """Rows of several sequences, with padding before, between and after them, and holes inside."""
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        row: list[int] = [0] * draw(st.integers(0, 3))
-        for label in range(1, draw(st.integers(1, 3)) + 1):
-            length = draw(st.integers(1, 6))
-            hole = draw(st.integers(1, length)) if draw(st.booleans()) else length
-            row += [label] * hole + [0] * (length > hole) + [label] * (length - hole) + [0] * draw(st.integers(0, 2))
-        rows.append(row)
-    width = max(map(len, rows))
-    return Segments.from_ids(torch.tensor([row + [0] * (width - len(row)) for row in rows]))
-
-
-def segments(holes: bool = True) -> st.SearchStrategy[Segments]:
-    lengths = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any)
-    packed = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3)
-    tail = st.integers(0, 3)
-    built = [
-        st.builds(
-            lambda rows, extra, side: Segments.from_lengths(rows, max(rows) + extra, side),
-            lengths,
-            tail,
-            st.sampled_from(["left", "right"]),
-        ),
-        st.builds(lambda rows, extra: Segments.from_lengths(rows, max(map(sum, rows)) + extra), packed, tail),
-    ]
-    return st.one_of(*built, _free_rows()) if holes else st.one_of(*built)
+def right_calls(draw: st.DrawFn) -> tuple[Segments, Pattern, dict[str, Any], bool]:
+    """A batch and a pattern, the arguments for them in some layout, and whether the tail of a flat row is kept."""
+    batch, pattern = draw(attentions(segments().filter(lambda batch: batch.num_tokens > 0)))
+    layout = draw(st.sampled_from([*PADDED, "TND"]))
+    operator = draw(st.sampled_from(["npu_fusion_attention", "npu_fusion_attention_v3"]))
+    flat = layout == "TND" and batch.shape[0] == 1 and batch.padding_side in ("none", "right")
+    keep_tail = flat and draw(st.booleans())
+    settings: Any = {"layout": layout, "operator": operator, "keep_tail": keep_tail}
+    try:
+        return batch, pattern, fusion_attention_kwargs(batch, pattern=pattern, **settings), keep_tail
+    except UnsupportedFormError:
+        assert layout == "TND"
+        holes = any(end - start != n for (_, start, end), n in zip(batch.spans, batch.sequence_lengths))
+        assert pattern.name not in COMPRESSED or (pattern.name == "sliding" and holes)
+        reject()
 
 
 def qkv(B: int, Sq: int, Skv: int, heads: int = HEADS, key_heads: int = KEY_HEADS, seed: int = 0) -> list[Tensor]:
@@ -77,16 +71,23 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Ten
     return scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True).transpose(1, 2)
 
 
-def sizes(batch: Segments, kwargs: dict[str, Any]) -> dict[str, int]:
-    """The sizes `check_contract` wants for self-attention over this batch."""
-    heads = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
-    if kwargs["input_layout"] != "TND":
-        B, S = batch.shape
-        return heads | {"B": B, "Sq": S, "Skv": S}
-    ends = [0, *(int(n) for n in kwargs["actual_seq_qlen"])]
-    longest = max(end - start for start, end in itertools.pairwise(ends))
-    return heads | {"B": len(ends) - 1, "Sq": longest, "Skv": longest, "Tq": ends[-1], "Tkv": ends[-1]}
+def tensors_of(batch: Segments) -> list[Tensor]:
+    return qkv(*batch.shape, batch.shape[1])
 
 
-def packed(tensors: list[Tensor], batch: Segments) -> list[Tensor]:
-    return [unpad(x, batch) for x in tensors]
+def computed(batch: Segments, kwargs: dict[str, Any], keep_tail: bool = False) -> Tensor:
+    """`[T, heads, D]`: what the reference gives for `tensors_of(batch)` at the real tokens."""
+    layout, tensors = kwargs["input_layout"], tensors_of(batch)
+    if layout != "TND":
+        given = [in_layout(x, layout) for x in tensors]
+    else:
+        given = [x[0] if keep_tail else unpad(x, batch) for x in tensors]
+    out = reference_fusion_attention(*given, HEADS, scale=HEAD_DIM**-0.5, **kwargs)[0]
+    if layout != "TND":
+        return unpad(from_layout(out, layout), batch)
+    return out[batch.keep[0]] if keep_tail else out
+
+
+def wanted(batch: Segments, pattern: str | Pattern) -> Tensor:
+    """The same by torch, over the dense mask."""
+    return unpad(torch_attention(*tensors_of(batch), dense(batch, pattern=pattern)), batch)

@@ -13,9 +13,14 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 MODULE = "pytorch/bench_functions/npu_fusion_attention.py"
 CONSTANTS = "core/common/const.py"
+PARENTS = (
+    "msprobe",
+    *(f"msprobe.{name}" for name in ("pytorch", "pytorch.common", "pytorch.common.utils", "core", "core.common")),
+)
 
 
 def missing() -> str | None:
@@ -31,24 +36,11 @@ def oracle() -> Any:
     assert spec is not None
     assert spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
-    stand_ins = {name: ModuleType(name) for name in _parents()}
+    stand_ins = {name: ModuleType(name) for name in PARENTS}
     stand_ins["msprobe.pytorch.common.utils"].logger = logging.getLogger("msprobe")  # type: ignore[attr-defined]
-    before = {name: sys.modules.get(name) for name in (*stand_ins, "msprobe.core.common.const")}
-    sys.modules.update(stand_ins)
-    try:
+    with mock.patch.dict(sys.modules, stand_ins):
         sys.modules["msprobe.core.common.const"] = _load("msprobe.core.common.const", root / CONSTANTS)
         return _load("vendor_npu_fusion_attention", root / MODULE)
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
-
-
-def _parents() -> list[str]:
-    inner = ("pytorch", "pytorch.common", "pytorch.common.utils", "core", "core.common")
-    return ["msprobe", *(f"msprobe.{name}" for name in inner)]
 
 
 def _load(name: str, path: Path) -> ModuleType:

@@ -1,49 +1,65 @@
 """Calls whose fate is known: an operator's own arguments, and whether it takes them, refuses them, or takes them wrongly.
 
-Facts read in the operators' sources, or run; each with its place. `dev` is a tensor, `meta` one whose shape alone counts.
+Facts read in the operators' sources, or run; each with its place, or with the rule that the call breaks, what the remedy
+makes of it, and its number among the silent traps of the contract. `dev` is a tensor, `meta` one whose shape alone counts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from collate_npu import ContextParallel, Segments
-from collate_npu.kernels.gated_delta import chunk_indices, gated_delta_kwargs
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
+from collate_npu.masks import dense
 
-FULL = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1"}
-MAIN = {"megatron": "main"}
-TWO = Segments.from_lengths([[3, 70]])
-PACK = [0, 3, 73, 75, 139]
-
-
-class Case(NamedTuple):
-    operator: str
-    T: int
-    kwargs: dict[str, Any]
-    verdict: str
-    source: str
-    says: dict[str, Any] = {}
-    """What else the caller says: B (1 without), chunk_size, training, versions, context_parallel, segments."""
+OK, REJECT, SILENT = "accept", "reject", "silent_wrong"
+Kwargs = dict[str, Any]
 
 
-def dev(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype)
+def known(operator, kwargs, expected, source="", right=None, mended=None, trap=0, looks="", **says):
+    """A call, and what is expected of it: a verdict, or the rule that it breaks; and what the numbers look like instead.
+
+    `right` is what the remedy makes of the arguments, None where it is to leave something out; `mended` what the caller
+    then says besides.
+    """
+    says = {"kernel": operator, "B": 1, "T": 73} | says
+    mended = says | (mended or {})
+    return SimpleNamespace(**locals())
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def ids(*lengths: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """`[1, T]`: 0 0 0 1 1 ..."""
-    return torch.cat([torch.full((n,), i, dtype=dtype) for i, n in enumerate(lengths)])[None]
+def dev(*values: int) -> Tensor:
+    return torch.tensor(values)
 
 
 def i32(*values: int) -> Tensor:
-    return dev(*values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def meta(*shape: int, **more: Any) -> Tensor:
+    return torch.empty(*shape, device="meta", **{"dtype": torch.bfloat16} | more)
+
+
+def ids(*lengths: int) -> Tensor:
+    """`[1, T]`: 0 0 0 1 1 ..."""
+    return torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(lengths)])[None]
+
+
+def argument(name: str, make: Callable[..., Any]) -> Callable[..., Kwargs]:
+    return lambda *values: {name: make(*values)}
+
+
+def listed(*values: int) -> list[int]:
+    return [*values]
+
+
+cu, host = argument("cu_seqlens", dev), argument("cu_seqlens", listed)
+cu_q, lengths = argument("cu_seq_lens_q", i32), argument("actual_seq_lengths", i32)
+starts, numbered = argument("query_start_loc", listed), argument("seq_idx", ids)
 
 
 def padded(side: str = "right", B: int = 2) -> Tensor:
@@ -53,310 +69,320 @@ def padded(side: str = "right", B: int = 2) -> Tensor:
     return keep
 
 
-PACKED = Segments.from_lengths([[3, 70]])
-BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
-TAILED = Segments.from_lengths([[3, 70]], width=80)
-LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
-HOLE = Segments.from_keep(padded("hole"))
-ONE_LEFT = Segments.from_lengths([20], width=25, side="left")
-FLAT = {"B": 1, "T": 73}
-ROWS = {"B": 2, "T": 25}
+def keep(side: str = "right", B: int = 2) -> Kwargs:
+    return {"attention_mask": padded(side, B)}
 
 
-def pairs(offsets: list[int], block: int) -> Tensor:
-    return torch.from_numpy(chunk_indices(offsets, block))
+def cp(layout: str = "contiguous") -> Kwargs:
+    return {"context_parallel": ContextParallel(2, 0, layout=layout)}  # type: ignore[arg-type]
 
 
-def fla_conv(offsets: Tensor, **more: Any) -> dict[str, Any]:
-    return {"cu_seqlens": offsets, **more}
-
-
-def cp(layout: str = "contiguous", size: int = 2) -> dict[str, Any]:
-    return {"context_parallel": ContextParallel(size, 0, layout=layout)}  # type: ignore[arg-type]
-
-
-def thd(*actual: int, padded_to: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
+def thd(*actual: int, padded_to: tuple[int, ...] = (), **fields: Any) -> Kwargs:
     given = {"qkv_format": "thd", "cu_seqlens_q": i32(*actual), "cu_seqlens_kv": i32(*actual)}
     return given | ({"cu_seqlens_q_padded": i32(*padded_to)} if padded_to else {}) | fields
 
 
-def qkv(H: int = 4, HV: int = 4, T: int = 73) -> dict[str, Tensor]:
+def qkv(H: int = 4, HV: int = 4, T: int = 73) -> Kwargs:
     return {"q": meta(1, T, H, 128), "k": meta(1, T, H, 128), "v": meta(1, T, HV, 128)}
 
 
 RULE, KDA, CONV, CONTEXT = "fla.chunk_gated_delta_rule", "fla.chunk_kda", "fla.causal_conv1d", "fla.build_cp_context"
+DECODE, LAYER, SHORT = "fla.fused_recurrent_gated_delta_rule", "fla.GatedDeltaNet", "fla.ShortConvolution"
 CC, MAMBA, HF = "causal_conv1d.causal_conv1d_fn", "mamba.mamba_chunk_scan_combined", "transformers.gdn_layer"
-WU, WY, DHU = "fla_npu.recompute_w_u_fwd", "fla_npu.prepare_wy_repr_bwd_full", "fla_npu.chunk_gated_delta_rule_bwd_dhu"
+WU, DHU, CUMSUM = "fla_npu.recompute_w_u_fwd", "fla_npu.chunk_gated_delta_rule_bwd_dhu", "fla_npu.chunk_local_cumsum"
 FWD_H, FWD_O, DV = "fla_npu.chunk_gated_delta_rule_fwd_h", "fla_npu.chunk_fwd_o", "fla_npu.chunk_bwd_dv_local"
-DQKWG, CUMSUM, KKT = "fla_npu.chunk_bwd_dqkwg", "fla_npu.chunk_local_cumsum", "fla_npu.chunk_scaled_dot_kkt"
-NPU_CONV, NPU_CONV_BWD, SOLVE = "fla_npu.causal_conv1d", "fla_npu.causal_conv1d_bwd", "fla_npu.solve_tri"
-KDA_FWD, KDA_INTRA, KDA_BWD = "fla_npu.chunk_kda_fwd", "fla_npu.chunk_kda_bwd_intra", "fla_npu.chunk_kda_bwd"
-NPU_KDA, NPU_GDR = "fla_npu.recurrent_kda", "fla_npu.recurrent_gated_delta_rule"
-MASKED = "torch_npu.npu_masked_causal_conv1d"
+NPU_CONV, KDA_FWD, NPU_GDR = "fla_npu.causal_conv1d", "fla_npu.chunk_kda_fwd", "fla_npu.recurrent_gated_delta_rule"
 MG, MBR, MS = "megatron_core.GatedDeltaNet", "mcore_bridge.GatedDeltaNet", "mindspeed.GatedDeltaNet"
 BRIDGED = "mcore_bridge.Qwen3_5MoeGatedDeltaNet(USE_MCORE_GDN=0)"
-MSL, VERL, TITAN, TE = "mindspeed_llm.qwen3_next", "verl.qwen3_5_gdn", "torchtitan.qwen3_5_gdn", "te.fused_gdn"
-OK, REJECT, SILENT = "accept", "reject", "silent_wrong"
-CU = {"cu_seqlens": dev(0, 3, 73)}
-HOST = {"cu_seqlens": [0, 3, 73]}
-TABLE = [0, 0, 1, 0, 1, 1]
+MSL, FSDP2, VERL = "mindspeed_llm.qwen3_next", "mindspeed_llm.qwen3_next_fsdp2", "verl.qwen3_5_gdn"
+TITAN, TORCH_NPU = "torchtitan.qwen3_5_gdn", "torch_npu"
+FULL = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1"}
+MAIN = {"megatron": "main"}
+PACKED, LONG = Segments.from_lengths([[3, 70]]), Segments.from_lengths([[3, 125]])
+TAILED, HOLE = Segments.from_lengths([[3, 70]], width=80), Segments.from_keep(padded("hole"))
+LEFT, RIGHT = (Segments.from_lengths([20, 25], side=side) for side in ("left", "right"))  # type: ignore[arg-type]
+BOTH = gated_delta_kwargs(PACKED, kernel="transformers")
+ROWS = {"B": 2, "T": 25}
+TABLE_32, TABLE_64 = (
+    {"chunk_indices": gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tables=True)["chunk_indices"]} for n in (32, 64)
+)
+CU, HOST, TABLE = cu(0, 3, 73), host(0, 3, 73), [0, 0, 1, 0, 1, 1]
+PACK = [0, 3, 73, 75, 139]
+PACKED_TWICE = cu_q(*PACK) | numbered(3, 70, 2, 64)
+X = {"x": meta(73, 16), "weight": meta(4, 16)}
+LEARNING = {"x": meta(73, 16, requires_grad=True)}
+STATES = {"initial_state": meta(2, 4, 128, 128)}
+GRADIENT = {"beta": meta(1, 65, 4, requires_grad=True)}
 
-CASES = [
-    Case(RULE, 73, CU, OK, "FLA ops/gated_delta_rule/chunk.py:290-291,551"),
-    Case(RULE, 73, {"cu_seqlens": i32(0, 3, 73)}, OK, "FLA ops/gated_delta_rule/chunk.py:290-291,551"),
-    Case(RULE, 73, CU, OK, "FLA ops/gated_delta_rule/chunk.py:538-540", {"chunk_size": 16}),
-    Case(RULE, 73, CU, REJECT, "FLA ops/gated_delta_rule/chunk.py:539", {"chunk_size": 128}),
-    Case(RULE, 73, CU, REJECT, "FLA ops/gated_delta_rule/chunk.py:551", {"B": 2}),
-    Case(RULE, 73, CU | {"initial_state": meta(2, 4, 128, 128)}, OK, "FLA ops/gated_delta_rule/chunk.py:556"),
-    Case(RULE, 73, CU | {"initial_state": meta(1, 4, 128, 128)}, REJECT, "FLA ops/gated_delta_rule/chunk.py:556"),
-    Case(RULE, 73, CU | qkv(4, 6), REJECT, "FLA ops/gated_delta_rule/chunk.py:527"),
-    Case(RULE, 73, CU | qkv(4, 8), OK, "FLA ops/gated_delta_rule/chunk.py:527"),
-    Case(RULE, 73, CU | {"head_first": True}, REJECT, "FLA ops/gated_delta_rule/chunk.py:533"),
-    Case(RULE, 73, {"cu_seqlens": dev(3, 70)}, SILENT, "FLA ops/utils/index.py:156"),
-    Case(RULE, 80, CU, SILENT, "fla PR #892; FLA ops/common/chunk_o.py:739-742"),
-    Case(RULE, 80, {"cu_seqlens": dev(0, 3, 73, 80)}, OK, "FLA contract T == cu[-1]"),
-    Case(RULE, 16, {"cu_seqlens": dev(0, 12, 8, 16)}, SILENT, "FLA ops/utils/index.py:156"),
-    Case(
-        RULE, 73, {"cu_seqlens": dev(0, 3, 3, 73)}, OK, "FLA index.py:156", {"versions": {"fla": "0.5.1"}, "training": False}
-    ),
-    Case(RULE, 73, {"cu_seqlens": dev(0, 3, 3, 73)}, SILENT, "FLA #909", {"versions": {"fla": "0.5.0"}}),
-    Case(RULE, 73, {"cu_seqlens": dev(0, 3, 73, 73)}, OK, "FLA index.py:156"),
-    Case(RULE, 73, CU | {"cu_seqlens_cpu": dev(0, 40, 73)}, SILENT, "FLA index.py:156"),
-    Case(RULE, 73, CU | {"cp_context": object(), "initial_state": meta(2, 4, 128, 128)}, REJECT, "FLA chunk.py:543"),
-    Case(RULE, 73, {"cu_seqlens": [0, 3, 73]}, REJECT, "FLA ops/utils/index.py:156: a list has no device"),
-    Case(RULE, 1, {"cu_seqlens": dev(0, 1)}, OK, "FLA ops/gated_delta_rule/chunk.py"),
-    Case(KDA, 73, CU, OK, "FLA ops/kda/chunk.py:373"),
-    Case(KDA, 73, CU, REJECT, "FLA ops/kda/chunk.py:394", {"chunk_size": 16}),
-    Case(KDA, 73, CU, REJECT, "FLA ops/kda/chunk.py:374", {"B": 2}),
-    Case(KDA, 73, CU | qkv() | {"g": meta(1, 73, 4)}, REJECT, "FLA ops/kda/chunk.py:414"),
-    Case("fla.fused_recurrent_gated_delta_rule", 73, CU, OK, "FLA fused_recurrent.py:432", {"training": False}),
-    Case("fla.fused_recurrent_gated_delta_rule", 73, CU, REJECT, "FLA fused_recurrent.py:301"),
-    Case(CONV, 73, CU | {"backend": "triton", "x": meta(1, 73, 16)}, OK, "FLA modules/conv/triton/ops.py:383-386"),
-    Case(CONV, 73, {"cu_seqlens": dev(0, 73, 146), "backend": "triton"}, SILENT, "fla #955; triton/ops.py:192", {"B": 2}),
-    Case(
-        CONV,
-        73,
-        CU | {"chunk_indices": torch.tensor([[0, 0], [1, 0], [1, 1], [1, 2]])},
-        SILENT,
-        "FLA modules/conv/triton/ops.py:383",
-        {"chunk_size": 32},
-    ),
-    Case(CONV, 16, {"x": meta(1, 16, 16)}, SILENT, "layout not recognisable"),
-    Case(CONV, 80, CU, SILENT, "FLA modules/conv/triton/ops.py:64,191"),
-    Case(CONTEXT, 128, {"cu_seqlens": dev(0, 3, 73, 128)}, OK, "FLA ops/cp/context.py", cp()),
-    Case(CONTEXT, 1, {"cu_seqlens": dev(0, 1)}, REJECT, "FLA ops/cp/context.py:83", cp()),
-    Case(CONTEXT, 80, {"cu_seqlens": dev(0, 3, 74)}, SILENT, "FLA ops/cp/context.py", cp()),
-    Case(CONTEXT, 128, {"cu_seqlens": dev(0, 3, 73, 128)}, SILENT, "FLA ops/cp/context.py:91", cp("zigzag")),
-    Case(
-        CONTEXT,
-        128,
-        {"cu_seqlens": dev(0, 128)},
-        SILENT,
-        "prime-rl #3002, mcore-bridge #162",
-        cp() | {"segments": Segments.from_lengths([[3, 70, 55]])},
-    ),
-    Case(CC, 73, {"seq_idx": ids(3, 70)}, OK, "CC csrc/causal_conv1d.cpp:195"),
-    Case(CC, 73, {"seq_idx": ids(3, 70, dtype=torch.int64)}, REJECT, "CC csrc/causal_conv1d.cpp:195"),
-    Case(CC, 73, {"seq_idx": ids(3, 70)[0]}, REJECT, "CC csrc/causal_conv1d.cpp:198"),
-    Case(CC, 73, {"seq_idx": ids(3, 70), "x": meta(1, 73, 12).transpose(1, 2)}, REJECT, "CC csrc/causal_conv1d.cpp:179"),
-    Case(CC, 73, {"seq_idx": ids(3, 70), "x": meta(1, 73, 16).transpose(1, 2)}, OK, "CC csrc/causal_conv1d.cpp:179"),
-    Case(CC, 73, {"seq_idx": ids(3, 70), "x": meta(1, 16, 73)}, REJECT, "CC csrc/causal_conv1d.cpp:175"),
-    Case(CC, 73, {"seq_idx": ids(3, 70), "initial_states": meta(1, 16, 3)}, REJECT, "CC causal_conv1d_interface.py:28-30"),
-    Case(CC, 73, {"seq_idx": ids(3, 70), "return_final_states": True}, REJECT, "CC causal_conv1d_interface.py:31-33"),
-    Case(CC, 7, {"seq_idx": ids(7)}, SILENT, "ids compared for equality", {"segments": Segments.from_lengths([[3, 4]])}),
-    Case(MAMBA, 73, {"seq_idx": ids(3, 70)}, OK, "MA ops/triton/ssd_combined.py:274"),
-    Case(MAMBA, 73, CU, SILENT, "MA ssd_combined.py:599-604,642"),
-    Case(HF, 139, {"cu_seq_lens_q": i32(*PACK), "seq_idx": ids(3, 70, 2, 64)}, OK, "HF 5.23", {"versions": FULL}),
-    Case(HF, 139, {"seq_idx": ids(3, 70, 2, 64)}, SILENT, "HF 5.23", {"versions": FULL}),
-    Case(HF, 139, {"cu_seq_lens_q": i32(*PACK)}, SILENT, "HF 5.23", {"versions": FULL}),
-    Case(
-        HF,
-        139,
-        {"position_ids": torch.cat([torch.arange(n) for n in (3, 70, 2, 64)])[None]},
-        SILENT,
-        "HF 5.23",
-        {"versions": FULL},
-    ),
-    *(
-        Case(
-            HF,
-            139,
-            {"cu_seq_lens_q": i32(*PACK), "seq_idx": ids(3, 70, 2, 64)},
-            verdict,
-            "HF hub_kernels.py:1033",
-            {"versions": FULL | {"transformers": version, "causal_conv1d": ""}},
-        )
-        for version, verdict in (("5.23.0", REJECT), ("5.19.0", SILENT))
-    ),
-    Case(
-        HF,
-        139,
-        {"cu_seq_lens_q": i32(*PACK)},
-        REJECT,
-        "HF 5.23 hub_kernels.py:1033",
-        {"versions": {"transformers": "5.23.0", "fla": "", "causal_conv1d": ""}},
-    ),
-    Case(
-        HF,
-        139,
-        {"cu_seq_lens_q": i32(*PACK), "seq_idx": ids(3, 70, 2, 64), "chunk_size": 32},
-        OK,
-        "HF 5.23 hub_kernels.py:1050",
-        {"versions": FULL, "chunk_size": 32},
-    ),
-    Case(HF, 139, {"cu_seqlens": dev(*PACK)}, REJECT, "HF 5.23", {"versions": FULL}),
-    Case(HF, 25, {"attention_mask": padded()}, OK, "HF 5.23", {"B": 2}),
-    Case(HF, 25, {"attention_mask": padded("left")}, OK, "HF 5.23", {"B": 2}),
-    Case(HF, 25, {"attention_mask": padded("hole")}, SILENT, "HF 5.23", {"B": 2}),
-    Case(HF, 25, {"attention_mask": padded("left"), "bias": meta(16)}, SILENT, "HF 5.23", {"B": 2}),
-    Case(WU, 73, HOST | {"chunk_indices": TABLE}, OK, "FNPU recompute_w_u_fwd_tiling_processor.h:352-385"),
-    Case(WU, 73, HOST | {"chunk_indices": [0, 0, 1, 0]}, OK, "FNPU ...:299", {"chunk_size": 128}),
-    Case(WU, 73, HOST, REJECT, "FNPU recompute_w_u_fwd_tiling_processor.h:331"),
-    Case(WU, 73, HOST | {"chunk_indices": [1, 0, 0, 0, 1, 1]}, REJECT, "FNPU ...:382"),
-    Case(WU, 73, {"cu_seqlens": [0, 3, 3, 73], "chunk_indices": [0, 0, 2, 0, 2, 1]}, REJECT, "FNPU ...:360"),
-    Case(WU, 80, HOST | {"chunk_indices": TABLE}, SILENT, "FNPU ...: no comparison with T"),
-    Case(WY, 73, {"cu_seqlens": [0, 3, 3, 73], "chunk_indices": [0, 0, 2, 0, 2, 1]}, REJECT, "FNPU ...bwd_full:410-417"),
-    Case(WY, 73, HOST | {"chunk_indices": TABLE}, REJECT, "FNPU ...bwd_full:410-417", {"B": 2}),
-    Case(
-        "fla_npu.prepare_wy_repr_bwd_da",
-        73,
-        {"cu_seqlens": [0, 3, 3, 73], "chunk_indices": [0, 0, 2, 0, 2, 1]},
-        REJECT,
-        "FNPU prepare_wy_repr_bwd_da_tiling_processor.h:379-386",
-    ),
-    Case(FWD_H, 73, HOST, OK, "FNPU _aclnn_ctypes.py:575-588"),
-    Case(FWD_H, 73, HOST | {"chunk_indices": TABLE, "initial_state": meta(1, 4, 128, 128)}, REJECT, "FNPU ...:575-588"),
-    Case(FWD_H, 73, {"cu_seqlens": [0, 3, 3, 73], "chunk_indices": TABLE}, SILENT, "vllm-ascend #11807"),
-    Case(
-        FWD_O,
-        256,
-        {"cu_seqlens": [0, 80, 144, 208, 256], "chunk_indices": [0, 0, 0, 1, 1, 0, 2, 0, 3, 0]},
-        OK,
-        "FNPU chunk_fwd_o_tiling_processor.h:222-235",
-    ),
-    Case(FWD_O, 73, HOST, REJECT, "FNPU chunk_fwd_o_tiling_processor.h:108,226"),
-    Case(FWD_O, 17, {"cu_seqlens": [0, 1, 2, 3], "chunk_indices": [0, 0, 1, 0, 2, 0]}, SILENT, "vllm-ascend #10707"),
-    Case(DV, 128, {"cu_seqlens": [0, 12, 8, 16], "chunk_indices": [0, 0, 2, 0]}, SILENT, "FNPU #497"),
-    Case(DV, 128, {"cu_seqlens": [0, 16], "chunk_indices": [0, 0, 1, 0]}, SILENT, "FNPU #498"),
-    Case(DV, 64, {"cu_seqlens": [0, 57, 59, 64], "chunk_indices": [0, 0, 1, 0, 2, 0]}, REJECT, "FNPU ...h:262", {"B": 2}),
-    Case(DQKWG, 73, HOST | {"chunk_indices": TABLE}, OK, "FNPU chunk_bwd_dqkwg_tiling.cpp:105-121"),
-    Case(DQKWG, 8192, {"cu_seqlens": [0, 8192]}, REJECT, "FNPU chunk_bwd_dqkwg_tiling.cpp:119; #285", {"B": 4}),
-    Case(DHU, 73, HOST | {"chunk_indices": TABLE}, OK, "FNPU ...bwd_dhu_tiling_processor.h:413-440"),
-    Case(DHU, 73, HOST, REJECT, "FNPU ...bwd_dhu_tiling_processor.h:413"),
-    Case(DHU, 73, HOST | {"chunk_indices": TABLE, "dht": meta(2, 4, 128, 128)}, SILENT, "FNPU #312"),
-    Case(CUMSUM, 73, HOST, REJECT, "FNPU chunk_local_cumsum_tiling.cpp:260"),
-    Case(CUMSUM, 73, HOST | {"chunk_indices_out": [0, 0, 1, 0]}, OK, "FNPU chunk_local_cumsum_tiling.cpp:275"),
-    Case(CUMSUM, 1500, {"cu_seqlens": [0, 1500], "chunk_indices_out": [0, 0]}, SILENT, "FNPU ...:275", {"chunk_size": 128}),
-    Case(CUMSUM, 73, HOST | {"chunk_indices_out": [0, 0, 1, 0]}, REJECT, "FNPU ...:231", {"chunk_size": 48}),
-    Case(KKT, 73, HOST, REJECT, "FNPU chunk_scaled_dot_kkt_tiling.cpp:251"),
-    Case(SOLVE, 73, HOST | {"chunk_indices": TABLE}, SILENT, "FNPU solve_tri_tiling.cpp:89-90"),
-    Case(SOLVE, 73, HOST | {"chunk_indices": TABLE, "layout": "tnd"}, OK, "FNPU solve_tri_tiling.cpp:89-90"),
-    Case(
-        NPU_CONV,
-        73,
-        {"query_start_loc": [0, 3, 73], "x": meta(73, 16), "weight": meta(4, 16)},
-        OK,
-        "FNPU causal_conv1d_tiling_validation.h:196-240",
-        {"B": None},
-    ),
-    Case(NPU_CONV, 73, {"query_start_loc": [3, 73]}, REJECT, "FNPU ...:221", {"B": None}),
-    Case(NPU_CONV, 73, {"query_start_loc": [0, 3, 3, 73]}, OK, "FNPU ...:236", {"B": None}),
-    Case(NPU_CONV, 16, {"query_start_loc": [0, 12, 8, 16]}, REJECT, "FNPU ...:236", {"B": None}),
-    Case(NPU_CONV, 73, {"activation_mode": 1}, SILENT, "FNPU ops/ascendc/__init__.py:323"),
-    Case(NPU_CONV_BWD, 73, {"input_layout": "TND"}, REJECT, "FNPU _aclnn_ctypes.py:1007", {"B": None}),
-    Case(
-        NPU_CONV_BWD,
-        80,
-        {"input_layout": "TND", "query_start_loc": [0, 3, 73]},
-        REJECT,
-        "FNPU causal_conv1d_bwd_tiling.cpp:227",
-        {"B": None},
-    ),
-    Case(KDA_FWD, 73, HOST | {"layout": "BSND"}, OK, "FNPU _aclnn_ctypes.py:1159-1171"),
-    Case(KDA_FWD, 80, HOST, REJECT, "FNPU _aclnn_ctypes.py:1161"),
-    Case(KDA_FWD, 73, {"cu_seqlens": [3, 73]}, REJECT, "FNPU _aclnn_ctypes.py:1161"),
-    Case(KDA_FWD, 73, HOST, REJECT, "FNPU _aclnn_ctypes.py:1165", {"B": 2}),
-    Case(KDA_FWD, 73, HOST, REJECT, "FNPU _aclnn_ctypes.py:1095", {"chunk_size": 32}),
-    Case(KDA_FWD, 2050, {"cu_seqlens": list(range(0, 2051, 2))}, REJECT, "FNPU _aclnn_ctypes.py:1163"),
-    Case(KDA_FWD, 130, {"cu_seqlens": list(range(0, 131, 2))}, OK, "FNPU _aclnn_ctypes.py:1163"),
-    Case(KDA_INTRA, 130, {"cu_seqlens": list(range(0, 131, 2)), "layout": "TND"}, REJECT, "FNPU ...:1681", {"B": None}),
-    Case(KDA_INTRA, 73, HOST | {"layout": "BNSD"}, REJECT, "FNPU _aclnn_ctypes.py:1620", {"B": None}),
-    Case(
-        KDA_INTRA,
-        73,
-        HOST | {"layout": "TND", "q": meta(4, 73, 128).transpose(0, 1)},
-        REJECT,
-        "FNPU _aclnn_ctypes.py:1611",
-        {"B": None},
-    ),
-    Case(KDA_BWD, 1408, {"cu_seqlens": [0, 640, 1408]}, OK, "FNPU #544"),
-    Case(KDA_BWD, 128, {"cu_seqlens": [0, 65, 128], "disable_recompute": False}, REJECT, "FNPU #733"),
-    Case(NPU_KDA, 8, {"cu_seqlens": i32(0, 4, 8)}, OK, "FNPU _aclnn_ctypes.py:1385-1394"),
-    Case(NPU_KDA, 8, {"cu_seqlens": [0, 4, 8]}, REJECT, "FNPU _aclnn_ctypes.py:1386"),
-    *(
-        Case(NPU_GDR, T, {"actual_seq_lengths": lengths}, verdict, "FNPU #641", {"B": None, "training": False})
-        for T, lengths, verdict in (
-            (8, i32(4, 4), SILENT),
-            (4, i32(0, 8), SILENT),
-            (8, dev(0, 4, 4), REJECT),
-            (8, i32(0, 4, 4), OK),
-        )
-    ),
-    Case(MASKED, 25, {"mask": padded("left").bool()}, SILENT, "OPP documentation", {"B": 2}),
-    Case(MASKED, 25, {"mask": padded().bool(), "weight": meta(3, 16)}, OK, "OPP documentation", {"B": 2}),
-    *(
-        Case(MG, 73, thd(0, 3, 73), REJECT, "MG ssm/gated_delta_net.py:297", {"versions": {"megatron": version}})
-        for version in ("0.16.1", "0.17.0")
-    ),
-    Case(MG, 73, thd(0, 3, 73), OK, "MG gated_delta_net/common.py:469-493", {"versions": MAIN}),
-    Case(MG, 80, thd(0, 3, 73), REJECT, "MG common.py:480", {"versions": MAIN}),
-    Case(MG, 12, thd(0, 6, 12), SILENT, "MG common.py:586-618", {"versions": MAIN} | cp("zigzag")),
-    Case(MG, 16, thd(0, 8, 8, 16), OK, "MG common.py", {"versions": MAIN} | cp("zigzag")),
-    Case(MG, 73, thd(0, 3, 73, deterministic_mode=True), REJECT, "MG gdn.py:138", {"versions": MAIN}),
-    Case(MBR, 73, thd(0, 3, 73), OK, "MBR modules/gated_delta_net.py:146-163,244-251"),
-    Case(MBR, 80, thd(0, 3, 73), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251"),
-    Case(MBR, 80, thd(0, 3, 73, padded_to=(0, 4, 76)), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251"),
-    Case(MBR, 74, thd(0, 3, 74), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251", cp("zigzag")),
-    Case(MBR, 25, {"attention_mask": padded("left")}, SILENT, "MBR gated_delta_net.py:203", {"B": 2}),
-    Case(MBR, 25, {"attention_mask": padded()}, OK, "MBR gated_delta_net.py:203", {"B": 2}),
-    Case(
-        BRIDGED,
-        139,
-        {"cu_seq_lens_q": i32(*PACK)},
-        SILENT,
-        "MBR mm_gpts/qwen3_5.py",
-        {"versions": FULL | {"transformers": "5.19.0"}},
-    ),
-    Case(
-        BRIDGED,
-        139,
-        {"cu_seq_lens_q": i32(*PACK)},
-        OK,
-        "MBR mm_gpts/qwen3_5.py",
-        {"versions": FULL | {"transformers": "5.12.0"}},
-    ),
-    Case(MS, 73, thd(0, 3, 73), OK, "MS core_r0.16.0 ssm/gated_delta_net.py:592-665", {"versions": {"mindspeed": "0.16"}}),
-    Case(MS, 80, thd(0, 3, 73), REJECT, "MS core_r0.16.0 ssm/gated_delta_net.py:652", {"versions": {"mindspeed": "0.16"}}),
-    Case(
-        MS,
-        73,
-        thd(0, 3, 73, initial_state=meta(2, 4, 128, 128)),
-        SILENT,
-        "MS core_r0.17.0 npu_chunk_gated_delta_rule.py:337-352",
-        {"versions": {"mindspeed": "0.17", "megatron": "main"}},
-    ),
-    Case(MSL, 25, {"attention_mask": padded("left", B=1)}, SILENT, "MSL modeling_qwen3_next.py:520"),
-    Case(MSL, 73, thd(0, 3, 73), SILENT, "MSL qwen3_next_gated_deltanet_attention.py:341-440"),
-    Case(
-        VERL,
-        80,
-        {"cu_seqlens": dev(0, 3, 73, 80), "cu_seqlens_cpu": dev(0, 3, 73, 80)},
-        OK,
-        "VE workers/engine/fsdp/transformer_impl.py:1259-1272",
-    ),
-    Case(VERL, 73, CU, REJECT, "VE qwen3_5.py:213", {"B": 2}),
-    Case(TITAN, 64, {"attention_masks": None}, SILENT, "TT model.py:112", {"B": 2}),
-    Case(TITAN, 64, {"cu_seqlens": dev(0, 64, 128)}, REJECT, "TT model.py:414", {"B": 2}),
-    Case(TITAN, 64, {"cu_seqlens": dev(0, 64, 128), "cu_seqlens_cpu": dev(0, 64, 128)}, OK, "TT model.py:398-430", {"B": 2}),
-    Case(TE, 25, {"attention_mask": padded()}, REJECT, "TE PR #3351", {"B": 2}),
-]
+CALLS = [
+    # what sources say
+    known(RULE, CU, OK, "FLA ops/gated_delta_rule/chunk.py:538-540", chunk_size=16),
+    known(RULE, CU, REJECT, "FLA ops/gated_delta_rule/chunk.py:539", chunk_size=128),
+    known(RULE, CU, REJECT, "FLA ops/gated_delta_rule/chunk.py:551", B=2),
+    known(RULE, CU | {"initial_state": meta(2, 4, 128, 128)}, OK, "FLA ops/gated_delta_rule/chunk.py:556"),
+    known(RULE, CU | {"initial_state": meta(1, 4, 128, 128)}, REJECT, "FLA ops/gated_delta_rule/chunk.py:556"),
+    known(RULE, CU | qkv(4, 6), REJECT, "FLA ops/gated_delta_rule/chunk.py:527"),
+    known(RULE, CU | qkv(4, 8), OK, "FLA ops/gated_delta_rule/chunk.py:527"),
+    known(RULE, CU | {"head_first": True}, REJECT, "FLA ops/gated_delta_rule/chunk.py:533"),
+    known(RULE, cu(0, 3, 73, 73), OK, "FLA index.py:156", versions={"fla": "0.5.0"}),
+    known(RULE, CU | {"cp_context": object(), "initial_state": meta(2, 4, 128, 128)}, REJECT, "FLA chunk.py:543"),
+    known(RULE, host(0, 3, 73), REJECT, "FLA ops/utils/index.py:156: a list has no device"),
+    known(RULE, cu(0, 1), OK, "FLA ops/gated_delta_rule/chunk.py", T=1),
+    known(KDA, CU, REJECT, "FLA ops/kda/chunk.py:394", chunk_size=16),
+    known(KDA, CU | qkv() | {"g": meta(1, 73, 4)}, REJECT, "FLA ops/kda/chunk.py:414"),
+    known(DECODE, CU, OK, "FLA fused_recurrent.py:432", training=False),
+    known(DECODE, CU, REJECT, "FLA fused_recurrent.py:301"),
+    known(CONV, CU | {"backend": "triton", "x": meta(1, 73, 16)}, OK, "FLA modules/conv/triton/ops.py:383-386"),
+    known(CONV, {"cu_seqlens": dev(0, 73, 146), "backend": "triton"}, SILENT, "fla #955; triton/ops.py:192", B=2),
+    known(CONV, CU, SILENT, "FLA modules/conv/triton/ops.py:64,191", T=80),
+    known(CONTEXT, cu(0, 3, 73, 128), OK, "FLA ops/cp/context.py", T=128, **cp()),
+    known(CONTEXT, cu(0, 1), SILENT, "FLA 0.5.2 drops the last tokens; bc3b101 refuses", T=1, **cp()),
+    known(CONTEXT, cu(0, 3, 73, 128), SILENT, "FLA ops/cp/context.py:91", T=128, **cp("zigzag")),
+    known(CONTEXT, cu(0, 128), SILENT, "prime-rl #3002, mcore-bridge #162", T=128,
+        segments=Segments.from_lengths([[3, 70, 55]]), **cp()),
+    known(CC, {"seq_idx": ids(3, 70).long()}, REJECT, "CC csrc/causal_conv1d.cpp:195"),
+    known(CC, {"seq_idx": ids(3, 70)[0]}, REJECT, "CC csrc/causal_conv1d.cpp:198"),
+    known(CC, numbered(3, 70) | {"x": meta(1, 73, 12).transpose(1, 2)}, REJECT, "CC csrc/causal_conv1d.cpp:179"),
+    known(CC, numbered(3, 70) | {"x": meta(1, 73, 16).transpose(1, 2)}, OK, "CC csrc/causal_conv1d.cpp:179"),
+    known(CC, numbered(3, 70) | {"x": meta(1, 16, 73)}, REJECT, "CC csrc/causal_conv1d.cpp:175"),
+    known(CC, numbered(3, 70) | {"initial_states": meta(1, 16, 3)}, REJECT, "CC causal_conv1d_interface.py:28-30"),
+    known(CC, numbered(7), SILENT, "ids compared for equality", T=7, segments=Segments.from_lengths([[3, 4]])),
+    known("mamba.mamba_split_conv1d_scan_combined", {"zxbcdt": meta(1, 73, 40)} | CU, SILENT, "MA ssd_combined.py:599"),
+    known(MAMBA, CU, SILENT, "MA ssd_combined.py:599-604,642"),
+    known(HF, PACKED_TWICE, OK, "HF 5.23", T=139, versions=FULL),
+    known(HF, numbered(3, 70, 2, 64), SILENT, "HF 5.23", T=139, versions=FULL),
+    known(HF, cu_q(*PACK), SILENT, "HF 5.23", T=139, versions=FULL),
+    known(HF, {"position_ids": torch.cat([torch.arange(n) for n in (3, 70, 2, 64)])[None]}, SILENT, "HF 5.23", T=139,
+        versions=FULL),
+    known(HF, PACKED_TWICE, REJECT, "HF hub_kernels.py:1033", T=139, versions=FULL | {"causal_conv1d": ""}),
+    known(HF, PACKED_TWICE, SILENT, "HF hub_kernels.py:1033", T=139,
+        versions=FULL | {"transformers": "5.19.0", "causal_conv1d": ""}),
+    known(HF, cu_q(*PACK), REJECT, "HF 5.23 hub_kernels.py:1033", T=139, versions={"transformers": "5.23.0", "fla": "",
+        "causal_conv1d": ""}),
+    known(HF, PACKED_TWICE | {"chunk_size": 32}, OK, "HF 5.23 hub_kernels.py:1050", T=139, versions=FULL, chunk_size=32),
+    known(HF, cu(*PACK), REJECT, "HF 5.23", T=139, versions=FULL),
+    known(HF, {"attention_mask": padded("left"), "bias": meta(16)}, SILENT, "HF 5.23", **ROWS),
+    known(WU, HOST | {"chunk_indices": TABLE}, OK, "FNPU recompute_w_u_fwd_tiling_processor.h:352-385"),
+    known(WU, HOST | {"chunk_indices": [0, 0, 1, 0]}, OK, "FNPU ...:299", chunk_size=128),
+    known(WU, HOST | {"chunk_indices": TABLE}, SILENT, "FNPU ...: no comparison with T", T=80),
+    known(FWD_H, HOST, OK, "FNPU _aclnn_ctypes.py:575-588"),
+    known(FWD_H, HOST | {"chunk_indices": TABLE, "initial_state": meta(1, 4, 128, 128)}, REJECT, "FNPU ...:575-588"),
+    known(FWD_H, host(0, 3, 3, 73) | {"chunk_indices": TABLE}, SILENT, "vllm-ascend #11807"),
+    known(FWD_O, host(0, 80, 144, 208, 256) | {"chunk_indices": [0, 0, 0, 1, 1, 0, 2, 0, 3, 0]}, OK,
+        "FNPU chunk_fwd_o_tiling_processor.h:222-235", T=256),
+    known(FWD_O, host(0, 1, 2, 3) | {"chunk_indices": [0, 0, 1, 0, 2, 0]}, SILENT, "vllm-ascend #10707", T=17),
+    known(DV, host(0, 16) | {"chunk_indices": [0, 0, 1, 0]}, SILENT, "FNPU #498", T=128),
+    known(CUMSUM, HOST | {"chunk_indices_out": [0, 0, 1, 0]}, OK, "FNPU chunk_local_cumsum_tiling.cpp:275"),
+    known(CUMSUM, HOST | {"chunk_indices_out": [0, 0, 1, 0]}, REJECT, "FNPU ...:231", chunk_size=48),
+    known(NPU_CONV, starts(0, 3, 73) | {"x": meta(73, 16), "weight": meta(4, 16)}, OK,
+        "FNPU causal_conv1d_tiling_validation.h:196-240", B=None),
+    known(NPU_CONV, starts(3, 73), REJECT, "FNPU ...:221", B=None),
+    known(NPU_CONV, starts(0, 3, 3, 73), OK, "FNPU ...:236", B=None),
+    known(NPU_CONV, starts(0, 12, 8, 16), REJECT, "FNPU ...:236", T=16, B=None),
+    known(NPU_CONV, {"activation_mode": 1}, SILENT, "FNPU ops/ascendc/__init__.py:323"),
+    known(KDA_FWD, HOST | {"layout": "BSND"}, OK, "FNPU _aclnn_ctypes.py:1159-1171"),
+    known(KDA_FWD, HOST, REJECT, "FNPU _aclnn_ctypes.py:1161", T=80),
+    known(KDA_FWD, host(3, 73), REJECT, "FNPU _aclnn_ctypes.py:1161"),
+    known(KDA_FWD, HOST, REJECT, "FNPU _aclnn_ctypes.py:1165", B=2),
+    known(KDA_FWD, HOST, REJECT, "FNPU _aclnn_ctypes.py:1095", chunk_size=32),
+    known(KDA_FWD, {"cu_seqlens": list(range(0, 2051, 2))}, REJECT, "FNPU _aclnn_ctypes.py:1163", T=2050),
+    known(KDA_FWD, {"cu_seqlens": list(range(0, 131, 2))}, OK, "FNPU _aclnn_ctypes.py:1163", T=130),
+    known(NPU_GDR, lengths(0, 8), SILENT, "FNPU #641", B=None, T=4, training=False),
+    known(NPU_GDR, {"actual_seq_lengths": dev(0, 4, 4)}, REJECT, "FNPU #641", B=None, T=8, training=False),
+    known(MG, thd(0, 3, 73), REJECT, "MG ssm/gated_delta_net.py:297", versions={"megatron": "0.17.0"}),
+    known(MG, thd(0, 3, 73), OK, "MG gated_delta_net/common.py:469-493", versions=MAIN),
+    known(MG, thd(0, 3, 73), REJECT, "MG common.py:480", T=80, versions=MAIN),
+    known(MG, thd(0, 6, 12), SILENT, "MG common.py:586-618", T=12, versions=MAIN, **cp("zigzag")),
+    known(MG, thd(0, 8, 8, 16), OK, "MG common.py", T=16, versions=MAIN, **cp("zigzag")),
+    known(MG, thd(0, 3, 73, deterministic_mode=True), REJECT, "MG gdn.py:138", versions=MAIN),
+    known(MBR, thd(0, 3, 73), OK, "MBR modules/gated_delta_net.py:146-163,244-251"),
+    known(MBR, thd(0, 3, 73), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251", T=80),
+    known(MBR, thd(0, 3, 74), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251", T=74, **cp("zigzag")),
+    known(MBR, keep("left"), SILENT, "MBR gated_delta_net.py:203", **ROWS),
+    known(BRIDGED, cu_q(*PACK), SILENT, "MBR mm_gpts/qwen3_5.py", T=139, versions=FULL | {"transformers": "5.19.0"}),
+    known(BRIDGED, cu_q(*PACK), OK, "MBR mm_gpts/qwen3_5.py", T=139, versions=FULL | {"transformers": "5.12.0"}),
+    known(MS, thd(0, 3, 73), OK, "MS core_r0.16.0 ssm/gated_delta_net.py:592-665", versions={"mindspeed": "0.16"}),
+    known(MS, thd(0, 3, 73), REJECT, "MS core_r0.16.0 ssm/gated_delta_net.py:652", T=80, versions={"mindspeed": "0.16"}),
+    known(MS, thd(0, 3, 73, initial_state=meta(2, 4, 128, 128)), SILENT,
+        "MS core_r0.17.0 npu_chunk_gated_delta_rule.py:337-352", versions={"mindspeed": "0.17", "megatron": "main"}),
+    known(MSL, thd(0, 3, 73), SILENT, "MSL qwen3_next_gated_deltanet_attention.py:341-440"),
+    known(VERL, gated_delta_kwargs(TAILED, kernel="fla"), OK, "VE engine/fsdp/transformer_impl.py:1259-1272", T=80),
+    known(VERL, CU, REJECT, "VE qwen3_5.py:213", B=2),
+    known(TITAN, {"attention_masks": None}, SILENT, "TT model.py:112", T=64, B=2),
+    known(TITAN, cu(0, 64, 128), REJECT, "TT model.py:414", T=64, B=2),
+    known(TITAN, {"cu_seqlens": dev(0, 64, 128), "cu_seqlens_cpu": dev(0, 64, 128)}, OK, "TT model.py:398-430", T=64, B=2),
+    known("fla_npu", HOST, REJECT, "FNPU recompute_w_u_fwd_tiling_processor.h:331"),
+    known("fla_npu", HOST | {"chunk_indices": [1, 0, 0, 0, 1, 1], "chunk_indices_out": TABLE[:4]}, REJECT, "FNPU ...:382"),
+    known("fla_npu", host(0, 3, 3, 73) | {"chunk_indices": [0, 0, 2, 0, 2, 1], "chunk_indices_out": [0, 0, 2, 0]}, REJECT,
+        "FNPU ...:360"),
+    known("fla_npu", HOST | {"chunk_indices": TABLE, "chunk_indices_out": TABLE[:4]}, REJECT, "FNPU ...bwd_full:410-417",
+        B=2),
+    # rules
+    known(HF, {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, "pair", right=BOTH, trap=1, versions=FULL),
+    known(HF, {"seq_idx": BOTH["seq_idx"]}, "pair", right=BOTH, trap=1, versions=FULL),
+    known(HF, {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, "pair", right=BOTH, mended={"versions": FULL}, trap=2,
+        versions=FULL | {"causal_conv1d": ""}),
+    known(HF, BOTH, "package", right=BOTH, mended={"versions": FULL | {"transformers": "5.19.0"}}, trap=2,
+        versions={"transformers": "5.19.0", "fla": "0.5.2"}),
+    known(RULE, cu(3, 70), "first", right=CU, trap=3, looks="lengths"),
+    known(RULE, cu(3, 73), "first", right=CU, trap=3, looks="ends without the leading 0"),
+    known(RULE, cu(0, 3, 70), "last", right=CU, trap=3, looks="lengths"),
+    known(NPU_GDR, lengths(4, 4), "first", right=lengths(0, 4, 4), trap=3, looks="lengths", T=8, training=False),
+    known(TORCH_NPU, lengths(0, 4, 8), "last", right=lengths(4, 4), looks="offsets", T=8, training=False),
+    known(TORCH_NPU, lengths(0, 4, 4), "empty", right=lengths(4, 4), trap=3, T=8, training=False),
+    known(RULE, CU, "last", right=gated_delta_kwargs(TAILED, kernel="fla"), trap=4, T=80),
+    known(RULE, cu(0, 3, 80), "last", right=CU, trap=5),
+    known(RULE, cu(0, 70, 3, 73), "falling", right=CU, trap=5),
+    known(RULE, cu(0, 3, 3, 73), "empty", right=CU, trap=6, versions={"fla": "0.5.0"}),
+    known(MS, thd(0, 3, 3, 73), "empty", right=thd(0, 3, 73), trap=6, versions={"mindspeed": "0.16"}),
+    known(LAYER, {"attention_mask": padded() * torch.tensor([[0], [1]])}, "empty", right=keep(), trap=6, **ROWS,
+        versions={"fla": "0.5.0"}),
+    known(RULE, CU | TABLE_32, "table", right=CU | TABLE_64, trap=7),
+    known(CONV, CU | TABLE_32, "table", right=CU | TABLE_64, trap=7, chunk_size=32),
+    known(CUMSUM, host(0, 1500) | {"chunk_indices_out": [0, 0]}, "table",
+        right=host(0, 1500) | {"chunk_indices_out": [0, 0, 0, 1]}, trap=7, T=1500, chunk_size=128),
+    known(RULE, CU | {"cu_seqlens_cpu": dev(0, 40, 73)}, "copy", right=CU | {"cu_seqlens_cpu": dev(0, 3, 73)}, trap=8),
+    known(CONV, cu(0, 73, 146), "rows", right=cu(0, 73, 146), mended={"B": 1, "T": 146}, trap=9, B=2),
+    known(SHORT, CU, "rows", right=CU, mended={"B": 1}, trap=9, B=2),
+    known(CC, numbered(73), "differs-from-segments", right=numbered(3, 70), trap=10, segments=PACKED),
+    known(CC, {"seq_idx": i32(0, 0, 1, 0, 0)[None]}, "numbers-return", right={"seq_idx": i32(0, 0, 1, 2, 2)[None]}, trap=10,
+        T=5),
+    known(MAMBA, {"seq_idx": torch.cat([ids(9), ids(9) + 1, ids(9)], 1)}, "numbers-return", right=numbered(9, 9, 9), trap=10,
+        T=27),
+    known(HF, {"attention_mask": padded("left")[:, None, None]}, "mask-rank", right=keep("left"), trap=11, **ROWS),
+    known(HF, {"attention_mask": padded("left") * 2}, "mask-values", right=keep("left"), trap=11, **ROWS),
+    known(HF, {"attention_mask": (1 - padded("left")).float() * -1e9}, "mask-values", right=keep("left"), trap=11, **ROWS),
+    known(HF, {"attention_mask": padded() * 0 + 1}, "differs-from-segments", right={"attention_mask": LEFT.keep.long()},
+        trap=11, **ROWS, segments=LEFT),
+    known(LAYER, {"attention_mask": padded() * 2}, "mask-values", right=keep(), trap=11, **ROWS),
+    known(LAYER, CU | {"attention_mask": ids(3, 70).long() * 0 + 1}, "mask-and-offsets", right=CU, trap=12),
+    known(HF, BOTH | {"attention_mask": (torch.arange(73) > 5).long()[None]}, "mask-and-offsets", right=BOTH, trap=12,
+        versions=FULL),
+    known(HF, keep("hole"), "hole", right=gated_delta_kwargs(HOLE, kernel="transformers", keep_padding=False),
+        mended={"B": 1, "T": 45}, trap=13, **ROWS, segments=HOLE, versions=FULL),
+    known(MSL, keep("left", B=1), "mask-dropped", right=keep(B=1), trap=14, T=25),
+    known(HF, keep("left", B=1), "mask-dropped", right=keep(B=1), trap=14, T=25, versions={"transformers": "4.57.1"}),
+    known(MG, keep("left"), "mask-unread", right=keep(), trap=15, **ROWS),
+    known(MBR, keep("hole"), "mask-unread", right=keep(), trap=15, **ROWS),
+    known(MG, {}, "differs-from-segments", right=thd(0, 20, 45), mended={"B": 1, "T": 45}, trap=15, **ROWS,
+        segments=LEFT, versions=MAIN),
+    known(MBR, thd(0, 3, 73, padded_to=(0, 4, 76)), "last", right=thd(0, 3, 73, padded_to=(0, 4, 80)), trap=16, T=80),
+    known(MG, thd(0, 5, 73, padded_to=(0, 4, 76)), "padded-actual", right=thd(0, 3, 73, padded_to=(0, 4, 76)), trap=16, T=76,
+        versions=MAIN),
+    known(MG, thd(0, 6, 12), "ranks", right=thd(0, 6, 12, padded_to=(0, 8, 16)), mended={"T": 16}, trap=17, T=12,
+        versions=MAIN, **cp("document_zigzag")),
+    known(CONTEXT, cu(0, 3, 64), "last", right=cu(0, 3, 73, 128), trap=18, T=128, **cp()),
+    known(CONTEXT, cu(0, 3, 128), "ranks", right=cu(0, 3, 128), mended=cp(), trap=18, T=128, **cp("zigzag")),
+    known(RULE, cu(0, 3, 128), "ranks", right=cu(0, 3, 128), mended=cp("ulysses"), trap=18, T=128, **cp()),
+    known(MG, thd(0, 8, 16), "ranks", right=thd(0, 8, 16), mended=cp("zigzag"), trap=18, T=16, versions=MAIN, **cp()),
+    known(RULE, CU | {"q": meta(1, 4, 73, 128)}, "shape", right=CU | {"q": meta(1, 73, 4, 128)}, trap=19),
+    known(NPU_CONV, starts(0, 3, 73) | LEARNING, "history", right=starts(0, 3, 73) | LEARNING, mended={"training": False},
+        trap=20, B=None),
+    known(NPU_CONV, X | {"activation_mode": 1, "query_start_loc": [0, 73]}, "history", right=X | starts(0, 73), trap=20,
+        B=None),
+    known(KDA_FWD, {"cu_seqlens": list(range(66)), "beta": GRADIENT["beta"]}, "limit", right={"cu_seqlens": list(range(66))},
+        trap=21, T=65),
+    known(DHU, HOST | {"chunk_indices": TABLE, "dht": meta(2, 4, 128, 128)}, "dht", right=HOST | {"chunk_indices": TABLE},
+        trap=21),
+    known(DECODE, CU, "backward", right=CU, mended={"training": False}, trap=21),
+    known(HF, {"attention_mask_2d": padded("left")}, "unread", right=keep("left"), trap=22, **ROWS),
+    known(HF, BOTH | CU, "unread", right=BOTH, trap=22, versions=FULL),
+    known(RULE, {"cu_seqlen": dev(0, 3, 73)}, "unread", right=CU, trap=22),
+    known(RULE, keep("left"), "unread", right={}, trap=22, **ROWS),
+    known(MAMBA, CU, "offsets-alone", right=CU | numbered(3, 70), trap=24),
+    known(RULE, CU | {"cp_context": object(), "output_final_state": True}, "context"),
+    known(RULE, {"cp_context": object()}, "context-unread", segments=PACKED),
+    known(RULE, TABLE_64, "alone"),
+    known(RULE, {"cu_seqlens": torch.empty(3, dtype=torch.int64, device="meta")}, "container"),
+    known(RULE, CU | {"cu_seqlens_cpu": [0, 3, 73]}, "container"),
+    known(RULE, CU | {"chunk_indices": TABLE}, "container"),
+    known(RULE, cu(0), "count"),
+    known(RULE, cu(0, 3, 74), "sizes-differ", T=74, segments=PACKED),
+    known(RULE, CU, "ranks", **cp("ulysses")),
+    known(KDA_FWD, HOST | {"q": meta(1, 4, 73, 128)}, "shape"),
+    known(CONV, CU | STATES | {"backend": "cuda"}, "cuda-state"),
+    known(CONV, {"cu_seqlens": dev(0, 2, 73), "output_final_state": True}, "short-state"),
+    known("fla.chunk_kda", CU | STATES, "state-dtype"),
+    known("fla.chunk_kda", {"q": meta(1, 73, 4, 512)}, "head-size"),
+    known(SHORT, CU | {"mask": ids(73).long() + 1}, "mask-and-offsets"),
+    known(LAYER, {"attention_mask": padded()[:, None]}, "mask-rank", **ROWS),
+    known(CC, numbered(3, 70) | {"weight": meta(16, 5)}, "taps"),
+    known(CC, {"seq_idx": torch.zeros(73, 2, dtype=torch.int32)[:, :1].T}, "strides"),
+    known(MAMBA, numbered(70_000), "tokens", T=70_000),
+    known(HF, {"position_ids": torch.cat([torch.arange(3), torch.arange(70)])[None]}, "positions-alone", versions=FULL),
+    known(HF, BOTH | numbered(4, 69), "disagree", versions=FULL),
+    known(HF, BOTH, "release", versions={"transformers": "4.57.1"}),
+    known(HF, {"attention_mask": [[1] * 25] * 2}, "mask-form", **ROWS),
+    known(HF, {"attention_mask": padded()[:, 1:]}, "mask-shape", **ROWS),
+    known("fla_npu", gated_delta_kwargs(Segments.from_lengths([[40000]]), kernel="fla_npu"), "release", T=40000,
+        versions={"fla_npu": "26.6.0"}),
+    known("fla_npu.chunk_gated_delta_rule_fwd_h", HOST, "release", versions={"fla_npu": "v26.6.0"}),
+    known(NPU_CONV, X, "missing", B=None),
+    known(NPU_CONV, starts(0, 3, 73) | {"initial_state_mode": [0]}, "states", B=None),
+    known(NPU_CONV, starts(0, 3, 73) | {"x": meta(73, 24)}, "channels", B=None),
+    known(NPU_CONV, starts(0, 3, 73) | {"weight": meta(16, 4)}, "taps", B=None),
+    known(NPU_GDR, lengths(0, 9), "length", T=9, training=False),
+    known(TORCH_NPU, lengths(4, 4), "backward", T=8),
+    known(TORCH_NPU, {"actual_seq_lengths": i32(8), "q": meta(8, 4, 128)}, "missing", T=8, training=False),
+    known(TORCH_NPU, {}, "missing", T=8, training=False),
+    known(TORCH_NPU, {"actual_seq_lengths": i32(8), "q": meta(8, 4, 128, dtype=torch.float32)}, "dtype", T=8,
+        training=False),
+    known(TORCH_NPU, {"actual_seq_lengths": i32(8), "q": meta(8, 65, 128)}, "heads", T=8, training=False),
+    known(MG, thd(0, 3, 73, qkv_format="sbhd"), "format", versions=MAIN),
+    known(MG, {"qkv_format": "thd"}, "missing"),
+    known(MG, thd(0, 3, 73, total_tokens=74), "total", versions=MAIN),
+    known(MG, thd(0, 3, 73, cu_seqlens_kv=i32(0, 4, 73)), "keys", versions=MAIN),
+    known(MG, {}, "ranks", B=2, T=74, **cp("zigzag")),
+    known(MG, {"attention_mask": torch.zeros(2, 1, 25, 25, dtype=torch.bool)}, "mask-unread", **ROWS),
+    known(MBR, {"attention_mask": ids(3, 70).long() + 1}, "mask-unread"),
+    known(BRIDGED, cu_q(0, 3, 73), "package", versions={"transformers": "5.12.0", "fla": "", "causal_conv1d": "1.6.1"}),
+    known(BRIDGED, cu_q(0, 4, 8), "ranks", T=8, versions=FULL | {"transformers": "5.12.0"}, **cp("ulysses")),
+    known("mcore_bridge.Qwen3NextGatedDeltaNet(USE_MCORE_GDN=0)", thd(0, 3, 73, num_samples=3), "samples"),
+    known(MS, {}, "release", versions={"mindspeed": "core_r0.15.3"}),
+    known(MS, thd(0, 3, 73), "release", versions={"mindspeed": "0.17"}),
+    known(MS, {"q": meta(1, 73, 4, 8, dtype=torch.float32)}, "float32", versions={"mindspeed": "0.18"}),
+    known(MSL, {"packed_seq_params": SimpleNamespace(cu_seqlens_q=i32(0, 3, 73))}, "boundaries-unused"),
+    known(FSDP2, {"actual_seq_len": dev(3, 73)}, "boundaries-unused"),
+    known(FSDP2, {}, "ranks", T=74, **cp("zigzag")),
+    known("veomni.qwen3_5_gdn", {}, "missing"),
+    known(TITAN, {}, "ranks", T=74, **cp("ulysses")),
+    known(TITAN, {"attention_masks": SimpleNamespace(cu_seq_q=dev(0, 3, 73), cu_seq_q_host=(0, 4, 73))}, "copy"),
+    known(KDA_FWD, GRADIENT, "limit", right=GRADIENT, mended={"T": 65536}, trap=21, T=65600),
+    known(KDA_FWD, GRADIENT | {"q": meta(1, 65536, 32, 128)}, "limit", right=GRADIENT | {"q": meta(1, 65536, 16, 128)},
+        trap=21, T=65536),
+    known(KDA_FWD, GRADIENT | host(0, 65, 128), "tails", right=GRADIENT | host(0, 128, 192), mended={"T": 192}, trap=21,
+        T=128),
+    known(KDA_FWD, HOST | {"layout": "BTHD"}, "layout"),
+    # right calls
+    known(RULE, CU | {"attention_mask": None, "position_ids_unused": None}, OK),
+    known(RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8)} | STATES, OK),
+    known(RULE, {"cp_context": object()}, OK),
+    known(MG, {"attention_mask": dense(RIGHT, polarity="bias")}, OK, **ROWS),
+    known(NPU_CONV, {"x": meta(1, 73, 16, requires_grad=True)}, OK),
+    known(RULE, {"cu_seqlens": dev(0, 3, 3, 73), "output_final_state": True}, OK, versions={"fla": "0.5.1"}),
+    known(RULE, qkv(4, 8, T=4), OK, T=4),
+    known(CONV, cu(0, 73, 146), OK, B=2, training=False),
+    known(CONV, {"x": meta(1, 73, 4, 8), "weight": meta(32, 4)}, OK),
+    known(CC, {"seq_idx": ids(3, 70) + 9, "weight": meta(16, 4)}, OK),
+    known(CC, {"seq_idx": i32(1, 0, 0, 0, 1)[None]}, OK, T=5),
+    known(CC, {"seq_idx": i32(1, 0, 1)[None], "weight": meta(16, 2)}, OK, T=3),
+    known(HF, keep("left", B=1), OK, T=25, versions=FULL),
+    known(HF, BOTH | {"attention_mask": (torch.arange(73) < 60).long()[None], "position_ids": torch.arange(73)[None]}, OK,
+        versions=FULL),
+    known(LAYER, keep("hole"), OK, **ROWS),
+    known("fla.layers.GatedDeltaNet", keep("left"), OK, **ROWS),
+    known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False, "g": meta(1, 73, 4)}, OK),
+    known(NPU_CONV, X | {"x": meta(1, 73, 16)}, OK),
+    known(MBR, thd(3, 73), OK),
+    known(RULE, {"cu_seqlens": dev(0, 3, 128), "cp_context": object()}, OK, T=128, segments=LONG, **cp()),
+    known(KDA_FWD, HOST | {"q": meta(1, 4, 73, 128), "layout": "BNSD"}, OK),
+    known(MG, {"packed_seq_params": SimpleNamespace(**thd(0, 3, 73))}, OK, versions={"megatron": "0.18.0"}),
+    known(MG, {"attention_mask": torch.ones(1, 1, 25, 25).tril() == 0}, OK, T=25, segments=Segments.from_lengths([20], 25)),
+    known(MS, thd(0, 3, 73), OK, versions={"mindspeed": "0.18"}),
+    known(MG, thd(0, 3, 73) | {"packed_seq_params": SimpleNamespace(**thd(0, 4, 74))}, OK, versions=MAIN),
+    known(MAMBA, {"seq_idx": torch.zeros(2, 25, dtype=torch.int32)}, OK, segments=Segments.from_lengths([25, 25]), **ROWS),
+    known("twinkle.qwen3_5_gdn", cu_q(0, 3, 73), OK),
+    known(VERL, gated_delta_kwargs(PACKED, kernel="fla"), OK, segments=PACKED),
+    known(TITAN, {"attention_masks": SimpleNamespace(cu_seq_q=i32(0, 20, 25, 50), cu_seq_q_host=(0, 20, 25, 50))}, OK,
+        **ROWS, segments=RIGHT),
+]  # fmt: skip

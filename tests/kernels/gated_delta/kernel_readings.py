@@ -16,6 +16,9 @@ from torch import Tensor
 
 from collate_npu import Segments
 
+Kwargs = dict[str, Any]
+Offsets = list[int]
+Row = np.ndarray[Any, Any]
 TAPS = np.array([0.9, -1.3, 0.7, 2.1])
 RANKS = 2
 
@@ -24,18 +27,21 @@ class RefusedError(Exception):
     """The kernel, or Python, raises."""
 
 
-def values(tokens: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+class WildError(Exception):
+    """Memory of others is read or written: wrong, whatever comes out."""
+
+
+def values(tokens: int) -> tuple[Row, Row]:
     """An input and a decay for each place of the batch."""
     random = np.random.default_rng(7)
     return random.normal(size=tokens) + 3, random.uniform(0.3, 0.9, tokens)
 
 
-def decayed(x: np.ndarray[Any, Any], decay: np.ndarray[Any, Any], spans: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
-    """The rule's stand-in over spans of one flat row; what no span covers is NaN."""
+def decayed(x: Row, decay: Row, offsets: Sequence[int]) -> Row:
+    """The rule's stand-in over the sequences of one flat row; what none covers is NaN."""
     out = np.full(len(x), np.nan)
-    for start, end in spans:
-        if start < 0 or end > len(x):
-            raise WildError
+    for start, end in pairwise(offsets):
+        wild_unless(start >= 0 and end <= len(x))
         state = 0.0
         for t in range(start, end):
             state = decay[t] * state + x[t]
@@ -43,11 +49,7 @@ def decayed(x: np.ndarray[Any, Any], decay: np.ndarray[Any, Any], spans: Sequenc
     return out
 
 
-class WildError(Exception):
-    """Memory of others is read or written: wrong, whatever comes out."""
-
-
-def convolved(x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def convolved(x: Row, ids: Row) -> Row:
     """Each token from those of its own number up to W - 1 places before it; one row."""
     out = TAPS[-1] * x
     for back in range(1, len(TAPS)):
@@ -56,7 +58,7 @@ def convolved(x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> np.ndarray[
     return out
 
 
-def alone(batch: Segments, places: np.ndarray[Any, Any], rule: bool, conv: bool) -> np.ndarray[Any, Any]:
+def alone(batch: Segments, places: Row, rule: bool, conv: bool) -> Row:
     """`[tokens]`: the right output at the places of the call's tensor, NaN at padding."""
     x, decay = values(batch.array.size)
     out = np.full(batch.array.size, np.nan)
@@ -65,27 +67,31 @@ def alone(batch: Segments, places: np.ndarray[Any, Any], rule: bool, conv: bool)
         for n in range(1, batch.array[b].max(initial=0) + 1):
             at = b * S + np.flatnonzero(batch.array[b] == n)
             y = convolved(x[at], np.zeros(len(at))) if conv else x[at]
-            out[at] = decayed(y, decay[at], [(0, len(at))]) if rule else y
+            out[at] = decayed(y, decay[at], (0, len(at))) if rule else y
     return out[places]
 
 
 # --- readings of one call
 
 
-def ints(value: Any, *dtypes: torch.dtype) -> list[int]:
-    if (
-        not isinstance(value, Tensor)
-        or value.ndim != 1
-        or value.is_meta
-        or value.dtype not in (dtypes or (torch.int32, torch.int64))
-    ):
+def refuse_unless(right: bool) -> None:
+    if not right:
         raise RefusedError
+
+
+def wild_unless(right: bool) -> None:
+    if not right:
+        raise WildError
+
+
+def ints(value: Any, *dtypes: torch.dtype) -> list[int]:
+    refuse_unless(isinstance(value, Tensor) and value.ndim == 1 and not value.is_meta)
+    refuse_unless(value.dtype in (dtypes or (torch.int32, torch.int64)))
     return [int(n) for n in value]
 
 
 def host(value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(n, int) for n in value):
-        raise RefusedError
+    refuse_unless(isinstance(value, (list, tuple)) and all(isinstance(n, int) for n in value))
     return list(value)
 
 
@@ -93,275 +99,165 @@ def pairs(offsets: Sequence[int], block: int) -> list[tuple[int, int]]:
     return [(n, c) for n, (a, b) in enumerate(pairwise(offsets)) for c in range(-(-(b - a) // block) if b > a else 0)]
 
 
-def spans_of(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(offsets))
+def rising(offsets: Sequence[int]) -> bool:
+    return len(offsets) >= 2 and all(a <= b for a, b in pairwise(offsets))
 
 
-def only(kwargs: dict[str, Any], *names: str) -> None:
+def only(kwargs: Kwargs, *names: str) -> None:
     """Another argument of the kind is a TypeError, or vanishes and is a mistake either way."""
-    if set(kwargs) - set(names):
-        raise RefusedError
+    refuse_unless(not set(kwargs) - set(names))
 
 
-def _fla(kwargs: dict[str, Any], B: int, T: int, chunk: int, block: int) -> list[tuple[int, int]] | None:
+def _fla(kwargs: Kwargs, B: int, T: int, block: int) -> Offsets | None:
     only(kwargs, "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
-    cu = kwargs.get("cu_seqlens")
-    if cu is None:
-        if kwargs:
-            raise RefusedError  # a table or a copy without what it belongs to
+    if "cu_seqlens" not in kwargs:
+        refuse_unless(not kwargs)  # a table or a copy without what it belongs to
         return None
-    offsets = ints(cu)
-    if B != 1:
-        raise RefusedError
-    sized_by = ints(kwargs["cu_seqlens_cpu"]) if kwargs.get("cu_seqlens_cpu") is not None else offsets
-    table = kwargs.get("chunk_indices")
-    if table is not None:
-        if not isinstance(table, Tensor) or table.ndim != 2 or table.is_floating_point():
-            raise RefusedError
-        table = [tuple(pair) for pair in table.tolist()]
-    else:
-        table = pairs(sized_by, block)
-    if len(offsets) < 2 or table != pairs(offsets, block) or any(a > b for a, b in spans_of(offsets)):
-        raise WildError
-    return spans_of(offsets)
+    offsets = ints(kwargs["cu_seqlens"])
+    refuse_unless(B == 1)
+    found: Any = pairs(ints(kwargs["cu_seqlens_cpu"]) if "cu_seqlens_cpu" in kwargs else offsets, block)
+    if "chunk_indices" in kwargs:
+        table = kwargs["chunk_indices"]
+        refuse_unless(isinstance(table, Tensor) and table.ndim == 2 and not table.is_floating_point())
+        found = [tuple(pair) for pair in table.tolist()]
+    wild_unless(found == pairs(offsets, block) and rising(offsets))
+    return offsets
 
 
-def _npu(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+def _npu(kwargs: Kwargs, B: int, T: int, chunk: int) -> Offsets | None:
     only(kwargs, "cu_seqlens", "chunk_indices", "chunk_indices_out")
-    if kwargs.get("cu_seqlens") is None:
-        if kwargs:
-            raise RefusedError
+    if "cu_seqlens" not in kwargs:
+        refuse_unless(not kwargs)
         return None
     offsets, table, sums = (host(kwargs.get(name)) for name in ("cu_seqlens", "chunk_indices", "chunk_indices_out"))
-    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or any(a >= b for a, b in spans_of(offsets)):
-        raise RefusedError
-    if table != [n for pair in pairs(offsets, chunk) for n in pair]:
-        raise RefusedError
-    if sums != [n for pair in pairs(offsets, {64: 2048, 128: 1024}[chunk]) for n in pair]:
-        raise WildError
-    return spans_of(offsets)
+    refuse_unless(B == 1 and offsets[:1] == [0] and rising(offsets) and len({*offsets}) == len(offsets))
+    refuse_unless(table == [n for pair in pairs(offsets, chunk) for n in pair])
+    wild_unless(sums == [n for pair in pairs(offsets, {64: 2048, 128: 1024}[chunk]) for n in pair])
+    return offsets
 
 
-def _npu_conv(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+def _npu_conv(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
     only(kwargs, "query_start_loc")
-    if kwargs.get("query_start_loc") is None:
+    if not kwargs:
         return None
     offsets = host(kwargs["query_start_loc"])
-    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != T or any(a > b for a, b in spans_of(offsets)):
-        raise RefusedError
-    return spans_of(offsets)
+    refuse_unless(B == 1 and rising(offsets) and offsets[0] == 0 and offsets[-1] == T)
+    return offsets
 
 
-def _lengths(
-    kwargs: dict[str, Any], B: int, T: int, chunk: int, *, prefix: bool, longest: int
-) -> list[tuple[int, int]] | None:
+def _lengths(kwargs: Kwargs, B: int, *, prefix: bool, longest: int) -> Offsets:
     only(kwargs, "actual_seq_lengths")
     given = ints(kwargs.get("actual_seq_lengths"), torch.int32)
-    if B != 1 or len(given) < (2 if prefix else 1):
-        raise RefusedError
-    ends = np.cumsum(given).tolist() if prefix else [0, *np.cumsum(given).tolist()]
-    lengths = given[1:] if prefix else given
-    if any(n < 1 or n > longest for n in lengths):
-        raise WildError
-    return spans_of(ends)
+    refuse_unless(B == 1 and len(given) > prefix)
+    wild_unless(all(1 <= n <= longest for n in given[prefix:]))
+    return np.cumsum(given if prefix else [0, *given]).tolist()
 
 
-def _megatron(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+def _megatron(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     only(kwargs, *names, "qkv_format", "total_tokens", "max_seqlen_q", "max_seqlen_kv", "attention_mask")
-    held = {name: ints(kwargs[name]) for name in names if kwargs.get(name) is not None}
+    held = {name: ints(kwargs[name]) for name in names if name in kwargs}
     offsets = held.get("cu_seqlens_q_padded", held.get("cu_seqlens_q"))
     if offsets is None:
-        if kwargs.get("qkv_format") == "thd" or held:
-            raise RefusedError
+        refuse_unless(kwargs.get("qkv_format") != "thd" and not held)
         return None
     keys = held.get("cu_seqlens_kv_padded", held.get("cu_seqlens_kv", offsets))
-    if B != 1 or keys != offsets or kwargs.get("qkv_format") not in (None, "thd") or len(offsets) < 2 or offsets[-1] != T:
-        raise RefusedError
-    if any(a > b for a, b in spans_of(offsets)) or kwargs.get("total_tokens", T) != T:
-        raise WildError
-    return spans_of(offsets)
+    refuse_unless(B == 1 and keys == offsets and kwargs.get("qkv_format") in (None, "thd"))
+    refuse_unless(len(offsets) > 1 and offsets[-1] == T)
+    wild_unless(rising(offsets) and kwargs.get("total_tokens", T) == T)
+    return offsets
 
 
-def _cp(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+def _cp(kwargs: Kwargs, B: int, T: int) -> Offsets:
     """fla's context on each of two ranks: their local spans, and who hands a state on."""
     only(kwargs, "cu_seqlens", "cu_seqlens_cpu")
     offsets = ints(kwargs.get("cu_seqlens"))
-    copy = ints(kwargs["cu_seqlens_cpu"]) if kwargs.get("cu_seqlens_cpu") is not None else offsets
+    copy = ints(kwargs["cu_seqlens_cpu"]) if "cu_seqlens_cpu" in kwargs else offsets
     total = copy[-1] if copy else 0
-    if total < RANKS or total % RANKS:
-        raise RefusedError
-    if total != T or B != 1 or copy != offsets or any(a > b for a, b in spans_of(offsets)):
-        raise WildError
-    return spans_of(offsets)
+    refuse_unless(total >= RANKS and total % RANKS == 0)
+    wild_unless(total == T and B == 1 and copy == offsets and rising(offsets))
+    return offsets
 
 
-def _bridge(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
-    """mcore-bridge: ends get their 0, and what it cannot use is replaced by the actual offsets, as they are."""
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    only(kwargs, *names, "qkv_format", "total_tokens", "max_seqlen_q", "max_seqlen_kv", "attention_mask")
-    held = {name: ints(kwargs[name]) for name in names if kwargs.get(name) is not None}
-    offsets = held.get("cu_seqlens_q_padded", held.get("cu_seqlens_q"))
-    if not offsets:
-        if held or kwargs.get("qkv_format") == "thd":
-            raise RefusedError
-        return None
-    if offsets[0] != 0 and offsets[-1] == T:
-        offsets = [0, *offsets]
-    elif offsets[0] != 0 and offsets[-1] - offsets[0] == T:
-        raise WildError  # moved to 0: right by luck alone
-    offsets = offsets if offsets[-1] == T else held.get("cu_seqlens_q", [])
-    keys = [held.get("cu_seqlens_kv"), held.get("cu_seqlens_kv_padded")]
-    same = [held.get("cu_seqlens_q"), held.get("cu_seqlens_q_padded")]
-    mixed = any(k is not None and q is not None and k != q for k, q in zip(keys, same))
-    if mixed or kwargs.get("qkv_format", "thd") != "thd" or kwargs.get("total_tokens", T) != T:
-        raise WildError  # the attention beside it reads other ones
-    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or any(a > b for a, b in spans_of(offsets)):
-        raise WildError
-    return spans_of(offsets)
-
-
-def _verl(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
-    only(kwargs, "cu_seqlens", "cu_seqlens_cpu", "attention_mask")
-    spans = _fla({name: value for name, value in kwargs.items() if name != "attention_mask"}, B, T, 64, 64)
-    if spans is not None and spans[-1][1] != T:
-        raise RefusedError
-    return spans
-
-
-def _titan(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
-    """Rows laid one behind the other."""
-    only(kwargs, "cu_seqlens", "cu_seqlens_cpu")
-    if kwargs.get("cu_seqlens") is None:
-        if kwargs:
-            raise RefusedError
-        return [(0, B * T)]
-    offsets, copy = ints(kwargs["cu_seqlens"]), ints(kwargs.get("cu_seqlens_cpu"))
-    if copy != offsets or len(offsets) < 2 or any(a > b for a, b in spans_of(offsets)):
-        raise WildError
-    return spans_of(offsets)
-
-
-def _mamba(kwargs: dict[str, Any], B: int, T: int, chunk: int) -> list[tuple[int, int]] | None:
+def _mamba(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
     """Runs of one number; a number that comes back is the same sequence again."""
     only(kwargs, "seq_idx", "cu_seqlens")
-    given = kwargs.get("seq_idx")
-    if given is None:
-        if kwargs:
-            raise WildError
+    if "seq_idx" not in kwargs:
+        wild_unless(not kwargs)
         return None
-    if (
-        not isinstance(given, Tensor)
-        or given.is_floating_point()
-        or tuple(given.shape) != (B, T)
-        or not given.is_contiguous()
-    ):
-        raise RefusedError
-    spans = []
-    for b, row in enumerate(given.tolist()):
+    offsets = [0]
+    for b, row in enumerate(_numbers(kwargs, B, T, torch.int32, torch.int64).tolist()):
         begins = [t for t in range(T) if t == 0 or row[t] != row[t - 1]]
-        if len({row[t] for t in begins}) != len(begins):
-            raise WildError
-        spans += [(b * T + start, b * T + end) for start, end in pairwise([*begins, T])]
-    return spans
+        wild_unless(len({row[t] for t in begins}) == len(begins))
+        offsets += [b * T + end for end in (*begins[1:], T)]
+    return offsets
 
 
-def _unpadded(kwargs: dict[str, Any], x: Any, decay: Any, B: int, T: int) -> Any:
+def _unpadded(kwargs: Kwargs, x: Row, decay: Row, B: int, T: int) -> Row:
     """fla's layer: padding by a mask of two dimensions is taken out, and put back as zeros."""
     keep = kwargs.get("attention_mask")
-    if "cu_seqlens" in kwargs and keep is not None:
-        raise WildError
-    if keep is None and kwargs:
-        return decayed(x, decay, _fla(kwargs, B, T, 64, 64) or [])
-    only(kwargs, "attention_mask")
+    wild_unless("cu_seqlens" not in kwargs or keep is None)
     if keep is None:
-        return decayed(x, decay, [(b * T, (b + 1) * T) for b in range(B)])
-    if not isinstance(keep, Tensor) or tuple(keep.shape) != (B, T) or not bool(((keep == 0) | (keep == 1)).all()):
-        raise RefusedError
+        return decayed(x, decay, _fla(kwargs, B, T, 64) or range(0, B * T + 1, T))
+    only(kwargs, "attention_mask")
+    refuse_unless(isinstance(keep, Tensor) and tuple(keep.shape) == (B, T) and bool(((keep == 0) | (keep == 1)).all()))
     out = np.zeros(B * T)
     for b in range(B):
         at = b * T + np.flatnonzero(keep[b].numpy())
-        out[at] = decayed(x[at], decay[at], [(0, len(at))])
+        out[at] = decayed(x[at], decay[at], (0, len(at)))
     return out
 
 
-def _numbers(kwargs: dict[str, Any], B: int, T: int) -> np.ndarray[Any, Any]:
-    given = kwargs.get("seq_idx")
-    if given is None:
-        return np.zeros((B, T), np.int64)
-    if (
-        not isinstance(given, Tensor)
-        or given.dtype != torch.int32
-        or tuple(given.shape) != (B, T)
-        or not given.is_contiguous()
-    ):
-        raise RefusedError
+def _numbers(kwargs: Kwargs, B: int, T: int, *dtypes: torch.dtype) -> np.ndarray[Any, Any]:
+    given = kwargs.get("seq_idx", torch.zeros(B, T, dtype=torch.int32))
+    refuse_unless(isinstance(given, Tensor) and given.dtype in dtypes)
+    refuse_unless(tuple(given.shape) == (B, T) and given.is_contiguous())
     return given.numpy()
 
 
-def computed(kernel: str, kwargs: dict[str, Any], x: np.ndarray[Any, Any], decay: np.ndarray[Any, Any], **sizes: int) -> Any:
+def _layer(kwargs: Kwargs, x: Row, decay: Row, B: int, T: int) -> Row:
+    """transformers 5.23 with fla and causal-conv1d: mask, convolution, rule."""
+    lengths = ("max_length_q", "max_length_k", "cu_seq_lens_k")
+    only(kwargs, "cu_seq_lens_q", "seq_idx", "attention_mask", "position_ids", *lengths)
+    keep = kwargs.get("attention_mask", torch.ones(1))
+    refuse_unless(isinstance(keep, Tensor))
+    if keep.ndim == 2 and T > 1 and not bool((keep == 1).all()):
+        refuse_unless(tuple(keep.shape) == (B, T))
+        x = x * keep.reshape(-1).double().numpy()
+    offsets: Sequence[int] = range(0, B * T + 1, T)
+    if "cu_seq_lens_q" in kwargs:
+        offsets = ints(kwargs["cu_seq_lens_q"])
+        refuse_unless(B == 1)
+        wild_unless(rising(offsets))
+    ids = _numbers(kwargs, B, T, torch.int32)
+    return decayed(np.concatenate([convolved(x[b * T : (b + 1) * T], ids[b]) for b in range(B)]), decay, offsets)
+
+
+def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int, chunk: int) -> Row:
     """`[tokens]`: what the kernel gives for the input of these tokens. Raises `RefusedError`, or `WildError`."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    B, T, chunk = sizes["B"], sizes["T"], sizes["chunk"]
-    rows = [(b * T, (b + 1) * T) for b in range(B)]
     if kernel == "causal_conv1d":
         only(kwargs, "seq_idx")
-        ids = _numbers(kwargs, B, T)
-        return np.concatenate([convolved(x[a:b], ids[i]) for i, (a, b) in enumerate(rows)])
-    if kernel == "fla.GatedDeltaNet":
-        return _unpadded(kwargs, x, decay, B, T)
-    if kernel == "transformers":
-        return _layer(kwargs, x, decay, B, T, rows)
-    spans = {
-        "fla": lambda: _fla(kwargs, B, T, chunk, chunk),
-        "fla_conv": lambda: _fla(kwargs, B, T, chunk, 64),
-        "fla_cp": lambda: _cp(kwargs, B, T, chunk),
+        ids = _numbers(kwargs, B, T, torch.int32)
+        return np.concatenate([convolved(x[b * T : (b + 1) * T], ids[b]) for b in range(B)])
+    if kernel in ("fla.GatedDeltaNet", "transformers"):
+        return (_layer if kernel == "transformers" else _unpadded)(kwargs, x, decay, B, T)
+    given = {
+        "fla": lambda: _fla(kwargs, B, T, chunk),
+        "fla_conv": lambda: _fla(kwargs, B, T, 64),
+        "fla_cp": lambda: _cp(kwargs, B, T),
         "fla_npu": lambda: _npu(kwargs, B, T, chunk),
-        "fla_npu_conv": lambda: _npu_conv(kwargs, B, T, chunk),
-        "fla_npu_recurrent": lambda: _lengths(kwargs, B, T, chunk, prefix=True, longest=8),
-        "torch_npu": lambda: _lengths(kwargs, B, T, chunk, prefix=False, longest=10**9),
-        "megatron": lambda: _megatron(kwargs, B, T, chunk),
-        "mcore_bridge.GatedDeltaNet": lambda: _bridge(kwargs, B, T, chunk),
-        "verl.qwen3_5_gdn": lambda: _verl(kwargs, B, T, chunk),
-        "torchtitan.qwen3_5_gdn": lambda: _titan(kwargs, B, T, chunk),
-        "mamba.mamba_chunk_scan_combined": lambda: _mamba(kwargs, B, T, chunk),
+        "fla_npu_conv": lambda: _npu_conv(kwargs, B, T),
+        "fla_npu_recurrent": lambda: _lengths(kwargs, B, prefix=True, longest=8),
+        "torch_npu": lambda: _lengths(kwargs, B, prefix=False, longest=10**9),
+        "megatron": lambda: _megatron(kwargs, B, T),
+        "mamba.mamba_chunk_scan_combined": lambda: _mamba(kwargs, B, T),
     }[kernel]()
-    if kernel == "verl.qwen3_5_gdn" and "attention_mask" in kwargs:
-        if tuple(kwargs["attention_mask"].shape) != (B, T):
-            raise RefusedError
-        x = x * kwargs["attention_mask"].reshape(-1).double().numpy()
+    offsets = range(0, B * T + 1, T) if given is None else given
     if not kernel.endswith("conv"):
-        return decayed(x, decay, rows if spans is None else spans)
-    spans = rows if spans is None else spans
+        return decayed(x, decay, offsets)
     ids = np.full(len(x), -1)
-    for n, (start, end) in enumerate(spans):
-        if start < 0 or end > len(x):
-            raise WildError
+    for n, (start, end) in enumerate(pairwise(offsets)):
+        wild_unless(start >= 0 and end <= len(x))
         ids[start:end] = n
     return np.where(ids >= 0, convolved(x, ids), np.nan)
-
-
-def _layer(kwargs: dict[str, Any], x: Any, decay: Any, B: int, T: int, rows: list[tuple[int, int]]) -> Any:
-    """transformers 5.23 with fla and causal-conv1d: mask, convolution, rule."""
-    only(
-        kwargs, "cu_seq_lens_q", "seq_idx", "attention_mask", "position_ids", "max_length_q", "cu_seq_lens_k", "max_length_k"
-    )
-    keep = kwargs.get("attention_mask")
-    if keep is not None:
-        if not isinstance(keep, Tensor):
-            raise RefusedError
-        if keep.ndim == 2 and T > 1 and not bool((keep == 1).all()):
-            if tuple(keep.shape) != (B, T):
-                raise RefusedError
-            x = x * keep.reshape(-1).double().numpy()
-    spans = rows
-    if kwargs.get("cu_seq_lens_q") is not None:
-        offsets = ints(kwargs["cu_seq_lens_q"])
-        if B != 1:
-            raise RefusedError
-        if len(offsets) < 2 or any(a > b for a, b in spans_of(offsets)):
-            raise WildError
-        spans = spans_of(offsets)
-    ids = _numbers(kwargs, B, T)
-    y = np.concatenate([convolved(x[a:b], ids[i]) for i, (a, b) in enumerate(rows)])
-    return decayed(y, decay, spans)

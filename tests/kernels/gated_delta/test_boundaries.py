@@ -1,4 +1,5 @@
-"""Boundaries of a flat row: every token covered once, and no real token in the sequence of another."""
+"""Boundaries of a flat row: every token covered once, no real token in the sequence of another; chunk tables equal to their
+definition; and what must be zero in padded rows without a mask, measured."""
 
 from __future__ import annotations
 
@@ -7,27 +8,37 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from rule_inputs import D, Layer, alone, apart, rule_inputs
 from strategies import segment_ids
 
-from collate_npu import CollateError, Segments, UnsupportedFormError
-from collate_npu.kernels.gated_delta import flat_offsets
+from collate_npu import CollateError, Segments, unpad
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.gated_delta import (
+    chunk_indices,
+    chunk_offsets,
+    flat_offsets,
+    reference_gated_delta_rule,
+    zero_padding,
+)
+from collate_npu.kernels.gated_delta.boundaries import cumsum_block
 
 ROW = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 
-def test_the_picture():
-    assert flat_offsets(ROW) == (0, 3, 4, 6, 8)
-    assert flat_offsets(ROW, padding="behind") == (0, 4, 8)
-    assert flat_offsets(ROW, keep_padding=False) == (0, 3, 5)
-
-
-def test_of_several_rows_the_padding_is_taken_out_unless_it_is_kept():
-    rows = Segments.from_lengths([3, 5])
-    assert flat_offsets(rows) == (0, 3, 8)
-    assert flat_offsets(rows, keep_padding=True) == (0, 3, 5, 10)
-    assert flat_offsets(rows, keep_padding=True, padding="behind") == (0, 5, 10)
+@pytest.mark.parametrize(
+    ("segments", "kept", "own", "behind"),
+    [
+        (ROW, (0, 3, 5), (0, 3, 4, 6, 8), (0, 4, 8)),
+        (Segments.from_lengths([3, 5]), (0, 3, 8), (0, 3, 5, 10), (0, 5, 10)),
+    ],
+)
+def test_the_pictures(segments, kept, own, behind):
+    """Of several rows the padding is taken out unless it is kept."""
+    assert flat_offsets(segments, keep_padding=False) == kept
+    assert flat_offsets(segments) == (own if len(segments.array) == 1 else kept)
+    assert flat_offsets(segments, keep_padding=True) == own
+    assert flat_offsets(segments, keep_padding=True, padding="behind") == behind
 
 
 @given(segment_ids(), st.sampled_from((None, True, False)), st.sampled_from(("own", "behind")))
@@ -94,3 +105,75 @@ def test_offsets_of_one_length_with_padding_between():
     assert flat_offsets(ROW, padding="behind", max_sequences=2) == (0, 4, 8)
     with pytest.raises(CollateError, match="max_sequences"):
         flat_offsets(ROW, max_sequences=0)
+
+
+# --- chunk tables
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.sampled_from((16, 32, 64, 128)))
+def test_a_table_is_its_definition(lengths, chunk):
+    """A row for each chunk that begins inside a sequence: its sequence, and how many chunks of it stand before."""
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    expected = [[n, start // chunk] for n, length in enumerate(lengths) for start in range(0, length, chunk)]
+    assert chunk_indices(offsets, chunk).tolist() == expected
+    assert chunk_offsets(offsets, chunk).tolist() == [*(expected.index([n, 0]) for n in range(len(lengths))), len(expected)]
+
+
+def test_the_sequence_is_named_by_its_place_in_the_offsets():
+    """An empty one has no chunk and keeps its number (fla #909)."""
+    assert chunk_indices([0, 3, 3, 73], 64).tolist() == [[0, 0], [2, 0], [2, 1]]
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(16, 8192), (32, 4096), (64, 2048), (128, 1024)])
+def test_the_cumsum_counts_in_blocks_of_its_own(chunk, block):
+    assert cumsum_block(chunk) == block
+
+
+# --- padded rows without a mask
+
+PLACES = {"left": [0] * 5 + [1] * 20, "right": [1] * 20 + [0] * 5, "hole": [1] * 10 + [0] * 5 + [1] * 10}
+ZEROED = {"nothing": (), "q, k and v": (0, 1, 2), "g and beta": (3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "where", "tokens", "state"),
+    [
+        ("nothing", "left", False, False), ("nothing", "right", True, False), ("nothing", "hole", False, False),
+        ("q, k and v", "left", True, True), ("q, k and v", "right", True, False), ("q, k and v", "hole", False, False),
+        ("g and beta", "left", True, True), ("g and beta", "right", True, True), ("g and beta", "hole", True, True),
+    ],
+)  # fmt: skip
+def test_the_table(zeroed, where, tokens, state):
+    """A row of the guide's table: of the rule alone, are real tokens exact, and the final state?"""
+    keep = torch.tensor(PLACES[where], dtype=torch.bool)
+    inputs, settings = rule_inputs(1, 25, dtype=torch.float64), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    for i in ZEROED[zeroed]:
+        inputs[i][:, ~keep] = 0
+    out, final = reference_gated_delta_rule(*inputs, **settings)
+    expected, right = reference_gated_delta_rule(*(x[:, keep] for x in inputs), **settings)
+    errors = (out[:, keep] - expected).abs().max(), (final - right).abs().max()
+    assert [bool(error < 1e-12) for error in errors] == [tokens, state]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_zeros_at_padding_make_a_layer_exact_where_nothing_has_a_bias(side):
+    segments = Segments.from_lengths([3, 9, 1], side=side)
+    hidden = torch.randn(*segments.shape, D, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    layer = Layer()
+    out, expected = unpad(layer(zero_padding(hidden, segments)), segments), alone(layer, hidden, segments)
+    assert apart(out, expected, layer, hidden) < 1e-5
+    if side == "left":
+        assert apart(unpad(layer(hidden), segments), expected, layer, hidden) > 0.1
+        biased = Layer(bias=True)
+        wrong = unpad(biased(zero_padding(hidden, segments)), segments)
+        assert apart(wrong, alone(biased, hidden, segments), biased, hidden) > 0.1
+
+
+def test_it_is_a_new_tensor_and_packed_rows_holes_and_other_shapes_are_refused():
+    hidden = torch.ones(2, 3, 2, 2)
+    assert (zero_padding(hidden, Segments.from_lengths([2, 0], width=3)).sum(), hidden.sum()) == (8, 24)
+    bad = Segments.from_ids([[1, 1, 2, 2], [1, 0, 1, 1], [1, 1, 1, 0]])
+    with pytest.raises(UnsupportedFormError, match=r"2 bad rows\.\n  row 0: got 2 sequences\n  row 1: got padding inside"):
+        zero_padding(torch.ones(3, 4, 1), bad)
+    with pytest.raises(UnsupportedFormError, match=r"\[3, 4\]"):
+        zero_padding(torch.ones(4, 3, 1), bad)

@@ -1,34 +1,132 @@
-"""`check_gated_delta_contract` takes what a kernel computes rightly, and nothing else."""
+"""`check_gated_delta_contract` takes what a kernel computes rightly, and nothing else; every rule says its name."""
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import itertools
+from typing import Any, get_args
 
+import numpy as np
 import pytest
-from contract_cases import CASES, OK, REJECT, SILENT, Case
+import torch
+from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT, SILENT, cu
 
-from collate_npu import UnsupportedFormError
-from collate_npu.kernels.gated_delta import check_gated_delta_contract, gated_delta_breaches
+from collate_npu import CollateError, ContextParallel, releases
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.check import call_breaches, knows
+from collate_npu.kernels.gated_delta import (
+    Kernel,
+    check_gated_delta_contract,
+    gated_delta_breaches,
+    gated_delta_kwargs,
+)
+from collate_npu.kernels.gated_delta.kernels import CHAIN
+from collate_npu.kernels.gated_delta.operator_call import Call
+from collate_npu.kernels.gated_delta.stacks import KERNELS, OPERATORS, operator_named
+
+ONE = {"kernel": "fla", "B": 1, "T": 73}
 
 
-def name_of(case: Case) -> str:
-    return f"{case.operator}-{case.T}-{case.verdict}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_what_is_known_of_a_call_holds(case: Case) -> None:
-    settings = {"B": 1} | case.says
-    found = gated_delta_breaches(case.kwargs, kernel=case.operator, T=case.T, **settings)
-    if case.verdict == OK:
-        assert found == ()
-        return
-    with pytest.raises(UnsupportedFormError) as error:
-        check_gated_delta_contract(case.kwargs, kernel=case.operator, T=case.T, **settings)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.operator}-{call.expected}")
+def test_what_is_known_of_a_call_holds(call: Any) -> None:
+    found = gated_delta_breaches(call.kwargs, **call.says)
+    silent = [breach.silent for breach in found]
+    verdicts = {OK: not found, REJECT: not all(silent), SILENT: bool(found) and all(silent)}
+    assert verdicts.get(call.expected, call.expected in [breach.rule for breach in found])
+    with pytest.raises(UnsupportedFormError) if found else contextlib.nullcontext() as error:
+        check_gated_delta_contract(call.kwargs, **call.says)
+    assert not call.looks or f" They look like {call.looks}." in str(error.value)
     for breach in found:
         assert all(text in str(error.value) for text in (breach.rule, breach.says, breach.remedy, breach.source))
-    assert case.verdict != REJECT or not all(breach.silent for breach in found), "the operator itself refuses this"
-    assert case.verdict != SILENT or all(breach.silent for breach in found), "the operator says nothing"
+    if call.right is not None:
+        check_gated_delta_contract(call.right, **call.mended)
 
 
-def test_the_cases_are_all_there() -> None:
-    assert Counter(case.verdict for case in CASES) == {OK: 44, REJECT: 58, SILENT: 42}
+def test_every_trap_operator_and_rule_is_in_the_table(rules_of) -> None:
+    """Trap 23 is a masked convolution, for inference alone. Each rule is broken by a call through the entry."""
+    assert {call.trap for call in CALLS} == set(range(25)) - {23}
+    assert {operator_named(call.operator).name for call in CALLS} == OPERATORS.keys()
+    says = [{key: value for key, value in call.says.items() if key != "kernel"} for call in CALLS]
+    found = (call_breaches(call.operator, call.kwargs, **said) for call, said in zip(CALLS, says))
+    assert {breach.rule for each in found for breach in each} == rules_of("gated_delta")
+
+
+def test_each_operator_is_found_by_its_name_and_by_that_of_its_kernel() -> None:
+    for name, row in OPERATORS.items():
+        assert knows(name)
+        assert operator_named(name) is row
+        module, _, function = name.partition(".")
+        assert "(" in name or not function or operator_named(f"{module}.some.module.{function}") is row
+    assert {*get_args(Kernel)} <= KERNELS.keys() | OPERATORS.keys()
+    assert {operator_named(f"fla_npu.npu_{link}").name for link in CHAIN} == {"fla_npu.link"}
+    assert not knows("fla.something_else")
+
+
+# --- names, values, messages
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says", "message"),
+    [
+        ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: .*fla_conv"), ({}, {"kernel": ""}, "Close to it"),
+        ({}, {"T": 0}, "T"), ({}, {"B": 0}, "B"), ({}, {"T": 2.5}, "T"), ({}, {"chunk_size": "64"}, "chunk_size"),
+        ({}, {"context_parallel": 2}, "context_parallel"), ({}, {"versions": "0.5.2"}, "versions"),
+        ({}, {"versions": ["fla"]}, "versions"), ([("cu_seqlens", 3)], {}, "kwargs"),
+    ],
+)  # fmt: skip
+def test_names_sizes_and_types_that_are_not_known_are_refused(kwargs: Any, says: dict[str, Any], message: str) -> None:
+    with pytest.raises(CollateError, match=message):
+        check_gated_delta_contract(kwargs, **ONE | says)
+
+
+def test_the_message_names_tokens_and_releases() -> None:
+    with pytest.raises(UnsupportedFormError) as error:
+        check_gated_delta_contract(cu(0, 4, 73), segments=PACKED, **ONE)
+    assert str(error.value) == (
+        "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) reads (0, 2), and is the first of "
+        "its sequence. The segments say otherwise. Use gated_delta_kwargs(segments, kernel='fla'), or unpad() the batch and "
+        "its tensors; or pass the segments that this call is for. (Segments)"
+    )
+    (breach,) = gated_delta_breaches(BOTH, **ONE | {"kernel": "transformers"}, versions={"transformers": "5.9.1"})
+    assert "transformers 5.9.1" in breach.says
+    (breach,) = gated_delta_breaches(cu(0, 3, 3, 73), **ONE, versions={"fla": "0.4.2"})
+    assert "fla 0.4.2" in breach.says
+
+
+def test_arguments_are_only_read() -> None:
+    kwargs = gated_delta_kwargs(PACKED, kernel="fla", tables=True)
+    before = {name: value.clone() for name, value in kwargs.items()}
+    check_gated_delta_contract(kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
+    assert kwargs.keys() == before.keys()
+    assert all(torch.equal(kwargs[name], value) for name, value in before.items())
+
+
+ODD: tuple[Any, ...] = (
+    *("0 3 73", object(), 3, True, [[0], [3, 73]], [0, None, 73], np.array([0, 3, 73]), []),
+    *(torch.tensor([0.0, 3.0, 73.0]), torch.tensor([True, False]), torch.zeros(3, dtype=torch.complex64)),
+    *(torch.tensor([0, 3, 73]).to_sparse(), torch.empty(3, dtype=torch.int64, device="meta"), torch.tensor(3)),
+    torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    *(torch.zeros(73, 73, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.tensor([0, 2**62])),
+)
+OTHERS = (
+    "chunk_size layout qkv_format backend total_tokens num_samples activation_mode initial_state_mode cp_context dht "
+    "q x weight initial_state"
+)
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS])
+def test_odd_values_are_read_or_refused_never_a_raw_error(operator: str) -> None:
+    own = OPERATORS[operator]
+    names = {*own.offsets, *own.copies, *own.tables, *own.reads, own.numbers, *own.shapes, *OTHERS.split()}
+    right = HOST if own.host else {name: CU["cu_seqlens"].int() for name in own.offsets[:1]}
+    for name, value in itertools.product(sorted(names - {""}), ODD):
+        for kwargs, segments in (({name: value}, PACKED), (right | {name: value}, None), (right | {name: value}, PACKED)):
+            with contextlib.suppress(CollateError):
+                gated_delta_breaches(kwargs, **ONE | {"kernel": operator}, segments=segments, versions=FULL | MAIN)
+
+
+@pytest.mark.parametrize("name", ["flash-linear-attention-npu", "flash-linear-attention-npu-a2"])
+def test_the_release_of_fla_npu_is_read_by_the_names_it_ships_under(monkeypatch, name):
+    monkeypatch.setattr(releases, "_FOUND", {})
+    monkeypatch.setattr(releases, "_read", {name: "26.6.0"}.get)
+    assert Call(operator_named("fla_npu"), {}, B=1, T=1).release("fla_npu") == "26.6.0"

@@ -1,4 +1,4 @@
-"""The reference rule: against transformers' own torch rules, and by its laws."""
+"""The references of rule and convolution: against torch's and transformers' own, and by their laws."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rule_inputs import HV, K, V, rule_inputs
+from torch.nn.functional import conv1d, silu
 
-from collate_npu import CollateError, UnsupportedFormError
-from collate_npu.kernels.gated_delta import reference_gated_delta_rule
+from collate_npu import CollateError
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
-LENGTHS = [3, 70, 1, 64, 65]
 OFFSETS = [0, 3, 73, 74, 138, 203]
 
 
 def gradients(out, inputs):
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     return torch.autograd.grad((out * weights).sum(), inputs)
+
+
+def assert_same_gradients(out, other, inputs):
+    assert max((x - y).abs().max() for x, y in zip(gradients(out, inputs), gradients(other, inputs))) < 1e-5
 
 
 @pytest.mark.models
@@ -40,7 +44,7 @@ def test_it_is_transformers_own_rule_forward_and_backward(name, norm, T):
     mine, final = reference_gated_delta_rule(*inputs, output_final_state=True, use_qk_l2norm_in_kernel=norm)
     assert (out - mine).abs().max() < 1e-5
     assert (state - final).abs().max() < 1e-5
-    assert max((x - y).abs().max() for x, y in zip(gradients(out, inputs), gradients(mine, inputs))) < 1e-5
+    assert_same_gradients(out, mine, inputs)
 
 
 def test_a_sequence_among_others_is_as_alone_with_its_state():
@@ -78,11 +82,12 @@ def test_each_sequence_begins_with_its_own_state_and_an_empty_one_keeps_it():
 def test_what_no_sequence_covers_is_not_a_number_and_spoils_gradients():
     """As in kernels that leave it unwritten: the layers behind multiply it by zero, which is NaN."""
     inputs = [x.requires_grad_() for x in rule_inputs(1, 8)]
-    out, _ = reference_gated_delta_rule(*inputs, cu_seqlens=[0, 3, 5])
-    assert out[:, 5:].isnan().all()
-    assert not out[:, :5].isnan().any()
+    rule, _ = reference_gated_delta_rule(*inputs, cu_seqlens=[0, 3, 5])
+    for out in (rule, reference_causal_conv1d(*taps(), cu_seqlens=[0, 5])):
+        assert out[:, 5:].isnan().all()
+        assert not out[:, :5].isnan().any()
     weight = torch.ones(V, requires_grad=True)
-    (out @ weight)[:, :5].sum().backward()
+    (rule @ weight)[:, :5].sum().backward()
     assert weight.grad.isnan().all()
 
 
@@ -96,11 +101,8 @@ def test_shapes_that_kernels_refuse_are_refused():
     q, k, v, g, beta = rule_inputs(2, 5)
     with pytest.raises(CollateError, match="2 rows"):
         reference_gated_delta_rule(q, k, v, g, beta, cu_seqlens=[0, 5])
-    for wrong in (
-        (q.mT, k.mT, v, g, beta),
-        (q, k, v, g[..., :1], beta),
-        (q, k, v[:, :, :1].repeat(1, 1, 3, 1)[:, :4], g, beta),
-    ):
+    heads = v[:, :, :1].repeat(1, 1, 3, 1)[:, :4]
+    for wrong in ((q.mT, k.mT, v, g, beta), (q, k, v, g[..., :1], beta), (q, k, heads, g, beta)):
         with pytest.raises(UnsupportedFormError, match="tokens before the heads"):
             reference_gated_delta_rule(*wrong)
     with pytest.raises(UnsupportedFormError, match="One state a sequence"):
@@ -108,5 +110,72 @@ def test_shapes_that_kernels_refuse_are_refused():
 
 
 def test_low_precision_comes_back_as_it_came():
-    inputs = [x.bfloat16() for x in rule_inputs(1, 5)]
-    assert reference_gated_delta_rule(*inputs)[0].dtype == torch.bfloat16
+    assert reference_gated_delta_rule(*(x.bfloat16() for x in rule_inputs(1, 5)))[0].dtype == torch.bfloat16
+
+
+# --- the convolution
+
+ENDS = [0, 3, 4, 9]
+NUMBERS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2]], dtype=torch.int32)
+
+
+def taps(B=1, T=9, D=5, W=4):
+    """x, weight and bias."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=draw).requires_grad_() for shape in ((B, T, D), (D, W), (D,))]
+
+
+def by_torch(x, weight, bias, activation="silu"):
+    D, W = weight.shape
+    out = conv1d(x.mT, weight[:, None], bias, padding=W - 1, groups=D)[..., : x.shape[1]].mT
+    return silu(out) if activation else out
+
+
+@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_without_boundaries_it_is_torchs_forward_and_backward(W, activation):
+    tensors = taps(B=2, W=W)
+    mine, theirs = reference_causal_conv1d(*tensors, activation), by_torch(*tensors, activation)
+    assert (mine - theirs).abs().max() < 1e-5
+    assert_same_gradients(mine, theirs, tensors)
+
+
+@pytest.mark.parametrize("boundary", [{"cu_seqlens": ENDS}, {"seq_idx": NUMBERS}])
+def test_a_convolved_sequence_among_others_is_as_alone(boundary):
+    x, weight, bias = taps()
+    out = reference_causal_conv1d(x, weight, bias, "silu", **boundary)
+    alone = torch.cat([by_torch(x[:, a:b], weight, bias) for a, b in pairwise(ENDS)], 1)
+    assert (out - alone).abs().max() < 1e-6
+    assert (out - by_torch(x, weight, bias)).abs().max() > 0.1
+
+
+def test_only_equality_of_numbers_counts_so_equal_neighbours_leak():
+    """As in causal-conv1d: 7 7 7 2 7 ... leaks over the one token between, 5 5 5 2 9 ... does not."""
+    right = reference_causal_conv1d(*taps(), seq_idx=NUMBERS)
+    others, again = torch.tensor([[5, 5, 5, 2, 9, 9, 9, 9, 9]]), torch.tensor([[7, 7, 7, 2, 7, 7, 7, 7, 7]])
+    assert torch.equal(right, reference_causal_conv1d(*taps(), seq_idx=others))
+    assert (right - reference_causal_conv1d(*taps(), seq_idx=again)).abs().max() > 0.1
+
+
+def test_the_inputs_before_a_sequence_are_its_state():
+    x, weight, bias = taps(T=12)
+    whole = reference_causal_conv1d(x, weight, bias, "silu")
+    state = x[:, 1:4].mT
+    assert (reference_causal_conv1d(x[:, 4:], weight, bias, "silu", initial_state=state) - whole[:, 4:]).abs().max() < 1e-6
+    both = torch.cat([torch.zeros_like(state), state])
+    packed = reference_causal_conv1d(x, weight, bias, "silu", cu_seqlens=[0, 4, 12], initial_state=both)
+    assert (packed - whole).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": torch.zeros(1, 5, 9)}, "channels last"),
+        ({"seq_idx": NUMBERS, "cu_seqlens": ENDS}, "one kind of boundary"),
+        ({"seq_idx": NUMBERS[0]}, "one kind of boundary"),
+        ({"activation": "gelu"}, "activation"),
+    ],
+)
+def test_calls_of_the_convolution_that_mean_nothing_are_refused(given, message):
+    with pytest.raises(CollateError, match=message):
+        reference_causal_conv1d(**dict(zip(("x", "weight", "bias"), taps())) | given)

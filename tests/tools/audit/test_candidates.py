@@ -1,31 +1,19 @@
-"""What a command line names is checked before any model is built."""
+"""What a command line names is checked before any model is built, and refused with the reason."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from collate_npu import CollateError
-from collate_npu.testing import byte_tokenizer
-from collate_npu.tools.audit.candidates import candidates, check_device, check_models, load_tokenizer
+from collate_npu.releases import KERNELS_TOLD
+from collate_npu.testing import tiny_model
+from collate_npu.tools.audit.candidates import candidates, check_attention, check_device, check_is_run, resolved_kernels
 
 pytestmark = pytest.mark.models
-
-
-def test_all_unknown_names_are_refused_at_once(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CollateError) as error:
-        check_models(["qwen3_next", "qwen3_nxt", str(tmp_path / "empty")])
-    assert "qwen3_nxt" in str(error.value)
-    assert "empty" in str(error.value)
-    assert "Did you mean" in str(error.value)
-    assert "qwen3_next" in str(error.value)
-
-
-def test_model_types_and_checkpoints_are_known(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    check_models(["qwen3_next", "llama", str(tmp_path)])
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "nonsense", "cuda:99", "npu", "meta", ""])
@@ -34,26 +22,48 @@ def test_a_device_that_does_not_compute_is_refused(device):
         check_device(device, torch.float32)
 
 
-def test_the_cpu_computes():
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check_device("cpu", dtype)
-
-
-def test_tokenizers(tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path / "good")
-    assert load_tokenizer(tmp_path / "good").pad_token_id is not None
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "tokenizer.json").write_text("{", encoding="utf-8")
-    for name in ("bad", "absent"):
-        with pytest.raises(CollateError, match="It does not load"):
-            load_tokenizer(tmp_path / name)
-
-
 def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested():
-    settings = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0}
-    chosen, excluded = candidates(["rwkv"], ["eager"], **settings)
-    assert [(c.name, c.attn) for c in chosen] == [("rwkv", "eager")]
-    assert excluded == {}
-    chosen, excluded = candidates([], ["eager"], **settings)
-    assert ("rwkv", "eager") in excluded
-    assert "qwen3_next" in {c.name for c in chosen}
+    assert candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
+    chosen, excluded = candidates([], ["eager"])
+    assert "rwkv (eager)" in excluded
+    assert ("qwen3_next", "eager") in chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("flash_attention_2", "cpu", r"\(ImportError: .* does not run there"),
+        ("sdp", "cpu", r"Did you mean sdpa\?"),
+        ("mine", "cpu", "Name one of them"),
+        ("owner/kernel", "cpu", r"\(RuntimeError: only Ampere GPUs\)"),
+    ],
+)
+def test_attention_that_cannot_run_is_refused_with_the_reason(monkeypatch, name, device, said):
+    """A kernel may fail only when it is called."""
+
+    def broken(*args, **kwargs):
+        model = tiny_model(*args, **{**kwargs, "attn_implementation": "sdpa"})
+        model.forward = lambda **kwargs: exec("raise RuntimeError('only Ampere GPUs')")
+        return model
+
+    if name == "owner/kernel":  # no look on the hub from a test
+        monkeypatch.setattr("collate_npu.tools.audit.candidates.tiny_model", broken)
+    with pytest.raises(CollateError, match=said):
+        check_attention(name, device, torch.float32)
+
+
+def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named():
+    def runs(name, **fields):
+        return SimpleNamespace(config=SimpleNamespace(_attn_implementation=name, **fields))
+
+    heads = {"num_attention_heads": 2}
+    with pytest.raises(ValueError, match="runs eager in the place of sdpa"):
+        check_is_run(runs("eager", **heads), "sdpa")
+    check_is_run(runs("kernels-community/flash-attn2", **heads), "flash_attention_2")
+    check_is_run(runs("sdpa"), "eager")  # no attention at all
+
+
+@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="an older transformers does not say")
+def test_where_each_function_comes_from():
+    assert resolved_kernels(tiny_model("qwen3_next", vocab_size=8))["causal_conv1d_fn"] == "torch"
+    assert resolved_kernels(tiny_model("llama", vocab_size=8)) == resolved_kernels(torch.nn.Linear(1, 1)) == {}

@@ -1,44 +1,50 @@
-"""The audit sees what it is there to see: a wrong mask, a refusal, a wrong gradient."""
+"""The audit sees what it is there to see: a wrong mask, a lost boundary, a refusal, a kernel that is missing, NaN.
+
+That a wrong gradient alone is seen, and what passes: test_noise.
+"""
 
 from __future__ import annotations
+
+from functools import wraps
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from collate_npu import CollateError
-from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.case import Finding, audit
-from collate_npu.tools.audit.data import shipped_text
-from collate_npu.tools.audit.samples import sample_ids
+from collate_npu.releases import MISSING_KERNEL_RAISES
+from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_model
+from collate_npu.tools.audit.case import Audit, Finding, audit, raised
+from collate_npu.tools.audit.data import sample_ids, shipped_text
+from collate_npu.tools.audit.handover import FLAT, PADDED
 
 pytestmark = pytest.mark.models
+NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is the first release that asks for boundaries")
 
 TOKENIZER = byte_tokenizer()
-SAMPLES = sample_ids(shipped_text(), TOKENIZER, count=4, max_length=96, seed=5)
+SAMPLES = sample_ids(shipped_text(), TOKENIZER, count=4, max_length=80, seed=5)
+OURS = [column for column, way in FLAT.items() if way.ours]
+OTHERS = [column for column in FLAT if column not in OURS]
 
 
-def findings_of(model, **settings):
-    return {(f.side, f.column): f for f in audit(model, SAMPLES, pad_token_id=TOKENIZER.pad_token_id, **settings)}
+def tiny(name, **settings):
+    return tiny_model(name, vocab_size=len(TOKENIZER), **settings)
 
 
-@pytest.fixture(scope="module")
-def found():
-    return findings_of(tiny_model("qwen3_next", vocab_size=len(TOKENIZER)))
+def one(model, **settings):
+    """The only finding."""
+    (found,) = audit(model, SAMPLES, pad_token_id=TOKENIZER.pad_token_id, **{"gradients": False, **settings})
+    return found
 
 
-def test_ours_pass_on_both_sides(found):
-    for side in ("left", "right"):
-        assert found[side, "collator"].right
-        assert found[side, "collator"].within(1e-4)
-        assert found[side, "collator"].gradient < 1e-4
+def flat(name, **settings):
+    model = tiny(name, **settings)
+    how = {"pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": True, "sides": ["packed"]}
+    return Audit(model, SAMPLES, name=name, **how)
 
 
-@pytest.mark.parametrize("column", ["bare 4D", "None", "4D + 2D keyword"])
-def test_others_fail_on_the_left_alone(found, column):
-    assert found["left", column].logits > 1
-    assert found["left", column].gradient > 0.05
-    assert found["right", column].within(1e-4)
+def rows_of(case):
+    return {column: case.finding("packed", column) for column in FLAT}
 
 
 def test_the_samples_are_ragged_and_end_with_eos():
@@ -46,76 +52,129 @@ def test_the_samples_are_ragged_and_end_with_eos():
     assert all(ids[-1] == TOKENIZER.eos_token_id == TOKENIZER.pad_token_id for ids in SAMPLES)
 
 
-def test_a_model_that_ignores_its_mask_is_caught():
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    forward = model.forward
-    model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
-    found = findings_of(model, sides=["left"], columns=["collator"], gradients=False)
-    assert not found["left", "collator"].within(1e-4)
+def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_was():
+    model = tiny("qwen3_next")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = {(f.side, f.column): f for f in audit(model, SAMPLES, pad_token_id=TOKENIZER.pad_token_id)}
+    for column, way in PADDED.items():
+        left, right = found["left", column], found["right", column]
+        if way.ours:
+            assert left.refused or (left.right and left.within(1e-4) and left.gradient < 1e-4), column
+        else:
+            assert left.logits > 1, column
+            assert left.gradient > 0.05, column
+        assert right.within(1e-4), column
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_refusal_is_neither_wrong_nor_an_error():
-    model = tiny_model("rwkv", vocab_size=len(TOKENIZER), attn_implementation="eager")
-    found = findings_of(model, sides=["left"], columns=["collator", "None"], gradients=False)
-    assert found["left", "collator"].refused
-    assert found["left", "collator"].within(1e-4)
-    assert "Pad right" in found["left", "collator"].note
-    assert found["left", "None"].logits > 1
+    model = tiny("rwkv", attn_implementation="eager")
+    found = one(model, sides=["left"], columns=["collator"])
+    assert found.refused
+    assert found.within(1e-4)
+    assert "Pad right" in found.note
+    assert one(model, sides=["left"], columns=["None"]).logits > 1
 
 
 def test_what_a_model_raises_is_a_finding_and_not_a_pass():
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
+    model = tiny("llama")
+    forward = model.forward
 
-    def broken(**kwargs):
-        if "attention_mask" in kwargs:
+    def broken(attention_mask=None, **kwargs):
+        if attention_mask is not None:
             raise RuntimeError("no masks today")
-        return tiny_model("qwen3_next", vocab_size=len(TOKENIZER))(**kwargs)
+        return forward(**kwargs)
 
     model.forward = broken
-    found = findings_of(model, sides=["left"], columns=["collator"], gradients=False)
-    assert found["left", "collator"].note == "RuntimeError: no masks today"
-    assert not found["left", "collator"].within(1e-4)
-
-
-def test_batches_without_padding_prove_nothing():
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    with pytest.raises(CollateError, match="prove nothing"):
-        next(audit(model, [[1, 2], [3, 4]], pad_token_id=0))
+    found = one(model, sides=["left"], columns=["collator"])
+    assert found.note == "RuntimeError: no masks today"
+    assert not found.within(1e-4)
 
 
 def test_the_gradient_alone_can_fail():
-    wrong = Finding(
-        model="m", attn_implementation="sdpa", side="left", column="collator", whose="ours", logits=0.0, gradient=1.0
-    )
-    assert not wrong.within(1e-4)
+    where = {"model": "m", "attn_implementation": "sdpa", "side": "left", "column": "collator", "whose": "ours"}
+    assert not Finding(**where, logits=0.0, gradient=1.0).within(1e-4)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", ["a real token of the last row", "a padded place", "a sample alone", "a gradient"])
-def test_a_number_that_is_not_finite_fails_with_any_tolerance(place, bad):
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-
+@pytest.mark.parametrize("place", ["a padded place", "a sample alone"])
+def test_a_number_that_is_not_finite_fails_with_any_tolerance(place):
+    """Every place of a result is looked at: test_measure."""
+    model = tiny("qwen3_next")
     shortest = min(range(len(SAMPLES)), key=lambda row: len(SAMPLES[row]))
 
     def spoil(module, inputs, output):
-        one = output.logits.shape[0] == 1
-        row, column = (shortest, 0) if place == "a padded place" else (-1, -1)
-        if one == (place == "a sample alone"):
-            output.logits[row, column, -1] = bad
+        alone = output.logits.shape[0] == 1
+        if alone == (place == "a sample alone"):
+            output.logits[0 if alone else shortest, 0, -1] = float("nan")
 
-    if place == "a gradient":
-        last = list(model.parameters())[-1]
-        last.register_hook(lambda gradient: torch.full_like(gradient, bad))
-    else:
-        model.register_forward_hook(spoil)
-    found = findings_of(model, sides=["left"], columns=["collator"])["left", "collator"]
+    model.register_forward_hook(spoil)
+    found = one(model, sides=["left"], columns=["collator"], gradients=True)
     assert found.right is False
     assert not found.within(1e30)
     assert "not finite" in found.note
 
 
-def test_the_model_stays_as_it_was():
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    findings_of(model, sides=["left"], columns=["collator"])
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+def test_flat_rows_of_attention_alone_are_proved():
+    case = flat("llama", attn_implementation="eager")
+    found = rows_of(case)
+    assert all(found[column].right and found[column].gradient < 1e-5 for column in OURS)
+    assert found["nothing"].logits > 1
+    assert found["nothing"].gradient > 0.1
+    assert case.yardstick("packed").tells()
+
+
+@NEWER
+def test_with_kernels_ours_are_right_and_each_boundary_left_out_costs():
+    case = flat("qwen3_next")
+    with reference_kernels(case.subject.model):
+        found = rows_of(case)
+        assert all(found[column].right for column in OURS)
+        for column in OTHERS:
+            assert found[column].logits > 0.1, column
+            assert found[column].gradient > 0.01, column
+        assert case.yardstick("packed").wrong.logits == min(found[column].relative for column in OTHERS)
+
+
+@NEWER
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "reference_gated_delta_rule"])
+def test_a_kernel_that_drops_its_offsets_in_silence_is_caught(monkeypatch, name):
+    kernel = getattr(kernels, name)
+
+    @wraps(kernel)
+    def deaf(*args, seq_idx=None, cu_seqlens=None, **kwargs):
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, name, deaf)
+    case = flat("qwen3_next")
+    with reference_kernels(case.subject.model):
+        assert not any(case.finding("packed", column).right for column in OURS)
+
+
+def test_a_family_that_never_asks_is_refused():
+    found = rows_of(flat("jamba"))
+    assert all(found[column].refused for column in OURS)
+    assert found["positions"].right is False
+
+
+@pytest.mark.parametrize("samples", [SAMPLES[:1], SAMPLES[:3]])
+def test_a_row_of_one_sequence_is_no_proof(samples):
+    with pytest.raises(CollateError, match=r"a row of one sequence.*Give a --batch-size of 2 or more"):
+        next(audit(tiny("llama"), samples, pad_token_id=0, sides=["packed"], batch_size=2))
+
+
+def test_sequences_of_one_length_are_a_proof_in_a_row_and_none_in_a_padded_batch():
+    settings = {"pad_token_id": 7, "gradients": False, "columns": ["collator"]}
+    assert next(audit(tiny("llama"), [[1, 2], [3, 4]], sides=["packed"], **settings)).right
+    with pytest.raises(CollateError, match="prove nothing"):
+        next(audit(tiny("llama"), [[1, 2], [3, 4]], sides=["packed", "left"], **settings))
+
+
+def test_the_remedy_for_a_missing_kernel_is_one_of_this_device():
+    error = ValueError("`f` can't keep packed sequences apart without `g`. Install `g` to train on packed sequences.")
+    on_npu, on_cpu = raised(error, "npu"), raised(error, "cpu")
+    assert on_npu["no_kernel"]
+    assert "Megatron-style stack" in on_npu["note"]
+    assert "causal-conv1d" not in on_npu["note"]
+    assert "--kernels reference" in on_cpu["note"]
+    assert "Install" not in on_npu["note"]
+    assert raised(ValueError("else"), "cpu") == {"note": "ValueError: else", "refused": False}

@@ -29,10 +29,10 @@ def test_shipped_text_is_ragged_and_unique():
     [
         ("a.txt", b"one\n\ntwo\n"),
         ("a.log", b"one\ntwo"),
-        ("a.txt.gz", gzip.compress(b"one\ntwo\n")),
+        ("a.txt.gz", gzip.compress(b"one\ntwo\n", mtime=0)),
         ("b.jsonl", b'{"text": "one"}\n{"content": "two"}\n'),
         ("b.ndjson", LINES),
-        ("b.jsonl.gz", gzip.compress(LINES)),
+        ("b.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("bom.jsonl", '\ufeff{"text": "one"}\n\n{"text": "two"}\n'.encode()),
     ],
 )
@@ -59,10 +59,8 @@ def test_tables_by_datasets_leave_no_cache_and_ask_nobody(tmp_path, monkeypatch,
     else:
         content = {"a": json.dumps(RECORDS).encode(), "b": LINES}[name[0]] if ".json" in name else b"text\none\ntwo\n"
         path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    before = datasets.are_progress_bars_disabled()  # another test's package may have done so
     assert read_rows(path) == ["one", "two"]
     assert not (tmp_path / "cache").exists()
-    assert datasets.are_progress_bars_disabled() == before
 
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -93,43 +91,29 @@ def test_what_a_row_holds(tmp_path, record, row):
         ("c.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: got no text field"),
         ("c.jsonl", b'{"input_ids": [1, 2.5]}\n', "line 1: got no text field"),
         ("c.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "line 1: got no text field"),
-        ("c.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
-        ("c.txt.gz", b"no archive", "c.txt.gz: got Not a gzipped file"),
+        ("c.txt", "caf\u00e9".encode("latin-1"), "got UnicodeDecodeError: .* in UTF-8"),
+        ("c.txt.gz", b"no archive", "c.txt.gz: got BadGzipFile: Not a gzipped file"),
         ("c.txt", b"\n\n", "got no rows"),
         ("c.txt", None, "No such file"),
         ("c.json", None, "No such file"),
-    ],
-)
-def test_what_is_no_data_is_refused_with_its_place(tmp_path, name, content, said):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(CollateError, match=said) as error:
-        read_rows(tmp_path / name)
-    assert str(error.value).startswith(str(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+        ("", None, "Is a directory"),
+        ("folder.json", None, "Is a directory"),
         ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
         ("c.json", b'[{"text": "on', "It cannot be read as a table"),
         ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
     ],
 )
-def test_bad_tables_are_refused_in_a_line(tmp_path, capfd, name, content, said):
-    pytest.importorskip("datasets")
-    (tmp_path / name).write_bytes(content)
+def test_what_is_no_data_is_refused_with_its_place_in_a_line(tmp_path, capfd, name, content, said):
+    if name.endswith((".json", ".csv", ".parquet")):
+        pytest.importorskip("datasets")
+    (tmp_path / "folder.json").mkdir()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(CollateError, match=said) as error:
         read_rows(tmp_path / name)
+    assert str(error.value).startswith(str(tmp_path / name))
     assert "\n" not in str(error.value)
     assert not capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["folder", "folder.json"])
-def test_a_folder_is_no_data(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(CollateError, match="Is a directory"):
-        read_rows(tmp_path / name)
 
 
 def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):

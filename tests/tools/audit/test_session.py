@@ -1,27 +1,154 @@
-"""A session: what raises whatever is handed over did not run; what a model has not is forgiven where others ran."""
+"""A session: a collator or a batch of yours is judged like ours and told apart from it; what a model has not is forgiven."""
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("rich")
-from rich.console import Console
+pytest.importorskip("typer")
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+from typer.testing import CliRunner
 
-from collate_npu.testing import tiny_model
+from collate_npu import PaddingCollator
+from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import candidates
-from collate_npu.tools.audit.session import audit_all
+from collate_npu.tools.cli import app
 
 pytestmark = pytest.mark.models
 
+EOS = 256
+SAMPLES = [[1, 2, 3, 4, 5, EOS], [6, 7, EOS], [8, 9, 10, EOS]]
+MINE = """
+import torch
+from transformers import DataCollatorForSeq2Seq
+def right(tokenizer): return DataCollatorForSeq2Seq(tokenizer)
+def wrong(features):
+    width = max(len(feature["input_ids"]) for feature in features)
+    ids = torch.tensor([feature["input_ids"] + [256] * (width - len(feature["input_ids"])) for feature in features])
+    return {"input_ids": ids, "attention_mask": (ids != 256).long()}
+def cuts(features): return {"input_ids": torch.tensor([feature["input_ids"][:2] for feature in features])}
+def raises(features): raise KeyError("images")
+"""
+QUICK = ["--batches", "1", "--batch-size", "3", "--no-gradients", "--max-length", "48"]
 
-def audited(*models, **settings):
-    asked = {
-        "models": models, "data": None, "tokenizer": None, "sides": ["right"], "attentions": ["sdpa"], "device": "cpu",
-        "dtype": "float32", "batch_size": 3, "batches": 1, "max_length": 48, "gradients": False, "tolerance": None,
-        "seed": 0, "console": Console(quiet=True),
-    }  # fmt: skip
-    return audit_all(**{**asked, **settings})
+
+def features():
+    return [{"input_ids": list(ids), "labels": list(ids)} for ids in SAMPLES]
+
+
+def run(*args):
+    sdpa = [] if "--attn" in args else ["--attn", "sdpa"]
+    return CliRunner().invoke(app, ["audit", *args, *sdpa, *QUICK], env={"COLUMNS": "250"})
+
+
+def told(*args):
+    result = run(*args, "--json")
+    report = json.loads(result.stdout)
+    return result.exit_code, [f for f in report["findings"] if f["whose"] == "yours"], report
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine_here.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "mine_here.py"
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+def test_a_collator_by_name_fails_the_audit_where_it_is_wrong(mine, name, code):
+    ended, (found,), report = told("--model", "llama", "--collator", f"{mine}:{name}", "--side", "right")
+    assert (ended, found["column"], found["right"]) == (code, name, code == 0)
+    assert all(f["right"] or f["refused"] for f in report["findings"] if f["whose"] == "ours")
+    assert ("make it from the lengths" in found["note"]) == (code == 1)
+
+
+@pytest.mark.parametrize(("name", "said"), [("cuts", "Switch off what changes tokens"), ("raises", "KeyError: 'images'")])
+def test_a_collator_that_cannot_be_compared_is_not_run_and_not_wrong(mine, name, said):
+    ended, found, report = told("--model", "llama", "--collator", f"{mine}:{name}", "--side", "right")
+    assert (ended, found) == (2, [])
+    assert said in report["not_run"][f"llama (sdpa) {name}"]
+
+
+def test_a_collator_made_with_a_tokenizer_is_made_for_each_side(mine):
+    """Right padding alone would hide what is wrong."""
+    ended, found, _ = told("--model", "llama", "--collator", f"{mine}:right")
+    by_side = {each["side"]: each for each in found}
+    assert by_side.keys() == {"left", "right"}
+    assert by_side["right"]["right"]
+    assert by_side["left"]["astray"][0] == "loss"  # its first labels are predicted from padding
+    assert ended == 1
+    (left,) = told("--model", "llama", "--collator", f"{mine}:right", "--side", "left")[1]
+    assert left["side"] == "left"
+
+
+RIGHT = dict(DataCollatorForSeq2Seq(byte_tokenizer())(features()))
+FLAT = dict(DataCollatorWithFlattening()(features()))
+LAYERS = SimpleNamespace(layer_types=["full_attention"])
+MEGATRON = dict(PaddingCollator(pad_token_id=EOS, padding_side="left", consumer="megatron", model=LAYERS)(features()))
+
+
+def dumped(tmp_path, batch):
+    torch.save(batch, tmp_path / "dump.pt")
+    return tmp_path / "dump.pt"
+
+
+@pytest.mark.parametrize(
+    ("batch", "code", "side", "beside", "note"),
+    [
+        (RIGHT, 0, "right", {"left", "right"}, ""),
+        (FLAT, 0, "packed", {"packed"}, ""),
+        (MEGATRON, 1, "left", {"left", "right"}, "True = blocked"),
+    ],
+)
+def test_a_dumped_batch_is_compared_with_batches_laid_out_as_it_is(tmp_path, batch, code, side, beside, note):
+    ended, (found,), report = told("--model", "llama", "--batch", str(dumped(tmp_path, batch)))
+    assert (ended, found["side"], found["right"]) == (code, side, code == 0)
+    assert {f["side"] for f in report["findings"] if f["whose"] != "yours"} == beside
+    assert note in found["note"]
+
+
+def test_labels_of_a_dump_count_as_they_are(tmp_path):
+    labels = RIGHT["labels"].clone()
+    labels[:, :2] = -100
+    for place, code, note in ((-100, 0, ""), (5, 1, "Labels stand at padding (1)")):
+        labels[1, -1] = place
+        ended, (found,), _ = told("--model", "llama", "--batch", str(dumped(tmp_path, {**RIGHT, "labels": labels})))
+        assert (ended, found["right"]) == (code, code == 0)
+        assert note in found["note"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "Name the model that it was made for"),
+        (["--model", "llama", "--data", "a.txt"], "Leave --data out"),
+        (["--model", "llama"], "Carry attention_mask_2d from the collator"),
+    ],
+)
+def test_a_dump_that_says_too_little_or_comes_with_too_much(tmp_path, args, said):
+    batch = {key: value for key, value in RIGHT.items() if key != "attention_mask"}
+    result = run(*args, "--batch", str(dumped(tmp_path, batch)))
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_tokens_of_another_model_are_refused(tmp_path):
+    tiny_model("llama", vocab_size=257).save_pretrained(tmp_path / "model")
+    batch = {**RIGHT, "input_ids": RIGHT["input_ids"] + 50_000}
+    result = run("--model", str(tmp_path / "model"), "--batch", str(dumped(tmp_path, batch)))
+    assert result.exit_code == 2
+    assert "token id 50256" in " ".join(result.output.split())
+
+
+def test_an_encoder_is_audited_on_both_sides():
+    ended, _, report = told("--model", "bert")
+    assert ended == 0
+    wrong = {(f["side"], f["column"]) for f in report["findings"] if f["right"] is False}
+    assert {("left", "None"), ("right", "None")} <= wrong
 
 
 def test_a_side_that_raises_whatever_is_handed_over_did_not_run(monkeypatch):
@@ -31,32 +158,31 @@ def test_a_side_that_raises_whatever_is_handed_over_did_not_run(monkeypatch):
         model = tiny_model(*args, **settings)
         forward = model.forward
 
-        def no_flat_rows(use_cache=None, **kwargs):
-            if use_cache is False:
+        def no_flat_rows(input_ids, **kwargs):
+            if len(input_ids) == 1 and input_ids.shape[1] > 96:  # the longest sample
                 raise RuntimeError("does not compile")
-            return forward(**kwargs)
+            return forward(input_ids=input_ids, **kwargs)
 
         model.forward = no_flat_rows
         return model
 
     monkeypatch.setattr(candidates, "tiny_model", built)
-    report = audited("llama", sides=["right", "packed"])
-    assert report.not_run == {"llama (sdpa) packed": "RuntimeError: does not compile"}
-    assert {f.side for f in report.findings} == {"right"}
-    assert report.exit_code == 2
+    ended, _, report = told("--model", "llama", "--side", "right", "--packed")
+    assert report["not_run"] == {"llama (sdpa) packed": "RuntimeError: does not compile"}
+    assert {f["side"] for f in report["findings"]} == {"right"}
+    assert ended == 2
 
 
 def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(monkeypatch):
+    flex = ["--attn", "flex_attention", "--side", "right"]
     monkeypatch.setattr(candidates, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
-    monkeypatch.setattr("collate_npu.tools.audit.session.check_attentions", lambda *a, **k: None)
-    report = audited("qwen3_next", attentions=["flex_attention"])
-    assert "does not support" in report.not_run["qwen3_next (flex_attention)"]
-    assert report.exit_code == 2
+    ended, _, report = told("--model", "qwen3_next", *flex)
+    assert "does not support" in report["not_run"]["qwen3_next (flex_attention)"]
+    assert ended == 2
     monkeypatch.setattr("torch.compile", lambda function, **settings: function)
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr("transformers.integrations.flex_attention.WrappedFlexAttention._instance", None)
-    report = audited(attentions=["flex_attention"])
-    assert list(report.left_out) == ["qwen3_next (flex_attention)"]
-    assert not report.not_run
-    assert {f.model for f in report.findings} == {"llama"}
-    assert report.yardsticks["llama (flex_attention)"].tells()
+    ended, _, report = told(*flex)
+    assert (list(report["left_out"]), report["not_run"]) == (["qwen3_next (flex_attention)"], {})
+    assert {f["model"] for f in report["findings"]} == {"llama"}
+    assert (ended, report["passed"]) == (0, True)

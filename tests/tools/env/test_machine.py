@@ -1,42 +1,58 @@
-"""System, settings and CANN, without importing anything of theirs."""
+"""Packages, system, settings and CANN, without importing anything of theirs."""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 
+import collate_npu
+from collate_npu import releases
+from collate_npu.integrations import trainers
 from collate_npu.tools.env import machine
 
-
-def test_the_system_in_one_line():
-    found = machine.system()
-    assert found.split()[0] in ("Linux", "Darwin", "Windows")
-    assert "Python 3." in found
-    assert f"{os.cpu_count()}" in found
+ROOT = Path(collate_npu.__file__).parents[1]
 
 
-def test_of_a_library_path_what_leads_to_a_card_is_told(monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/a:/usr/local/Ascend/driver/lib64::/opt/b:/usr/local/cuda/lib64")
-    assert machine.settings()["LD_LIBRARY_PATH"] == "/usr/local/Ascend/driver/lib64:/usr/local/cuda/lib64:(2 more)"
-    monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert "LD_LIBRARY_PATH" not in machine.settings()
+def test_every_trainer_is_installed_in_the_version_it_names():
+    """What a file of integrations declares is listed, and a session of its own runs that release."""
+    sessions = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert [name for name, tested in trainers().values() if f'"{name}=={tested}"' not in sessions] == []
 
 
-FILES = {
-    "version.info": "Version=8.5.0\nversion_dir=8.5.0\n",
-    "version.cfg": "# version: 1.0\nruntime_running_version=[7.7.0.1.238:8.2.RC1]\n",
-    "aarch64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=8.3.RC1\ninnerversion=V100\n",
-}
+def test_packages_are_those_that_are_here(monkeypatch):
+    monkeypatch.setattr(releases, "_FOUND", {"verl": "0.9.1", "trl": ""})
+    assert next(iter(machine.packages())) == "torch"
+    assert machine.packages()["verl"] == "0.9.1"
+    assert "trl" not in machine.packages()
 
 
-@pytest.mark.parametrize(("file", "text"), FILES.items(), ids=FILES)
-def test_the_version_of_cann_is_read_from_its_folder(tmp_path, monkeypatch, file, text):
+@pytest.mark.parametrize(
+    "metadata", ["\n", "Name: torch_npu\n", "\xff\xfe\x00", None], ids=["empty", "no version", "no text", "absent"]
+)
+def test_a_package_whose_metadata_is_broken_is_here(tmp_path, monkeypatch, metadata):
+    (tmp_path / "torch_npu-2.13.0.dist-info").mkdir()
+    if metadata is not None:
+        (tmp_path / "torch_npu-2.13.0.dist-info" / "METADATA").write_text(metadata, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(releases, "_FOUND", {})
+    assert machine.packages()["torch_npu"] == releases.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "version"),
+    [
+        ("version.info", "Version=8.5.0\nversion_dir=8.5.0\n", "8.5.0"),
+        ("version.cfg", "# version: 1.0\nruntime_running_version=[7.7.0.1.238:8.2.RC1]\n", "8.2.RC1"),
+        ("aarch64-linux/ascend_toolkit_install.info", "package_name=Ascend-cann-toolkit\nversion=8.3.RC1\n", "8.3.RC1"),
+        ("empty", "", "version not told"),
+    ],
+)
+def test_the_version_of_cann_is_read_from_its_folder(tmp_path, monkeypatch, file, text, version):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text, encoding="utf-8")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    expected = {"version.info": "8.5.0", "version.cfg": "8.2.RC1"}.get(file, "8.3.RC1")
-    assert machine.cann() == f"{expected} in {tmp_path}"
+    assert machine.cann() == f"{version} in {tmp_path}"
 
 
 def test_a_cann_that_is_not_there(tmp_path, monkeypatch):
@@ -45,5 +61,3 @@ def test_a_cann_that_is_not_there(tmp_path, monkeypatch):
     assert machine.cann() == "none: ASCEND_HOME_PATH is not set"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "absent"))
     assert machine.cann().endswith("which is no folder")
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert machine.cann() == f"version not told in {tmp_path}"

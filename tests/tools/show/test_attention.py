@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import attentions, free, segments
 
-from collate_npu import Segments, dense
-from collate_npu.masks.patterns import CAUSAL
-from collate_npu.tools.show.attention import Cell, attention_of, compared, row_grid
+from collate_npu import Segments
+from collate_npu.masks import dense
+from collate_npu.masks.forms import open_empty_rows
+from collate_npu.tools.show.attention import COLOURS, SIGNS, Cell, attention_of, block_for, row_grid, sign_of
 
 BLOCKS = st.integers(1, 9)
 
@@ -42,48 +39,43 @@ def test_some_queries_alone(truth, data):
     for b in range(truth.shape[0]):
         drawn = attention_of(truth, b, queries=queries)
         assert torch.equal(torch.from_numpy(drawn.rows(0, len(queries))), dense(truth, rows=queries)[b, 0])
-        assert drawn.grid(1).cells.tolist() == dense(truth, rows=queries)[b, 0].long().tolist()
-        assert [drawn.place(q) for q in range(len(queries))] == queries.tolist()
+        assert drawn.queries.tolist() == queries.tolist()
+
+
+@given(free())
+def test_queries_that_see_no_key_may_see_themselves(truth):
+    opened = ~open_empty_rows(dense(truth, polarity="masked"))
+    for b in range(truth.shape[0]):
+        square = attention_of(truth, b, opened=True)
+        assert square.grid(1).cells.tolist() == opened[b, 0].long().tolist()
 
 
 @given(segments(), BLOCKS)
-def test_a_cell_has_the_colour_of_a_sequence_where_it_holds_it_alone(truth, block):
-    for b, ids in enumerate(truth.ids.tolist()):
-        parts = [ids[s : s + block] for s in range(0, len(ids), block)]
-        alone = [part[0] if len(set(part)) == 1 else None for part in parts]
-        several = [len({i for i in part if i}) > 1 for part in parts]
-        owner = attention_of(truth, b).grid(block).owner[0].tolist()
-        assert all(one is None or one == held for one, held in zip(alone, owner))
-        assert not any(held for many, held in zip(several, owner) if many)
-
-
-@given(segments(), BLOCKS)
-def test_rows_of_a_batch(truth, block):
-    for ids in truth.array:
+def test_rows_and_owners(truth, block):
+    """A cell has the colour of a sequence where it holds that one alone."""
+    for b, ids in enumerate(truth.array):
         grid = row_grid(ids, block)
         assert grid.cells.tolist() == [kinds(torch.from_numpy(ids > 0)[None], block)[0]]
         assert grid.share == pytest.approx(float((ids == 0).mean()))
+        held = [set(ids[s : s + block].tolist()) - {0} for s in range(0, len(ids), block)]
+        owners = [next(iter(one)) if len(one) == 1 else 0 for one in held]
+        assert grid.owner.tolist() == attention_of(truth, b).grid(block).owner.tolist() == owners
 
 
-def test_what_another_rank_holds_counts_for_nothing():
-    grid = row_grid(np.array([1, 1, 0, 0], np.int32), 1, np.array([True, False, True, False]))
-    assert grid.cells.tolist() == [[Cell.WHOLE, Cell.ELSEWHERE, Cell.BLOCKED, Cell.ELSEWHERE]]
-    assert grid.share == 0.5
+def test_a_number_or_a_sign_says_what_a_colour_says():
+    truth = Segments.from_lengths([[1, 1]], width=3)
+    assert row_grid(truth.array[0], 1).signs(0, numbered=True) == [("1", COLOURS[0]), ("2", COLOURS[1]), ("⬚", "dim")]
+    assert row_grid(truth.array[0], 3).signs(0, numbered=True) == [("◧", "")]
+    assert sign_of(Cell.TOO_MUCH, 1) == ("+", "bold red")
+    assert set(SIGNS) == set(Cell)
+    assert len({sign for sign, *_ in SIGNS.values()}) == len(Cell)
 
 
-def test_every_place_that_is_wrong_is_counted_and_outputs_at_padding_are_not():
-    truth, claimed = Segments.from_lengths([4], width=5), Segments.from_lengths([[2, 2]], width=5)
-    grid = compared(attention_of(claimed, 0), truth, CAUSAL).grid(1)
-    assert grid.wrong == 4
-    assert (grid.cells[2:4, :2] == Cell.TOO_LITTLE).all()
-    assert (grid.cells[4] < Cell.TOO_MUCH).all()
+@pytest.mark.parametrize(("width", "cells", "block"), [(8, 64, 1), (65, 64, 2), (4096, 64, 64), (4096, 11, 384), (0, 4, 1)])
+def test_blocks_are_round_numbers(width, cells, block):
+    assert block_for(width, cells) == block
 
 
-def test_a_long_row_is_folded_without_a_square_of_its_size():
-    truth = Segments.from_lengths([4096, 3000], side="left")
-    tracemalloc.start()
-    grid = attention_of(truth, 1).grid(256)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert grid.cells.shape == (16, 16)
-    assert peak < 4096 * 4096 / 2
+@given(st.integers(1, 10000), st.integers(1, 200))
+def test_blocks_fit(width, cells):
+    assert -(-width // block_for(width, cells)) <= cells

@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from strategies import segments, sided
 
-from collate_npu import CollateError, Pattern, Segments, dense
+from collate_npu import CollateError, Pattern, Segments
+from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.tools.show.attention import Cell
-from collate_npu.tools.show.faults import attentions_of_mask, faults_of_mask, keys_of_mask
+from collate_npu.tools.show.faults import keys_of_mask, squares_of_mask
 
 POLARITIES = st.sampled_from(["keep", "masked", "bias"])
 
@@ -26,9 +26,8 @@ def marked(attentions):
 @given(segments(), POLARITIES)
 def test_every_polarity_is_drawn_as_the_truth(truth, polarity):
     assume(truth.num_tokens)
-    drawn, _ = attentions_of_mask(dense(truth, polarity=polarity), truth.shape[0], truth)
-    keep = dense(truth)
-    assert [attention.grid(1).cells.tolist() for attention in drawn] == keep[:, 0].long().tolist()
+    drawn, _ = squares_of_mask(dense(truth, polarity=polarity), truth.shape[0], truth)
+    assert [attention.grid(1).cells.tolist() for attention in drawn] == dense(truth)[:, 0].long().tolist()
 
 
 @given(sided(rows=3, shortest=4, longest=9), st.sampled_from(["keep", "masked"]), st.data())
@@ -44,7 +43,7 @@ def test_one_place_turned_around_is_the_one_place_marked(truth, polarity, data):
         assume(False)  # of no consequence, in a row of few tokens
     except CollateError as error:
         assume(not re.search(r"(sliding|prefix)\(|bidirectional", str(error)))  # it is the mask of another pattern
-    drawn, _ = faults_of_mask(full, truth.shape[0], truth)
+    drawn, _ = squares_of_mask(full, truth.shape[0], truth)
     assert drawn[0].b == b  # the row that is wrong stands first
     assert marked(drawn) == [[[q, k]], *[[]] * (truth.shape[0] - 1)]
     expected = Cell.TOO_LITTLE if dense(truth)[b, 0, q, k] else Cell.TOO_MUCH
@@ -53,36 +52,31 @@ def test_one_place_turned_around_is_the_one_place_marked(truth, polarity, data):
 
 @pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_mask_alone_is_held_against_its_own_tokens(polarity, side):
-    truth = Segments.from_lengths([5, 8], side=side)
+@pytest.mark.parametrize("lengths", [[5, 8], [8, 8]])
+def test_a_mask_alone_is_held_against_its_own_tokens(polarity, side, lengths):
+    truth = Segments.from_lengths(lengths, side=side)
     full = dense(truth, polarity=polarity)
     b, start, _ = truth.spans[0]
     full[b, 0, start + 3, start + 1] = full[b, 0, start, -1] if side == "right" else full[b, 0, 0, -1]
-    drawn, read = faults_of_mask(full, 2, None)
+    drawn, read = squares_of_mask(full, 2, None)
     assert read == polarity
     assert marked(drawn) == [[[start + 3, start + 1]], []]
 
 
-def test_a_mask_of_another_pattern_is_not_at_fault_by_itself():
-    full = dense(Segments.from_lengths([6, 9], side="left"), pattern=Pattern.sliding(3))
-    drawn, _ = faults_of_mask(full, 2, None)
-    assert marked(drawn) == [[], []]
-
-
-def test_two_masks_that_disagree_show_the_keys_that_differ():
+def test_what_is_marked_and_what_is_not():
+    """The keys in which two masks differ, where outputs are read; not another pattern by itself."""
     full = dense(Segments.from_lengths([2, 3]))
-    drawn, _ = faults_of_mask(full, 2, Segments.from_lengths([3, 3]))
-    assert marked(drawn) == [[[2, 2]], []]
+    assert marked(squares_of_mask(full, 2, Segments.from_lengths([3, 3]))[0]) == [[[2, 2]], []]
+    assert marked(squares_of_mask(full, 2, Segments.from_lengths([1, 3]))[0]) == [[], []]
+    sliding = dense(Segments.from_lengths([6, 9], side="left"), pattern=Pattern.sliding(3))
+    assert marked(squares_of_mask(sliding, 2, None)[0]) == [[], []]
 
 
-def test_numbers_that_no_mask_holds_are_drawn_all_the_same():
+def test_what_no_mask_holds_is_drawn_all_the_same():
     odd = torch.tril(torch.full((1, 1, 3, 3), 0.5))
-    drawn, _ = faults_of_mask(odd, 1, None)
+    drawn, _ = squares_of_mask(odd, 1, None)
     assert (drawn[0].grid(1).cells == np.tril(np.ones((3, 3)))).all()
     odd[0, 0, 2, 0] = float("nan")
-    assert faults_of_mask(odd, 1, None)[0]
-
-
-def test_a_2d_mask_that_is_refused():
+    assert squares_of_mask(odd, 1, None)[0]
     assert keys_of_mask(torch.tensor([[0, 0, 0], [0, 1, 1]])).tolist() == [[False] * 3, [False, True, True]]
     assert keys_of_mask(torch.tensor([[0.0, -1e9, -1e9]])).tolist() == [[True, False, False]]

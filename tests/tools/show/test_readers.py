@@ -6,15 +6,16 @@ import pytest
 
 pytest.importorskip("transformers")
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from strategies import packed, sided
 from torch.nn.attention.flex_attention import create_mask
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, dense
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments
+from collate_npu.collate import Layout
 from collate_npu.consumers.consumer import consumers
+from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
-from collate_npu.parallel import query_rows, token_rows
+from collate_npu.parallel import query_rows
 from collate_npu.tools.show.readers import consumer_panels, rank_panels
 
 NAMES = sorted(consumers())
@@ -50,26 +51,12 @@ def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type
     given_to = adapter(batch_of(truth))
     mask = given_to[adapter.consumer.key]
     masks = mask if isinstance(mask, dict) else {"": mask}
-    drawn = {panel.title.removeprefix(name).strip(): panel for panel in panels}
+    drawn = {panel.heading.removeprefix(name).strip(): panel for panel in panels}
     assert drawn.keys() == {kind for kind, form in masks.items() if not (kind and form is not None and form.ndim == 2)}
     for kind, panel in drawn.items():
         shown = torch.stack([torch.from_numpy(square.rows(0, truth.shape[1])) for square in panel.squares])
         assert torch.equal(shown, attended(masks[kind], panel.facts, truth))
         assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if consumers()[name].opens_empty_rows])
-def test_queries_that_a_consumer_lets_see_themselves(name):
-    truth = Segments.from_lengths([2, 4], side="left")
-    (panel,) = consumer_panels(batch_of(truth), name, model_type="qwen3")
-    mask = BatchAdapter(model_type="qwen3", consumer=name)(batch_of(truth))["attention_mask"]
-    assert panel.squares[0].grid(1).cells.tolist() == (~mask[0, 0]).long().tolist()
-    assert panel.squares[0].grid(1).cells[0, 0] == 1
-
-
-def test_a_name_that_is_no_consumer_raises():
-    with pytest.raises(CollateError, match="Known are"):
-        list(consumer_panels(batch_of(Segments.from_lengths([1])), "nobody", model_type="qwen3"))
 
 
 def test_a_flat_row_is_drawn_sequence_by_sequence():
@@ -78,47 +65,35 @@ def test_a_flat_row_is_drawn_sequence_by_sequence():
     assert panel.squares[0].grid(1).cells.tolist() == dense(Segments.from_lengths([[3, 2]]))[0, 0].long().tolist()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_ranks_hold_every_place_once_and_their_own_queries(layout, side):
-    cp = ContextParallel(4, 0, layout=layout, ulysses=2 if layout == "ulysses_ring" else 1)
-    truth = Segments.from_lengths([5, 16], width=16, side=side)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_ranks_hold_every_place_once_and_their_own_queries(layout):
+    cp, truth = ContextParallel(4, 0, layout=layout), Segments.from_lengths([5, 16], width=16, side="left")
     panels = list(rank_panels(batch_of(truth), cp))
-    assert sum(panel.rows.held.astype(int) for panel in panels).tolist() == [1] * 16
+    assert sorted(place for panel in panels for place in panel.squares[0].queries) == list(range(16))
     for rank, panel in enumerate(panels):
-        place = cp.with_rank(rank)
-        assert panel.rows.held.nonzero()[0].tolist() == sorted(token_rows(16, place).tolist())
-        expected = dense(truth, rows=query_rows(16, place))
-        for square in panel.squares:
-            assert square.grid(1).cells.tolist() == expected[square.b, 0].long().tolist()
+        expected = dense(truth, rows=query_rows(16, cp.with_rank(rank)))
+        assert [square.grid(1).cells.tolist() for square in panel.squares] == expected[:, 0].long().tolist()
 
 
 def test_documents_are_shared_out_one_by_one():
     cp = ContextParallel(2, 0, layout="document_zigzag")
-    collate = PaddingCollator(pad_token_id=0, padding_free=True, sequence_multiple=4)
-    one, other = rank_panels(collate([{"input_ids": [1] * 5}, {"input_ids": [1] * 8}]), cp)
-    assert one.facts == "document_zigzag, holds places 0-1, 6-9, 14-15"
-    assert other.facts == "document_zigzag, holds places 2-5, 10-13"
+    collate = PaddingCollator(pad_token_id=0, padding_free=True, layout=Layout(sequence_multiple=4))
+    panels = rank_panels(collate([{"input_ids": [1] * 5}, {"input_ids": [1] * 8}]), cp)
+    places = ("0-1, 6-9, 14-15", "2-5, 10-13")
+    assert [panel.facts for panel in panels] == [f"document_zigzag, holds places {told}" for told in places]
 
 
-def test_what_ranks_cannot_share_is_refused_in_the_words_of_the_layout():
-    (panel,) = rank_panels(batch_of(Segments.from_lengths([5])), ContextParallel(2, 0))
-    assert panel.title == "2 ranks"
+def test_what_cannot_be_shared_or_read_is_drawn_as_its_refusal():
+    cp, whole = ContextParallel(2, 0), batch_of(Segments.from_lengths([8]))
+    (panel,) = rank_panels(batch_of(Segments.from_lengths([5])), cp)
+    assert panel.heading == "2 ranks"
     assert "Pad to 8" in panel.refused
-
-
-def test_what_a_consumer_cannot_share_is_drawn_as_its_refusal():
-    cp = ContextParallel(2, 0)
-    (panel,) = consumer_panels(
-        batch_of(Segments.from_lengths([8])), "transformers", model_type="qwen3_next", context_parallel=cp
-    )
+    (panel,) = consumer_panels(whole, "transformers", model_type="qwen3_next", context_parallel=cp)
     assert panel.refused.startswith("context_parallel: got size 2")
-
-
-def test_the_door_is_asked_as_the_adapter_asks_it():
-    truth = Segments.from_lengths([3, 5], side="left")
-    batch = {**batch_of(truth), "attention_mask": dense(Segments.from_lengths([4, 5], side="left"))}
+    batch = {**whole, "attention_mask": dense(Segments.from_lengths([7], width=8))}
     with pytest.raises(CollateError) as error:
         segments_from_batch(batch)
     (panel,) = consumer_panels(batch, "megatron", model_type="qwen3")
     assert panel.refused == str(error.value)
+    with pytest.raises(CollateError, match="Known are"):
+        list(consumer_panels(whole, "nobody", model_type="qwen3"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, PaddingCollator, Segments, dense
+from collate_npu import CollateError, Segments
+from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.show.attention import Cell
-from collate_npu.tools.show.sheet import COUNTED, IGNORED, ON_PADDING, labels_of, sheet_of
+from collate_npu.tools.show.sheet import Tokens, escaped, labels_of, sheet_of
 
 LINES = ["hi", "a longer line", "中文"]
 
@@ -21,17 +23,17 @@ def tokenized(**settings):
     return tokenizer, [dict(tokenizer(line)) for line in LINES]
 
 
-def megatron(truth):
-    """Megatron-LM's own (utils.py get_ltor_masks_and_position_ids): a triangle, one block a document, True = blocked."""
-    B, S = truth.shape
-    mask = torch.tril(torch.ones(B, 1, S, S))
-    for b, start, _ in truth.spans:
-        mask[b, 0, start:, :start] = 0
-    return {"tokens": truth.ids, "attention_mask": mask < 0.5, "segment_ids": truth.ids}
+def batch_of(truth, mask):
+    return {"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": mask}
 
 
 def cells_of(panel):
-    return np.stack([square.grid(1).cells for square in panel.squares])
+    return np.stack([square.grid(1).cells for square in panel.squares]).tolist()
+
+
+def cells(truth):
+    """Of causal attention."""
+    return dense(truth)[:, 0].long().tolist()
 
 
 @pytest.mark.models
@@ -41,11 +43,12 @@ def test_transformers_language_modelling(side):
     from transformers import DataCollatorForLanguageModeling
 
     batch = dict(DataCollatorForLanguageModeling(tokenizer, mlm=False)(features))
-    rows, attends = sheet_of(batch, tokenizer=tokenizer).panels
-    assert rows.rows.ids.tolist() == batch["attention_mask"].tolist()
-    assert (rows.rows.labels == np.where(rows.rows.ids, COUNTED, 0)).all()
-    assert cells_of(attends).tolist() == dense(Segments.from_keep(batch["attention_mask"]))[:, 0].long().tolist()
-    assert sheet_of(batch, tokenizer=tokenizer).tokens.text(0, rows.rows.ids[0].nonzero()[0].tolist()) == "hi"
+    sheet = sheet_of(batch, tokenizer=tokenizer)
+    rows, attends = sheet.panels
+    assert rows.ids.tolist() == batch["attention_mask"].tolist()
+    assert (rows.labels == np.where(rows.ids, Cell.COUNTED, 0)).all()
+    assert cells_of(attends) == cells(Segments.from_keep(batch["attention_mask"]))
+    assert sheet.tokens.text(0, rows.ids[0].nonzero()[0].tolist()) == "hi"
 
 
 @pytest.mark.models
@@ -55,103 +58,76 @@ def test_transformers_flat_rows():
 
     batch = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features))
     rows, attends = sheet_of(batch).panels
-    assert [len(feature["input_ids"]) for feature in features] == np.bincount(rows.rows.ids[0])[1:].tolist()
-    assert rows.rows.labels[0].tolist().count(IGNORED) == len(LINES)
-    assert cells_of(attends).sum() == sum(n * (n + 1) // 2 for n in np.bincount(rows.rows.ids[0])[1:].tolist())
-
-
-@pytest.mark.models
-def test_trl_preference_pairs():
-    pytest.importorskip("trl")
-    from trl.trainer.dpo_trainer import DataCollatorForPreference
-
-    pairs = [{"prompt_ids": [5, 6], "chosen_ids": [7] * n, "rejected_ids": [8]} for n in (1, 4)]
-    batch = dict(DataCollatorForPreference(pad_token_id=9)(pairs))
-    (rows, *_) = sheet_of(batch).panels
-    assert rows.rows.ids.tolist() == batch["attention_mask"].tolist()
+    assert rows.labels[0].tolist().count(Cell.IGNORED) == len(LINES)
+    assert cells_of(attends) == cells(Segments.from_lengths([[len(feature["input_ids"]) for feature in features]]))
 
 
 @pytest.mark.parametrize("lengths", [[[3, 2], [4]], [[5], [5]]])
 def test_megatron_masks_of_documents(lengths):
+    """Megatron-LM's own (utils.py get_ltor_masks_and_position_ids): a triangle, one block a document, True = blocked."""
     truth = Segments.from_lengths(lengths, width=5)
-    batch = megatron(truth)
-    _, came = sheet_of(batch).panels
+    keep = torch.tril(torch.ones(2, 1, 5, 5)).bool()
+    for b, start, _ in truth.spans:
+        keep[b, 0, start:, :start] = False
+    _, came = sheet_of({"tokens": truth.ids, "attention_mask": ~keep, "segment_ids": truth.ids}).panels
     assert came.facts == "bool [2, 1, 5, 5], True is blocked"
-    keep = ~batch["attention_mask"][:, 0]
-    real = torch.from_numpy(truth.array > 0)  # padded queries are what Megatron left there
-    assert (torch.from_numpy(cells_of(came))[real] == keep[real].long()).all()
+    real = truth.array > 0  # padded queries are what Megatron left there
+    assert (np.array(cells_of(came))[real] == keep[:, 0].numpy()[real]).all()
 
 
 def test_a_mutated_batch_shows_its_place_and_its_refusal():
-    pytest.importorskip("transformers")
-    batch = PaddingCollator(pad_token_id=0, padding_side="left", consumer="megatron", model_type="qwen3_next")(
-        [{"input_ids": [1] * n} for n in (5, 8)]
-    )
+    truth = Segments.from_lengths([5, 8], side="left")
+    batch = batch_of(truth, dense(truth, polarity="masked"))
     batch["attention_mask"][1, 0, 6, 2] = True
     with pytest.raises(CollateError) as error:
         segments_from_batch(batch)
     refused, rows, came = sheet_of(batch).panels
     assert refused.refused == str(error.value)
-    assert rows.rows.ids.tolist() == batch["attention_mask_2d"].long().tolist()
+    assert rows.ids.tolist() == truth.ids.tolist()
     assert [square.b for square in came.squares] == [1, 0]
-    assert np.argwhere(cells_of(came) >= Cell.TOO_MUCH).tolist() == [[0, 6, 2]]
+    assert np.argwhere(np.array(cells_of(came)) >= Cell.TOO_MUCH).tolist() == [[0, 6, 2]]
     assert came.squares[0].grid(4).cells.tolist() == [[Cell.PART, Cell.BLOCKED], [Cell.TOO_LITTLE, Cell.PART]]
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_squares_of_one_row_alone(row):
-    truth = Segments.from_lengths([2, 3])
-    (came, _) = sheet_of(dense(truth), row=row).panels
-    assert [square.b for square in came.squares] == [row]
 
 
 def test_labels():
     truth = Segments.from_lengths([2, 3], side="left")
     labels = torch.tensor([[4, -100, 5], [-100, 6, 7]])
-    assert labels_of({"labels": labels}, truth).tolist() == [[ON_PADDING, IGNORED, COUNTED], [IGNORED, COUNTED, COUNTED]]
-    assert labels_of({"labels": torch.tensor([0, 1])}, truth) is None
-    assert labels_of({"labels": labels.float()}, truth) is None
-    assert labels_of({}, truth) is None
+    kinds = [[Cell.ON_PADDING, Cell.IGNORED, Cell.COUNTED], [Cell.IGNORED, Cell.COUNTED, Cell.COUNTED]]
+    assert labels_of({"labels": labels}, truth).tolist() == kinds
+    for none in ({"labels": torch.tensor([0, 1])}, {"labels": labels.float()}, {}):
+        assert labels_of(none, truth) is None
 
 
-def test_where_nothing_says_what_is_padding_there_is_the_refusal_alone():
+def test_what_cannot_be_drawn_is_the_refusal_alone():
     (refused,) = sheet_of({"input_ids": torch.ones(2, 3, dtype=torch.long)}).panels
     assert "No key says which tokens are padding" in refused.refused
+    refused, rows, came = sheet_of(batch_of(Segments.from_lengths([2, 3]), dense(Segments.from_lengths([4, 4])))).panels
+    assert refused.refused  # and a mask for another width as it stands
+    assert (came.squares[0].shape, rows.ids.shape) == ((4, 4), (2, 3))
 
 
-def test_a_mask_for_another_width_is_refused_and_drawn():
-    truth = Segments.from_lengths([2, 3])
-    refused, rows, came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep,
-                                    "attention_mask": dense(Segments.from_lengths([4, 4]))}).panels  # fmt: skip
-    assert refused.refused
-    assert came.squares[0].shape == (4, 4)
-    assert rows.rows.ids.shape == (2, 3)
-
-
-def test_a_square_that_all_rows_share_and_masks_that_are_no_tensors():
+def test_squares_that_rows_or_heads_share_and_masks_that_are_no_tensors():
     truth = Segments.from_lengths([4, 4])
-    shared = {"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": dense(truth)[0, 0]}
-    _, came = sheet_of(shared).panels
-    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
-    (rows,) = sheet_of(truth.keep.tolist()).panels
-    assert rows.rows.ids.tolist() == truth.ids.tolist()
-    (came, _) = sheet_of(dense(truth).numpy()).panels
-    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
-
-
-def test_heads_that_differ_are_drawn_as_one_and_named():
-    truth = Segments.from_lengths([4])
     heads = dense(truth).repeat(1, 2, 1, 1)
-    heads[0, 1] = False
-    refused, _, came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": heads}).panels
+    heads[:, 1] = False
+    for mask in (dense(truth)[0, 0], dense(truth).numpy(), heads):
+        assert cells_of(sheet_of(batch_of(truth, mask)).panels[-1]) == cells(truth)
+    refused, _, came = sheet_of(batch_of(truth, heads)).panels
     assert "not the same for every head" in refused.refused
     assert came.facts.endswith("any of its 2 heads")
-    assert cells_of(came).tolist() == dense(truth)[:, 0].long().tolist()
+    (rows,) = sheet_of(truth.keep.tolist()).panels
+    assert rows.ids.tolist() == truth.ids.tolist()
+    assert cells_of(sheet_of(dense(truth).numpy()).panels[0]) == cells(truth)
 
 
-def test_a_mask_that_is_right_by_itself_is_held_against_the_rest_of_its_batch():
-    truth = Segments.from_lengths([3, 4], side="left")
-    other = dense(Segments.from_lengths([4, 4]))
-    came = sheet_of({"input_ids": truth.ids, "attention_mask_2d": truth.keep, "attention_mask": other}).panels[-1]
-    assert came.squares[0].grid(1).cells[1:, 0].tolist() == [Cell.TOO_MUCH] * 3
-    assert [square.grid(1).wrong for square in came.squares] == [3, 0]
+@given(st.text())
+def test_nothing_that_is_printed_moves_the_cursor(text):
+    assert all(letter.isprintable() or letter == "\u200d" for letter in escaped(text))
+
+
+def test_spaces_and_lines_are_seen_and_what_is_no_text_by_itself_is_its_id():
+    assert [escaped(text) for text in (" the", "a b ", "\n", "\t", "  ")] == ["·the", "a b·", "\\n", "\\t", "··"]
+    texts = {(7,): "seven", (8,): "\ufffd", (9,): "", (7, 8): "seven \n"}
+    read = Tokens(lambda numbers: texts[tuple(numbers)], torch.tensor([[7, 8, 9]]))
+    assert [read.one(0, s) for s in range(3)] == ["seven", "#8", "#9"]
+    assert read.text(0, [0, 1]) == "seven \\n"

@@ -1,0 +1,257 @@
+"""Arrays: what a caller hands in, as a CPU tensor or an array; and what ids, keep masks and positions `[B, S]` show of
+their rows: where padding stands, where sequences begin.
+
+Everything public takes tensors, numpy arrays and nested lists alike; they come in here, or an error names the type. What
+is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+
+if TYPE_CHECKING:
+    from functools import cached_property
+
+    once = cached_property
+else:
+
+    class once:  # noqa: N801 (it decorates)
+        """`functools.cached_property` without its lock, which before Python 3.12 all objects of a class share: two threads
+        that ask two of them in another order would wait for each other for ever. Here both compute, and agree."""
+
+        def __init__(self, function):
+            self.function, self.__doc__ = function, function.__doc__
+
+        def __set_name__(self, owner, name):
+            self.name = name
+
+        def __get__(self, held, owner=None):
+            if held is None:
+                return self
+            value = held.__dict__[self.name] = self.function(held)
+            return value
+
+
+Array = npt.NDArray[Any]
+Side = Literal["right", "left"]
+PaddingSide = Literal["none", "left", "right", "mixed"]
+SIDES: tuple[Side, Side] = ("right", "left")
+
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
+
+
+def host_tensor(name: str, value: Any) -> Tensor:
+    """`value` as a dense CPU tensor, detached; it may share memory with `value`.
+
+    Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
+    fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
+    """
+    plain: bool = type(value) is Tensor and value.dtype in _PLAIN and value.is_cpu
+    if plain and value.layout is torch.strided and not value.is_nested:
+        held: Tensor = value.detach() if value.requires_grad else value
+        return held
+    if not isinstance(value, Tensor):
+        return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
+    if _means_something_else(type(value)):
+        rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
+        raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
+    if value.is_nested or value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
+        what = "nested" if value.is_nested else "complex" if value.is_complex() else "without values"
+        raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    if value.is_floating_point() and value.element_size() == 1:
+        value = value.float()
+    value = value.detach().cpu()
+    wide = value.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    return torch.from_numpy(host_array(name, value.numpy())) if wide else value
+
+
+def host_array(name: str, value: Any) -> Array:
+    """`value` as a numpy array of bools, whole numbers or floats (bfloat16 as float32). Errors as `host_tensor`."""
+    if isinstance(value, Tensor):
+        held = host_tensor(name, value)
+        return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+    if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
+        raise CollateError(explain(name, f"a {type(value).__name__}", "It holds numbers.", _REMEDY))
+    try:
+        if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
+            value = [host_array(name, each) for each in value]
+        array = np.asarray(value)
+    except ValueError:
+        raise CollateError(explain(name, "nested lists of unequal length", "Its rows are equally long.", _REMEDY)) from None
+    if array.dtype.kind not in "biuf":
+        raise CollateError(explain(name, f"values of type {array.dtype}", "It holds numbers.", _REMEDY))
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        if array.size and array.max() > np.iinfo(np.int64).max:
+            rule = "Whole numbers are at most 64 bits with a sign."
+            raise CollateError(explain(name, f"the value {array.max()}", rule, "Count again: it wrapped around."))
+        array = array.astype(np.int64)
+    return array
+
+
+def _means_something_else(kind: type) -> bool:
+    """Does this class answer torch's functions by itself, before Tensor does?"""
+    return next(base for base in kind.__mro__ if "__torch_function__" in vars(base)) not in (Tensor, torch.nn.Parameter)
+
+
+def _is_fake(value: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def whole_number(name: str, value: Any, *, least: int = 0) -> int:
+    """`value` as an int. Raises `CollateError` for anything else: a float, a bool, a list."""
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():
+        value = int(value)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
+        got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
+        raise CollateError(explain(name, got, f"It is a whole number, at least {least}.", f"Pass {name} as an int."))
+    return int(value)
+
+
+def one_run(keep_BS: Array, side: Side) -> list[int]:
+    """Real tokens of each row, if they stand together on one side, padding on this."""
+    B, S = keep_BS.shape
+    if not S:
+        return [0] * B
+    if side == "right":
+        at_B = keep_BS.argmin(axis=1)  # the first padding, or any place of a row without
+        lengths_B = np.where(keep_BS[np.arange(B), at_B], S, at_B)
+    else:
+        at_B = keep_BS.argmax(axis=1)  # the first token, or any place of a row without
+        lengths_B = np.where(keep_BS[np.arange(B), at_B], S - at_B, 0)
+    lengths: list[int] = lengths_B.tolist()
+    return lengths
+
+
+def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
+    """Where padding stands around rows of so many tokens, without gaps."""
+    if min(totals, default=width) == width:
+        return "none"
+    if side == "right" or not any(0 < n < width for n in totals):
+        return "right"
+    return "left" if all(totals) else "mixed"
+
+
+def side_of(keep_BS: Array) -> PaddingSide:
+    """Where padding stands, over all rows."""
+    if keep_BS.all():
+        return "none"
+    grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
+    if not grows.any():
+        return "right"
+    return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
+
+
+def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
+    """Where sequences begin by their positions, bool `[B, S]`; in which rows each counts 0, 1, 2, ..., bool `[B]`."""
+    real_T = np.flatnonzero(keep_BS)
+    values_T, rows_T = positions_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
+    follows_T = np.zeros(len(real_T), bool)
+    follows_T[1:] = (values_T[1:] == values_T[:-1] + 1) & (rows_T[1:] == rows_T[:-1])
+    starts_BS = np.zeros(keep_BS.shape, bool)
+    starts_BS.reshape(-1)[real_T[~follows_T]] = True
+    custom_BS = starts_BS & (positions_BS != 0)
+    return starts_BS, ~custom_BS.any(axis=1)
+
+
+def as_ids(ids: Any) -> Array:
+    """int64 `[B, S]` of ids that may be those of sequences."""
+    ids_BS = host_array("segment ids", ids)
+    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
+        rule = "Segment ids are a [B, S] tensor of whole numbers."
+        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
+    if ids_BS.size and ids_BS.min() < 0:
+        bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
+        rule = "0 is padding and sequences count from 1; no id is negative."
+        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
+    return ids_BS.astype(np.int64, copy=False)
+
+
+def as_offsets(name: str, offsets: Array) -> Array:
+    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence."""
+    whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()
+    if offsets.ndim != 1 or not len(offsets) or not whole or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        rule = "Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling."
+        remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
+        raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
+    return offsets.astype(np.int64, copy=False)
+
+
+def _previous_real(ids_BS: Array) -> Array:
+    """For each place, the id of the nearest real token before it in the row, 0 if there is none."""
+    B, S = ids_BS.shape
+    last_BS = np.maximum.accumulate(np.where(ids_BS != 0, np.arange(S), -1), axis=1)
+    before_BS = np.concatenate([np.full((B, 1), -1), last_BS[:, :-1]], axis=1)[:, :S]
+    previous: Array = np.where(before_BS >= 0, np.take_along_axis(ids_BS, np.maximum(before_BS, 0), axis=1), 0)
+    return previous
+
+
+def check_order(ids_BS: Array) -> None:
+    """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
+    step_BS = np.where(ids_BS != 0, ids_BS - _previous_real(ids_BS), 0)
+    bad = np.flatnonzero(((step_BS < 0) | (step_BS > 1)).any(axis=1))
+    if len(bad):
+        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
+
+
+def renumber(ids_BS: Array) -> Array:
+    """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
+    starts_BS = (ids_BS != 0) & (ids_BS != _previous_real(ids_BS))
+    numbered_BS = np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0)
+    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
+    bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
+    if bad:
+        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
+        rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
+    return numbered_BS
+
+
+def positions_with_holes(ids_S: Array) -> Array:
+    """Of one row: real tokens count in their own sequence, padding after a token counts on from it."""
+    place_S, real_S = np.arange(len(ids_S)), ids_S != 0
+    last_S = np.maximum.accumulate(np.where(real_S, place_S, -1))
+    rank_S = np.cumsum(real_S) - 1
+    starts_S = real_S & (ids_S != _previous_real(ids_S[None])[0])
+    origin_S = np.maximum.accumulate(np.where(starts_S, rank_S, 0))
+    positions_S: Array = np.where(last_S >= 0, rank_S - origin_S + place_S - last_S, 0)
+    return positions_S
+
+
+def length_rows(lengths: Any) -> list[list[int]]:
+    """One list of token counts for each row of the batch; raises for what is no count."""
+    if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
+        return [[n] for n in lengths]
+    if isinstance(lengths, (Tensor, np.ndarray)):
+        lengths = host_array("lengths", lengths)
+    rows: list[list[int]] = []
+    bad: list[tuple[int, str]] = []
+    for b, row in enumerate(lengths):
+        counts = np.atleast_1d(host_array("lengths", row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
+            bad.append((b, f"lengths {counts.tolist()}"))
+        rows.append(counts.tolist())
+    if bad:
+        raise CollateError(explain_rows("lengths", bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+    return rows
+
+
+def values(array: Array) -> str:
+    """An array as an error names it."""
+    seen = ", ".join(map(str, np.unique(array)[:6].tolist()))
+    return f"{array.dtype} {list(array.shape)} with values {seen}"

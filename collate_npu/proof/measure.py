@@ -1,0 +1,177 @@
+"""Measuring: the one way a model is run here, what it computes on samples, and how far two such results are apart.
+
+A number that is not finite, anywhere in what the model returned, makes every error of that result NaN: it can equal
+nothing, and nothing below lets it go by (Python's `max` would drop a NaN that is not first). A causal language model is
+measured by its logits and the loss of the next token. An encoder, and a model without such a head, by what it gives at
+real tokens (logits or the last hidden state): the loss is half the sum of the squares of that.
+Legend: B rows, S width, V what a model gives for a token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from collate_npu.consumers.models import is_transformers, pattern_of
+from collate_npu.errors import CollateError, explain, shape_of
+
+IGNORED = -100
+Batch = dict[str, Any]
+Gradients = dict[str, Tensor]
+"""By the name of the parameter."""
+OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch"})
+
+
+def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
+    """What a model, or `forward` in its place, gives for a batch: logits, or of a model without a head the last states,
+    `[B, S, V]`, or `[B, V]` of a model that pools. Without dropout; each module goes back to the mode it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        given = (forward or model)(**{key: value for key, value in batch.items() if key not in OF_THE_LOSS})
+    finally:
+        for module in training:
+            module.training = True
+    for name in ("logits", "last_hidden_state"):
+        given = given if getattr(given, name, None) is None else getattr(given, name)
+    if not isinstance(given, Tensor):
+        rule = "The model, or forward=, gives logits [B, S, V] where no labels are given."
+        raise CollateError(explain("logits", shape_of(given), rule, "Pass forward= that returns them."))
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a model gave for some samples: logits of real tokens, the summed loss, the gradient of all parameters."""
+
+    logits: list[Tensor]
+    """`[length, V]` for each sample; of a model that pools, `[1, V]`."""
+    loss: float
+    gradients: Gradients
+    finite: bool
+    """Of every logit, those at padding too, of the loss and of the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far two `Numbers` are apart: by one logit at most, and |x - y| / |y| of all real tokens, or all parameters."""
+
+    largest: float
+    logits: float
+    loss: float
+    gradient: float
+    """0 where none was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Batches against their samples alone."""
+
+    each: tuple[Errors, ...]
+    by_position: tuple[tuple[float, ...], ...]
+    """The largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
+        """Of what a model gave and what it should have given."""
+        each: list[Errors] = []
+        furthest: list[tuple[float, ...]] = []
+        for mine, reference in pairs:
+            each.append(errors(mine, reference))
+            same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
+            furthest += [tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same]
+        return cls(tuple(each), tuple(furthest))
+
+    @property
+    def worst(self) -> Errors:
+        """The largest of each error over all batches; NaN where one of them is."""
+        table = torch.tensor([astuple(each) for each in self.each], dtype=torch.float64)
+        return Errors(*torch.amax(table, dim=0).tolist())
+
+
+def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
+    """One forward pass, and one backward pass of the summed loss if asked for. `rows` picks the real tokens of `[B, S, V]`,
+    and the samples of the `[B, V]` that a model which pools gives."""
+    inputs = {key: _on_device(value, model.device) for key, value in batch.items()}
+    labels: Any = inputs.get("labels")
+    model.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(gradients):
+        scores = run(model, inputs)
+        real = rows(scores)
+        if labels is None or not predicts_next(model) or scores.ndim < 3:
+            loss = torch.stack([x.float().square().sum() for x in real]).sum() / 2
+        else:
+            before, targets = scores[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+            loss = cross_entropy(before, targets, ignore_index=IGNORED, reduction="sum")
+        if gradients:
+            torch.autograd.backward(loss)
+    found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)  # it keeps none
+    finite = all(bool(torch.isfinite(x).all()) for x in (scores, loss, *found.values()))
+    return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
+
+
+def uncached(model: Any, batch: Mapping[str, Any]) -> Batch:
+    """The batch, run without a cache as trainers run it, where the model has one; then positions that restart are read."""
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False, **batch} if takes else dict(batch)
+
+
+def predicts_next(model: Any) -> bool:
+    """Is it a causal language model? Not an encoder, and not a model without a head of its vocabulary."""
+    headless = is_transformers(model) and model.get_output_embeddings() is None
+    return not headless and pattern_of(model) != "bidirectional"
+
+
+def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int = 1) -> Numbers:
+    """Each sample in a batch of its own, without padding and without a mask; losses and gradients add up. With `copies` the
+    batch has so many rows of it, and the first is looked at."""
+    logits: list[Tensor] = []
+    loss, finite = 0.0, True
+    total: Gradients = {}
+    for feature in features:
+        ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
+        others = torch.full((copies - 1, ids.shape[1]), IGNORED)
+        batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
+        part = measure(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
+        logits += part.logits
+        loss += part.loss
+        finite = finite and part.finite
+        for name, gradient in part.gradients.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return Numbers(logits, loss, total, finite)
+
+
+def errors(mine: Numbers, reference: Numbers) -> Errors:
+    """How far `mine` is from the reference; NaN throughout if anything in either is not finite, or is missing."""
+    if not (mine.finite and reference.finite) or [x.shape for x in mine.logits] != [x.shape for x in reference.logits]:
+        return Errors(*[float("nan")] * 4)
+    largest = max(float((x - y).abs().max()) for x, y in zip(mine.logits, reference.logits))
+    loss = abs(mine.loss - reference.loss) / max(abs(reference.loss), 1e-12)
+    names, zero = sorted(mine.gradients.keys() | reference.gradients.keys()), torch.zeros(())  # a missing one is of zeros
+    gradients = ([each.gradients.get(name, zero) for name in names] for each in (mine, reference))
+    return Errors(largest, apart(mine.logits, reference.logits), loss, apart(*gradients))
+
+
+def apart(mine: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """|mine - reference| / |reference|, over all tensors at once, in float64 on the host."""
+    wrong = sum(_square(x.to(y.device).float() - y.float()) for x, y in zip(mine, reference))
+    size = sum(_square(y) for y in reference)
+    return float((wrong / size) ** 0.5) if size else float("inf") if wrong else 0.0
+
+
+def _square(x: Tensor) -> float:
+    return float(x.float().cpu().double().square().sum())
+
+
+def _on_device(value: Any, device: Any) -> Any:
+    """A tensor, a BlockMask, or what holds them by name, on the device of a model; anything else as it is."""
+    if isinstance(value, dict):
+        return {key: _on_device(each, device) for key, each in value.items()}
+    return value.to(device) if hasattr(value, "to") else value

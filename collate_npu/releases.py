@@ -1,0 +1,162 @@
+"""Releases: the release in which each package changed what we depend on, and the one reader of versions.
+
+A fact of a release stands here once, with its source; who needs it asks the fact. Versions are read from the metadata of
+packages, so nothing is imported. Builds count as the release they lead to: 5.20.0.dev0 is 5.20, 2.13.0+cpu is 2.13.0.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "fla": ("fla-core", "flash-linear-attention"),
+    "fla_npu": tuple(f"flash-linear-attention-npu{chip}" for chip in ("", "-a2", "-a3", "-a5")),
+    "causal_conv1d": ("causal-conv1d",),
+    "megatron": ("megatron-core",),
+    "mcore_bridge": ("mcore-bridge",),
+}
+"""The distributions of a package, where they are not named like it. fla ships as two from 0.3.2 on, its kernels in fla-core;
+fla_npu as one, from 26.9 on also as one for each chip (its #647)."""
+
+NEWEST: Mapping[str, str] = {
+    "transformers": "5.23.0",
+    "fla": "0.5.2",
+    "causal_conv1d": "1.6.1",
+    "fla_npu": "26.9.1",
+    "megatron": "0.19.0",
+    "mcore_bridge": "1.6.5",
+    "mindspeed": "0.18",
+}
+"""The newest release whose source was read."""
+
+UNKNOWN = "installed, version not known"
+"""What stands for a version where the metadata of a package is broken."""
+_FOUND: dict[str, str] = {}
+"""What was read, by package: reading takes a millisecond, and every batch may ask."""
+
+
+def installed(package: str) -> str:
+    """The installed version of a package, "" where it is not installed, `UNKNOWN` where its metadata does not say."""
+    if package not in _FOUND:
+        names = DISTRIBUTIONS.get(package, (package,))
+        _FOUND[package] = next(filter(None, map(_read, names)), "")
+    return _FOUND[package]
+
+
+def _read(distribution: str) -> str:
+    try:
+        found: str | None = version(distribution)
+    except PackageNotFoundError:
+        return ""
+    except Exception:  # no METADATA, or one that is no text: each release of Python raises something else
+        return UNKNOWN
+    return found or UNKNOWN
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`core_r0.16.0` is (0, 16, 0), `2.7.1.post2+cpu` (2, 7, 1). Without a number (`main`, "") it is newer than any."""
+    found = re.search(r"\d+(?:\.\d+)+|^\d+$", text)
+    return tuple(map(int, found[0].split("."))) if found else (sys.maxsize,)
+
+
+def post(text: str) -> int:
+    """The post release: 2 of 2.7.1.post2, else 0."""
+    found = re.search(r"\.post(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """What holds from a release of a package on. `str()` of it is the release."""
+
+    package: str
+    release: str
+    """"" while no release that was read has it."""
+    source: str
+    before: str = ""
+    """What is wrong in earlier releases, for people who have one installed."""
+    after: str = ""
+    """The release from which that is wrong; "" for all earlier ones."""
+
+    def holds(self, text: str | None = None) -> bool:
+        """In this version, by default the installed one? Of a package that is not there, the newest is meant."""
+        return numbers(installed(self.package) if text is None else text) >= numbers(self.release)
+
+    def hurts(self, text: str) -> bool:
+        """Is this version one of those in which something is wrong?"""
+        return bool(self.before) and not self.holds(text) and numbers(text) >= numbers(self.after or "0")
+
+    def __str__(self) -> str:
+        return self.release
+
+
+# What transformers does.
+LFM2_MASKED = Since("transformers", "5.0", "convolutions get the 2D mask; 4.57 modeling_lfm2.py:406, 662 skip the 4D one")
+ZAMBA2_MASKED = Since("transformers", "5.0", "the torch path carries the right state; 4.57 modeling_zamba2.py:879 does not")
+BOUNDARIES_READ = Since("transformers", "5.10", "its Gated DeltaNet layers read boundaries: the first that was read")
+MASK_MAPPING = Since("transformers", "5.13", "hybrid models take a mapping of masks: 5.23 masking_utils.py:1532-1545")
+SINGLE_ROW_MASKED = Since(
+    "transformers",
+    "5.15",
+    "recurrent layers read the mask of a single row too",
+    "drops the mask of a single left-padded row in recurrent layers: such batches are refused",
+)
+CONVOLUTION_SEALED = Since("transformers", "5.15", "no place for mcore-bridge's convolution: its mm_gpts/qwen3_5.py:31, 48")
+KERNELS_TOLD = Since("transformers", "5.19", "a wrapper keeps which function was resolved: integrations/hub_kernels.py")
+MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integrations/hub_kernels.py:1033-1050")
+
+# What the kernels of recurrent layers do: faults by their numbers in fla-org/flash-linear-attention and
+# flashserve/flash-linear-attention-npu, read up to September 2026.
+FLA_COUNTS_EMPTY = Since("fla", "0.5.1", "#909", "chunk tables go wrong after an empty sequence")
+FLA_CONVOLUTION = Since(
+    "fla", "0.5.1", "#871", "its convolution gives wrong gradients where that of its output is not contiguous"
+)
+FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
+FLA_ROWS = Since(
+    "fla",
+    "",
+    "#955",
+    "its convolution gives wrong weight gradients where offsets come with more than one row: hand over one flat row, as "
+    "this library does",
+)
+CONV1D_STATES = Since("causal_conv1d", "1.6.2", "states beside seq_idx: 1.6.1 csrc/causal_conv1d.cpp:175-198")
+FLA_NPU_A2 = Since(
+    "fla_npu",
+    "26.6.1",
+    "#242, #312",
+    "on A2 long flat rows in bfloat16 may have NaN gradients (#232, open) and tails that are no multiple of 16 NaN outputs, "
+    "and the gradient of a final state is never read",
+)
+FLA_NPU_MAIN = Since(
+    "fla_npu",
+    "26.8",
+    "#367, #440, #544, #733; 26.7.0.dev0 is every build of the main branch since July 2026",
+    "on A2 short tails of packed sequences are off by up to 0.7 before the fix of #367; KDA is not repeatable before that of"
+    " #440, its gradients are wrong by 1e4 where a length is no multiple of 64 before that of #544, and recomputing refuses"
+    " such lengths before that of #733. The version does not tell: build it anew",
+    after="26.7",
+)
+FLA_NPU_KDA = Since(
+    "fla_npu",
+    "",
+    "#508, #641",
+    "KDA's backward pass refuses more than 1024 chunks, 65536 tokens, and the recurrent rule for decoding takes lengths "
+    "that do not add up",
+)
+TRITON_ASCEND_950 = Since("triton-ascend", "3.2.1", "fla_npu's setup.py:182", "may crash on Ascend 950")
+TORCH_NPU_STREAMS = ("2.7.1.post5", "2.8.0.post5", "2.9.0.post3", "2.10.0.post2")
+"""The first post releases whose streams fla_npu's operators may use (its setup.py:48-55, at 17e24fd)."""
+
+# What Megatron and MindSpeed do.
+MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")
+MEGATRON_PACKED = Since(
+    "megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 core/ssm/gated_delta_net.py:295 raises"
+)
+MEGATRON_PARALLEL = Since("megatron", "0.18", "and context parallelism: 0.16 core/transformer/transformer_config.py:982-986")
+MINDSPEED_GATED_DELTA = Since("mindspeed", "0.16", "a Gated DeltaNet module: core_r0.16.0 ssm/gated_delta_net.py:592-665")
+MINDSPEED_TRITON_RULE = Since("mindspeed", "0.17", "its own rule: core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355")
+MINDSPEED_PACKED = Since("mindspeed", "0.18", "Megatron's module of its release, which takes packed rows")

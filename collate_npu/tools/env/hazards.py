@@ -1,0 +1,99 @@
+"""Hazards: what is known of what is installed and set here, taken together: a table; nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from collate_npu import releases
+from collate_npu.releases import DISTRIBUTIONS, Since, numbers, post
+from collate_npu.tools.env.machine import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """What is wrong where these packages are installed, `!` before those that are not."""
+
+    packages: str
+    text: str
+    """A package in braces stands for its version."""
+    when: Callable[[Environment], object] = lambda here: True
+    """What else must be so."""
+
+
+def hazards(here: Environment) -> Iterator[str]:
+    """A line for each row of the table, and for each fault of the table of releases that is here."""
+    for hazard in HAZARDS:
+        fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
+        if fits and hazard.when(here):
+            yield hazard.text.format_map(here.packages)
+    for fact in vars(releases).values():
+        if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
+            mended = f"mended by {fact}" if str(fact) else "open"
+            yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
+
+
+def _name(here: Environment, package: str) -> str:
+    """Which of a package's distributions is installed, "" for none."""
+    return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in here.packages), "")
+
+
+def _pair(here: Environment) -> bool:
+    """`{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch, which also names the CANN
+    release of each: torch_npu 2.7.1 takes CANN 8.3.RC1, 2.7.1.post2 CANN 8.5.0, 2.12.0 CANN 9.1.0."""
+    return numbers(here.packages["torch"])[:2] == numbers(here.packages["torch_npu"])[:2]
+
+
+def _streams_differ(here: Environment) -> bool:
+    ours = here.packages["torch_npu"]
+    return any(numbers(ours) == numbers(first) and post(ours) < post(first) for first in releases.TORCH_NPU_STREAMS)
+
+
+def _no_megatron_layer(here: Environment) -> bool:
+    return here.settings.get("USE_MCORE_GDN", "1").lower() in ("0", "false", "no", "off")
+
+
+HAZARDS = (
+    Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same minor release of "
+           "both, the one made for this machine's CANN.", lambda here: not _pair(here)),
+    Hazard("torch_npu", "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
+           "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh. transformers imports it too "
+           "when it builds a model, and fails: uninstall torch_npu for that.", lambda here: "does not load" in here.npu),
+    Hazard("torch_npu", "NPU_FA2_SPARSE_MODE=2 aligns the causal triangle to the top left: right for training, wrong "
+           "wherever there are more keys than queries (a KV cache). The default, 3, is right for both.",
+           lambda here: here.settings.get("NPU_FA2_SPARSE_MODE") == "2"),
+    Hazard("torch_npu transformers", "transformers' flash attention on NPU drops sliding windows without an error "
+           "(integrations/npu_flash_attention.py:54-104): use sdpa for models that have them."),
+    Hazard("torch_npu fla_npu", "fla_npu beside torch_npu {torch_npu}: numbers may be wrong (streams out of step) before "
+           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade.", _streams_differ),
+    Hazard("torch_npu triton !triton-ascend", "triton is installed without triton-ascend: an NPU needs the latter, which "
+           "takes its place (fla's INSTALL.md)."),
+    Hazard("fla triton", "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers "
+           "hands Gated DeltaNet to their kernels, which fail on a CPU. Uninstall them here.",
+           lambda here: here.devices == "cpu only"),
+    # integrations/hub_kernels.py:1033 of transformers
+    Hazard("transformers fla !causal-conv1d", "flash-linear-attention without causal-conv1d: transformers before "
+           f"{releases.MISSING_KERNEL_RAISES} drops seq_idx in silence, later ones raise nothing where cu_seq_lens_q comes "
+           "alone, and the convolution runs from one sequence of a flat row into the next. Such rows are refused "
+           "here, where the model is given."),
+    Hazard("transformers torch_npu !causal-conv1d", "causal-conv1d is missing, and has no build for an NPU: transformers "
+           "trains no flat rows of recurrent models there. Give each sequence its own row, with its 2D mask, or pack on a "
+           "Megatron-style stack, whose layers take offsets (mcore-bridge, MindSpeed "
+           f"{releases.MINDSPEED_GATED_DELTA}, Megatron-core {releases.MEGATRON_PACKED})."),
+    # mcore-bridge 1.6.5: model/gpts/qwen3_next.py:456-458
+    Hazard("mcore-bridge", "No Gated DeltaNet of mcore-bridge {mcore-bridge} reads attention_mask_2d: call "
+           "integrations.swift.install() or integrations.megatron.mcore_bridge.install() before the model is built, or pad "
+           "right."),
+    Hazard("mcore-bridge", "USE_MCORE_GDN=0 takes transformers' Gated DeltaNet: no context parallelism, and from "
+           f"transformers {releases.MASK_MAPPING} on no Qwen3-Next without that install: unset it.", _no_megatron_layer),
+    Hazard("mcore-bridge megatron-core", "Gated DeltaNet of megatron-core {megatron-core} has no context parallelism: "
+           f"{releases.MEGATRON_PARALLEL} is the first release with it.",
+           lambda here: not (_no_megatron_layer(here) or releases.MEGATRON_PARALLEL.holds(here.packages["megatron-core"]))),
+    Hazard("mindspeed", "MindSpeed patches Megatron in the process that trains: `import mindspeed.megatron_adaptor` first, "
+           "right after torch; integrations.mindspeed.start_problem() says there whether that happened."),
+    # torch_npu 2.13 (npu/npu_config.py:158-212) and torch 2.13: products of matrices are not rounded until set
+    Hazard("torch", "Convolutions round float32 to ten bits, until torch.npu.conv.allow_hf32 or, on a GPU, "
+           "torch.backends.cudnn.allow_tf32 is set to False: right results differ by 1e-3. The audit measures that noise.",
+           lambda here: re.search("(npu|cuda) x", here.devices)),
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""Paper: what the tools draw, on a terminal or in a file.
+
+Drawn by rich, whose recorder also gives HTML and SVG, and by matplotlib where a PNG is asked for. Files load nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
+from rich.text import Text
+
+from collate_npu.errors import CollateError, explain
+
+WIDTH = 120
+"""Columns of a file."""
+ENDINGS = (".png", ".svg", ".html", ".txt")
+ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
+"""What each sign is where a terminal's encoding has not all of them."""
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title>
+<style>
+.collate-npu {{overflow-x: auto; padding: 1rem; color: {foreground}; background: {background}}}
+.collate-npu pre {{font: 14px/1.3 Menlo, "DejaVu Sans Mono", Consolas, monospace; margin: 0}}
+.collate-npu i {{display: inline-block; width: 1ch; font-style: normal}}
+.collate-npu i.wide {{width: 2ch}}
+</style></head>
+<body><div class="collate-npu"><pre>{code}</pre></div></body></html>
+"""
+SHADES = {"■": 0.9, "◧": 0.45, "⬚": 0.1}
+"""Of the cells of a PNG."""
+FONTS = ("DejaVu Sans Mono", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC",
+         "SimHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
+"""Of a PNG: matplotlib's own, and for letters that it has not those that are installed, in this order."""
+
+
+def put(console: Console, *drawn: Text | Table) -> None:
+    """Print each on lines of its own; with signs of ASCII where the encoding of the console has not all of ours."""
+    try:
+        fine = bool("".join(map(chr, ASCII)).encode(console.encoding))
+    except (UnicodeEncodeError, LookupError):
+        fine = False
+    for one in drawn:
+        if fine:
+            console.print(one)
+        else:
+            parts = [(text.translate(ASCII), style or "") for text, style, _ in console.render(one)]
+            console.print(Text.assemble(*parts), end="")
+
+
+def recorder() -> Console:
+    """A console that prints nowhere: what is put on it becomes a file."""
+    return Console(file=io.StringIO(), record=True, width=WIDTH)
+
+
+def page(console: Console, title: str) -> str:
+    """What was recorded, as an HTML page on which letters of whatever font keep their columns."""
+    written = console.export_html(theme=THEME, code_format=PAGE.replace("TITLE", title), inline_styles=True)
+    return re.sub(r"[^\x00-\x7f]", _in_columns, written)
+
+
+def _in_columns(found: re.Match[str]) -> str:
+    wide = ("", "<i>{}</i>", "<i class=wide>{}</i>")[cell_len(found[0])]
+    return wide.format(found[0]) or found[0]
+
+
+def check_place(path: Path) -> None:
+    """Refuse a file that could not be written, before anything is read or measured for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        got = "a folder" if path.is_dir() else "no folder of that name"
+        raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
+
+
+def check_figure(path: Path) -> None:
+    """Refuse an ending that names no figure too, and a PNG where there is no matplotlib."""
+    if path.suffix not in ENDINGS:
+        rule = f"Figures are written as {', '.join(ENDINGS)}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, "End the name with one of them."))
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        rule = "A PNG is drawn by matplotlib, which is not installed."
+        raise CollateError(explain(str(path), "no matplotlib", rule, "pip install 'collate-npu[plots]'."))
+    check_place(path)
+
+
+def save(path: Path, title: str, lines: Sequence[Text]) -> None:
+    """Write lines by the ending of the name."""
+    check_figure(path)
+    path.write_bytes(_png(lines) if path.suffix == ".png" else written(lines, title, path.suffix).encode())
+
+
+def written(lines: Sequence[Text], title: str, ending: str) -> str:
+    """The same as the text of a `.html`, `.svg` or `.txt`."""
+    console = recorder()
+    put(console, *lines)
+    if ending == ".svg":  # without the fonts that it would load
+        return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title, theme=THEME), flags=re.S)
+    return page(console, title) if ending == ".html" else console.export_text()
+
+
+def _png(lines: Sequence[Text]) -> bytes:
+    """In letters as wide as a column: 10 pixels at 8 points and 150 dots an inch."""
+    matplotlib, console, out = import_module("matplotlib"), recorder(), io.BytesIO()
+    here = {font.name for font in import_module("matplotlib.font_manager").fontManager.ttflist}
+    columns = max((line.cell_len for line in lines), default=0)
+    figure = import_module("matplotlib.figure").Figure(figsize=((columns + 2) / 15, (len(lines) + 1) * 2 / 15))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-1, columns + 1), ylim=(len(lines), -1))
+    axes.axis("off")
+    with matplotlib.rc_context({"font.family": [font for font in FONTS if font in here], "font.size": 8}):
+        for row, line in enumerate(lines):
+            column = 0
+            for text, style, _ in console.render_lines(line, pad=False)[0]:
+                for part in re.findall(r"[\x00-\x7f]+|.", text):
+                    _write(axes, column, row, part, style or Style())
+                    column += cell_len(part)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a letter that no font has is drawn as a box
+            figure.savefig(out, format="png", dpi=150)
+    return out.getvalue()
+
+
+def _write(axes: Any, x: float, y: float, text: str, style: Style) -> None:
+    """Cells as squares, all else as letters."""
+    colour = style.color.get_truecolor(THEME).hex if style.color else "black"
+    if text in SHADES:
+        square = import_module("matplotlib.patches").Rectangle((x, y - 0.45), 1.8, 0.9, color=colour, lw=0)
+        axes.add_patch(square).set_alpha(SHADES[text])
+        return
+    weight = "bold" if style.bold else "normal"
+    axes.text(x, y, text, color=colour, weight=weight, alpha=0.5 if style.dim else 1, va="center", parse_math=False)

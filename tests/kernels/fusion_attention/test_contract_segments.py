@@ -1,0 +1,201 @@
+"""With the Segments at hand no wrong call passes: right calls are mutated, and the reference says which went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from live_bytes import peak_bytes
+from mutations import Kwargs, mutations
+from npu_batches import HEAD_DIM, HEADS, KEY_HEADS, computed, right_calls
+from torch import Tensor
+
+from collate_npu import CollateError, Pattern, Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.fusion_attention import (
+    Breach,
+    check_contract,
+    contract_breaches,
+    fusion_attention_kwargs,
+    geometry,
+    triangle,
+)
+
+SIZES = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
+
+
+def refused(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool) -> bool:
+    try:
+        check_contract(kwargs, **SIZES, segments=batch, pattern=pattern, keep_tail=keep_tail)
+    except CollateError:
+        return True
+    return False
+
+
+def verdict(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool, right: Tensor) -> str:
+    """`wrong` or `same` by the reference, which may refuse itself, `refused` or `passed` by the check."""
+    try:
+        same = torch.allclose(computed(batch, kwargs, keep_tail), right, atol=1e-9, rtol=0)
+    except (CollateError, TypeError):
+        same = False
+    return f"{'same' if same else 'wrong'}, {'refused' if refused(batch, pattern, kwargs, keep_tail) else 'passed'}"
+
+
+def only(batch: Segments, kwargs: Kwargs, **settings: Any) -> Breach:
+    """The one breach of a call."""
+    (breach,) = contract_breaches(kwargs, **SIZES, segments=batch, **settings)
+    return breach
+
+
+# --- drawn, blocks and bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_drawn_calls_pass_and_mutations_compute_the_same_or_are_refused_by_blocks_of_any_size(data: st.DataObject) -> None:
+    batch, pattern, kwargs, keep_tail = data.draw(right_calls())
+    right = computed(batch, kwargs, keep_tail)
+    assert not refused(batch, pattern, kwargs, keep_tail)
+    for _ in range(data.draw(st.integers(1, 2))):
+        name, kwargs = data.draw(st.sampled_from(list(mutations(kwargs, batch))))
+        said = verdict(batch, pattern, kwargs, keep_tail, right)
+        assert said != "wrong, passed", name
+        for size in (1, 7):
+            with mock.patch.object(geometry, "BLOCK_SCORES", size):
+                assert verdict(batch, pattern, kwargs, keep_tail, right) == said
+        if said != "same, passed":
+            return
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_one_wrong_score_at_the_very_end_of_a_long_row_is_seen(layout: str) -> None:
+    batch = Segments.from_lengths([1500])
+    lists = {"actual_seq_qlen": [1500], "actual_seq_kvlen": [1500]} if layout == "TND" else {}
+    mask = triangle()[:1500, :1500].contiguous()
+    kwargs = {"input_layout": layout, "sparse_mode": 1, "atten_mask": mask, **lists}
+    check_contract(kwargs, **SIZES, segments=batch)
+    mask[1499, 0] = True
+    assert only(batch, kwargs).got == "the query at (row, column) (0, 1499) does not attend (0, 0)"
+
+
+S, LIMIT = 4000, 5 * 2**22
+RIGHT, LEFT = Segments.from_lengths([S, 9]), Segments.from_lengths([S, 9], side="left")
+WIDE: dict[str, tuple[Segments, Pattern, Any]] = {
+    "dense": (LEFT, Pattern.of("causal"), "BSND"),
+    "dense bidirectional": (RIGHT, Pattern.of("bidirectional"), "BSND"),
+    "dense prefix": (LEFT, Pattern.prefix(3), "BSND"),
+    "shared": (RIGHT, Pattern.chunked(9), "BSND"),
+    "triangle": (RIGHT, Pattern.of("causal"), "BSND"),
+    "prefix": (RIGHT, Pattern.prefix(3), "BSND"),
+    "packed chunks": (Segments.from_lengths([500, 9]), Pattern.chunked(9), "TND"),
+    "packed": (RIGHT, Pattern.of("bidirectional"), "TND"),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_max_mask_bytes_is_what_the_arguments_cost(name: str) -> None:
+    batch, pattern, layout = WIDE[name]
+    size = fusion_attention_kwargs(batch, pattern=pattern, layout=layout).get("atten_mask", torch.empty(0)).numel()
+
+    def make(limit: int) -> Any:
+        return fusion_attention_kwargs(batch, pattern=pattern, layout=layout, max_mask_bytes=limit)
+
+    assert peak_bytes(lambda: make(size)) <= 4 * size + 2**21  # and tables of some numbers a token
+    if size:
+        with pytest.raises(UnsupportedFormError, match="max_mask_bytes"):
+            make(size - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: torch.dtype) -> None:
+    batch, pattern, layout = WIDE[name]
+    kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
+    if "atten_mask" in kwargs:
+        kwargs["atten_mask"] = kwargs["atten_mask"].to(dtype)
+    seen = kwargs.get("atten_mask", torch.empty(0)).nbytes  # its views are counted, too
+    for limit in (None, seen + LIMIT):  # the first time imports what it needs
+        found = peak_bytes(lambda: check_contract(kwargs, **SIZES, segments=batch, pattern=pattern))
+        assert limit is None or found <= limit
+
+
+def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
+    batch = Segments.from_lengths([900], width=1000)
+    masked = fusion_attention_kwargs(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)
+    kwargs, sizes = {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
+    assert (
+        peak_bytes(lambda: check_contract(kwargs, **sizes, segments=batch, pattern="bidirectional")) <= masked.nbytes + LIMIT
+    )
+
+
+# --- messages and sizes
+
+
+def test_the_message_names_rows_queries_and_keys() -> None:
+    batch = Segments.from_lengths([3, 2, 3], side="left")
+    kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 3, 3]), layout="BSND")
+    with pytest.raises(UnsupportedFormError) as error:
+        check_contract(kwargs, **SIZES, segments=batch)
+    assert str(error.value) == (
+        "npu_fusion_attention:\n[differs-from-segments] atten_mask, sparse_mode: got the query at (row, column) (1, 1) "
+        "attends (1, 0). The segments and the pattern, causal, say otherwise. "
+        "Use fusion_attention_kwargs(segments, pattern=..., layout='BSND'), "
+        "or pass the segments and pattern that this call is for. (Segments)"
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_every_wrong_row_is_named_until_the_list_is_long(rows: int) -> None:
+    got = only(Segments.from_lengths([2] * rows, 3, "left"), fusion_attention_kwargs(Segments.from_lengths([3] * rows))).got
+    assert [f"({b}, 1) attends ({b}, 0)" in got for b in range(9)] == [True] * 8 + [False]
+    assert got.endswith("; ...") == (rows == 9)
+    keys = "the query at (row, column) (0, 0) attends (0, 1), (0, 2), (0, 3) and 2 more"
+    assert only(Segments.from_lengths([6]), {"input_layout": "BSND"}).got == keys
+
+
+def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
+    batch = Segments.from_lengths([[3, 2]], width=9)
+    padded, packed = (fusion_attention_kwargs(batch, layout=layout) for layout in ("BSND", "TND"))
+    check_contract(padded, **SIZES, segments=batch, B=1, Sq=9, Skv=9)
+    check_contract(packed, **SIZES, segments=batch, B=2, Sq=3, Skv=3, Tq=5, Tkv=5)
+    for kwargs, name, size in (
+        (padded, "B", 2),
+        (padded, "Sq", 8),
+        (padded, "Skv", 5),
+        (packed, "Tq", 9),
+        (packed, "Tkv", 4),
+    ):
+        breach = only(batch, kwargs, **{name: size})
+        assert (breach.rule, breach.where, breach.got, breach.silent) == ("sizes-differ", name, str(size), True)
+    assert contract_breaches(packed, **SIZES, segments=batch, keep_tail=True)[0].rule == "unused-tail"
+    tail = fusion_attention_kwargs(batch, layout="TND", keep_tail=True)
+    check_contract(tail, **SIZES, segments=batch, keep_tail=True)
+    assert contract_breaches(tail, **SIZES, segments=batch)[0].rule == "tnd-total"
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ({"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}, ["(0, 0) attends (1, 0), (1, 1), (1, 2) and 1 more"]),
+        ({"actual_seq_kvlen": [5, 8]}, ["(0, 0) attends (1, 0)", "(1, 0) does not attend (1, 0)"]),
+    ],
+)
+def test_packed_rows_of_one_length_are_told_apart(lists: Any, said: list[str]) -> None:
+    """Here a key's column alone says nothing: the same column of the other row is a key too."""
+    batch = Segments.from_lengths([4, 4])
+    kwargs = fusion_attention_kwargs(batch, layout="TND", pattern="bidirectional") | lists
+    got = only(batch, kwargs, pattern="bidirectional").got
+    assert got.split("; ") == [f"the query at (row, column) {each}" for each in said]
+
+
+def test_what_padding_attends_does_not_matter() -> None:
+    """verl's mask on NPU blocks padded rows as well as padded keys."""
+    batch = Segments.from_lengths([2, 4])
+    keep = batch.keep
+    blocked = triangle()[:4, :4] | ~keep[:, None, :, None] | ~keep[:, None, None]
+    kwargs = {"input_layout": "BSND", "atten_mask": blocked, "sparse_mode": 1, "inner_precise": 2}
+    check_contract(kwargs, **SIZES, segments=batch)

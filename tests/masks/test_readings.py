@@ -1,0 +1,267 @@
+"""Readings: what a matrix means, in pictures (True = ■); each other reading that is looked for; and the proof: one flipped
+place in a real row is noticed wherever it is, and a mask is read so often and no more."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, strategies as st
+from live_bytes import peak_bytes
+
+from collate_npu import CollateError, Pattern, Segments, derive_segments
+from collate_npu.errors import AmbiguousMaskError
+from collate_npu.masks import dense, readings, square as square_module
+from collate_npu.masks.evidence import UnexplainedError
+from collate_npu.masks.polarity import MaskValues
+from collate_npu.masks.readings import Known, wrong_rows
+from collate_npu.masks.square import Square
+
+
+def square(attends_BQK):
+    return Square(MaskValues(torch.from_numpy(np.ascontiguousarray(attends_BQK)), "keep"), "keep", len(attends_BQK))
+
+
+def read_square(attends_BQK, **known):
+    return readings.read_square(square(attends_BQK), Known(**known)).segments
+
+
+def drawn(text):
+    return np.array([[char == "■" for char in row] for row in text.split()])[None]
+
+
+LEFT_FILLED, RIGHT_FILLED = "■■■■ ■■■■ ⬚⬚■⬚ ⬚⬚■■", "■⬚⬚⬚ ■■⬚⬚ ■■■■ ■■■■"
+HOLE, GAP = "■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", "■⬚⬚⬚⬚ ■■⬚⬚⬚ ⬚⬚⬚⬚⬚ ⬚⬚⬚■⬚ ⬚⬚⬚■■"
+LONE, LONE_BESIDE_UNFORCED = "■⬚⬚ ■■⬚ ⬚⬚■", "■⬚⬚⬚ ■■⬚⬚ ⬚⬚■⬚ ⬚⬚⬚⬚"
+CAUSAL, NO_DIAGONAL, LONELY_ROW = "■⬚⬚ ■■⬚ ■■■", "■⬚⬚ ■⬚⬚ ■■■", "■⬚⬚ ■■⬚ ■⬚■"
+
+
+@pytest.mark.parametrize(
+    ("picture", "settings", "said"),
+    [
+        (LEFT_FILLED, {}, [0, 0, 1, 1]),
+        (RIGHT_FILLED, {"unmasked_rows": True}, [1, 1, 0, 0]),
+        (RIGHT_FILLED, {}, "last rows that see everything"),  # or an image: real tokens that attend to both sides
+        (CAUSAL, {"unmasked_rows": True}, "a last row that sees everything"),
+        (GAP, {}, "tokens 1 and 3 that do not meet"),
+        (GAP, {"pattern": Pattern.of("causal")}, [1, 1, 0, 2, 2]),
+        (LONE, {}, "sequences of 2, 1 tokens"),
+        (LONE, {"prove": False}, [1, 1, 2]),
+        (LONE_BESIDE_UNFORCED, {"pattern": Pattern.of("causal")}, [1, 1, 2, 0]),
+        (LONE, {"keep": np.array([[True, True, False]])}, [1, 1, 0]),
+        (HOLE, {"keep": np.ones((1, 4), bool)}, "3 real tokens where the 2D mask has 4"),
+        (NO_DIAGONAL, {}, "key 1 is attended by other tokens, but token 1 is padding or does not attend itself"),
+        (LONELY_ROW, {}, "rows that no pattern gives"),
+    ],
+)
+def test_what_a_picture_means_or_may_mean(picture, settings, said):
+    if isinstance(said, list):
+        assert read_square(drawn(picture), **settings).ids.tolist() == [said]
+        return
+    with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
+        read_square(drawn(picture), **settings)
+    assert said in (str(raised.value) or raised.value.rows[0][1])
+
+
+@pytest.mark.parametrize("picture", [NO_DIAGONAL, LONE])
+def test_every_row_in_doubt_is_named_and_no_other(picture):
+    batch = np.concatenate([drawn(picture), drawn(CAUSAL), drawn(picture)])
+    with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
+        read_square(batch)
+    rows = getattr(raised.value, "rows", None)
+    named = [row for row, _ in rows] if rows else [b for b in range(3) if f"row {b}: " in str(raised.value)]
+    assert named == [0, 2]
+
+
+def test_one_pattern_explains_the_whole_batch():
+    """Rows of different windows: each is a pattern, together they are none that a model has."""
+    rows = [dense(Segments.from_lengths([4]), pattern=Pattern.sliding(w))[0].numpy() for w in (2, 4)]
+    with pytest.raises(UnexplainedError) as raised:
+        read_square(np.concatenate(rows))
+    assert [row for row, _ in raised.value.rows] == [0]
+
+
+def test_a_producer_of_unmasked_rows_makes_a_full_last_row_doubtful():
+    left = np.concatenate([drawn(LEFT_FILLED), np.tri(4, dtype=bool)[None]])
+    assert read_square(left).ids.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    right = np.concatenate([drawn(RIGHT_FILLED), np.tri(4, dtype=bool)[None]])
+    with pytest.raises(AmbiguousMaskError, match="row 1: got a last row that sees everything"):
+        read_square(right)
+
+
+# --- what is known beside the matrix
+
+
+def test_known_segments_are_compared_at_real_queries_alone():
+    """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
+    segments = Segments([[1, 1, 2, 2, 0, 0]])
+    document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
+    assert readings.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
+    assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
+    with pytest.raises(UnexplainedError):
+        readings.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
+
+
+def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
+    segments = Segments.from_lengths([5])
+    matrix = dense(segments, pattern=Pattern.sliding(2))[:, 0].numpy()
+    for known in (Known(pattern=Pattern.of("causal")), Known(segments=segments, pattern=Pattern.of("causal"))):
+        with pytest.raises(UnexplainedError) as raised:
+            readings.read_square(square(matrix), known)
+        assert raised.value.instead == Pattern.sliding(2)
+
+
+def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
+    matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
+    with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
+        readings.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
+    narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
+    assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
+
+
+def test_one_row_that_sees_everything_among_causal_rows_is_not_read_as_real():
+    batch = np.concatenate([dense(Segments([[1, 1, 1, 0]]))[0].numpy(), np.ones((1, 4, 4), bool)])
+    with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
+        read_square(batch)
+
+
+def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
+    """Padding with a forced diagonal: turned around, it looks like sequences of one token beside padding."""
+    keep = np.array([[False, False, False, True, True, True]])
+    matrix = dense(Segments.from_keep(keep))[:, 0].numpy() | np.eye(6, dtype=bool)
+    assert read_square(matrix, keep=keep) == Segments.from_keep(keep)
+    with pytest.raises(AmbiguousMaskError, match="turned around"):
+        read_square(matrix, keep=~keep)
+
+
+# --- the proof
+
+
+def square_of(full, polarity="keep"):
+    return Square(MaskValues(full, polarity), polarity, full.shape[0])
+
+
+@given(strategies.attentions(), st.sampled_from(["keep", "masked"]), st.sampled_from([1, 16, 1 << 19]), st.data())
+def test_one_flipped_place_is_noticed_in_every_real_row_and_in_no_other(attention, polarity, block, data):
+    segments, pattern = attention
+    B, S = segments.shape
+    full = dense(segments, pattern=pattern, polarity=polarity)
+    at = b, _, q, _ = tuple(data.draw(st.integers(0, n - 1)) for n in (B, 1, S, S))
+    before, square_module.BLOCK = square_module.BLOCK, block
+    try:
+        assert list(wrong_rows(square_of(full, polarity), segments, pattern)) == []
+        full[at] = ~full[at]
+        wrong = [b] if segments.array[b, q] else []
+        assert list(wrong_rows(square_of(full, polarity), segments, pattern)) == wrong
+        proved = np.zeros((B, S), bool)
+        proved[b, q] = True
+        assert list(wrong_rows(square_of(full, polarity), segments, pattern, proved)) == []
+    finally:
+        square_module.BLOCK = before
+
+
+# --- work and memory, counted
+
+
+class Reads:
+    """How many elements of a mask of B * S * S are read and compared, in units of the whole."""
+
+    def __init__(self, monkeypatch):
+        self.elements = 0
+        for name in ("rows", "_as_they_lie"):
+            monkeypatch.setattr(Square, name, self.counted(getattr(Square, name)))
+
+    def counted(self, method):
+        def read(square, b, low, high):
+            self.elements += (high - low) * square.shape[1]
+            return method(square, b, low, high)
+
+        return read
+
+    def of(self, full, **settings):
+        self.elements = 0
+        with contextlib.suppress(CollateError):
+            derive_segments(full, **settings)
+        return self.elements / full.numel()
+
+
+S = 256
+KINDS = {
+    "right": Segments.from_lengths([S, 200, 150], S),
+    "left": Segments.from_lengths([S, 200, 150], S, "left"),
+    "packed": Segments.from_lengths([[100, 50, 60], [7, 9], [S]], S),
+    "ones": Segments.from_lengths([[1] * (S - 3), [1] * 5, [1]], S),
+    "holes": Segments.from_keep(torch.arange(3 * S).view(3, S) % 3 != 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_causal_attention_is_read_once_under_either_polarity(kind, dtype, monkeypatch):
+    """int64 has its values looked at before; that is one more pass, of MaskValues."""
+    reads = Reads(monkeypatch)
+    for polarity in ("keep", "masked"):
+        full = dense(KINDS[kind], polarity=polarity, dtype=dtype)
+        assert reads.of(full, polarity=polarity) == 1
+        assert reads.of(full) <= 1 + 1 / 3  # the other polarity ends in its first block, or before
+
+
+@pytest.mark.parametrize("pattern", [Pattern.sliding(9), Pattern.chunked(9), Pattern.prefix(9), Pattern.of("bidirectional")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mask_is_read_more_than_a_few_times(kind, pattern, monkeypatch):
+    reads = Reads(monkeypatch)
+    full = dense(KINDS[kind], polarity="masked", pattern=pattern)
+    wrong = full.clone()
+    wrong[0, 0, S // 2, S // 4] ^= True
+    for mask in (full, wrong):
+        for declared in (None, "causal", pattern):
+            assert reads.of(mask, polarity="masked", pattern=declared) <= 7
+            assert reads.of(mask, pattern=declared) <= 14
+
+
+def traced(work):
+    """The most bytes of numpy's arrays at once."""
+    work()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+WIDE = 1024
+
+
+LARGE = {
+    "right": Segments.from_lengths([700], WIDE),
+    "packed": Segments.from_lengths([[300, 200]], WIDE),
+    "holes": Segments.from_keep(torch.arange(WIDE)[None] % 3 > 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*LARGE, "refused"])
+@pytest.mark.parametrize("written", [("masked", None), ("bias", torch.float32), ("bias", torch.bfloat16)])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_derivation_takes_no_more_than_its_input_once_again(kind, written, declared):
+    full = dense(LARGE.get(kind, LARGE["right"]), polarity=written[0], dtype=written[1])
+    if kind == "refused":
+        full[0, 0, 500, 20] = full[0, 0, 0, 1]
+
+    def derive():
+        with contextlib.suppress(CollateError):
+            derive_segments(full, polarity=written[0] if declared else None)
+
+    assert traced(derive) <= full.nbytes
+    peak_bytes(derive)  # the first look imports
+    assert peak_bytes(derive) <= 1.01 * full.nbytes  # torch holds the input alone
+
+
+def test_many_heads_are_read_together_in_small_blocks():
+    full = dense(Segments.from_lengths([200], 256), polarity="masked").repeat(1, 16, 1, 1)
+    assert traced(lambda: derive_segments(full)) <= full.nbytes

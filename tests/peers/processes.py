@@ -1,0 +1,72 @@
+"""Work of a peer test in processes of their own: what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 1) -> list[Any]:
+    """`python WORK.py OUT WORDS ...`, once for each variant of the environment, all at once: the JSON that each wrote.
+
+    With several `ranks` a variant is that many processes, told RANK, WORLD_SIZE and STORE; the first one writes.
+    """
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    running, outs = [], [folder / f"{work}-{n}.json" for n in range(len(variants))]
+    for out, variant in zip(outs, variants):
+        env = {**os.environ, **QUIET, "PYTHONPATH": path, **variant}
+        command = [sys.executable, str(HERE / f"{work}.py"), str(out), *map(str, words)]
+        for rank in range(ranks):
+            log = out.with_suffix(f".{rank}.log").open("w+")
+            place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "STORE": f"{out}.store"} if ranks > 1 else {}
+            running.append((subprocess.Popen(command, env=env | place, cwd=folder, stdout=log, stderr=log), log))
+    for process, log in running:
+        code = process.wait(timeout=600)
+        log.seek(0)
+        assert code == 0, log.read()[-4000:]
+    return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+# --- for work that trains from YAML files: `python WORK.py OUT FOLDER JOB ...`
+
+
+def saved_model(folder: Path, name: str) -> str:
+    from collate_npu.testing import byte_tokenizer, tiny_model
+
+    if not (folder / name).exists():
+        tokenizer = byte_tokenizer()
+        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def watched(watch: Any, rows: Any, refused: str, collator: str) -> dict[str, Any]:
+    """What a job gave: each sequence against itself alone, and the masks that layers received (`watching.Watch`)."""
+    watch.__exit__()
+    watch.base.eval()
+    error, compared = watch.error(set(rows))
+    masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
+    return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+
+
+def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
+    out, folder, *jobs = sys.argv[1:]
+    prepare(Path(folder))
+    found: dict[str, Any] = {}
+    for job in jobs:
+        found[job] = run(Path(folder), *job.split())
+    Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")

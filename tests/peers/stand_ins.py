@@ -1,0 +1,81 @@
+"""Stand-ins for packages of a card, which import and never compute: Megatron and its users then import on a CPU.
+
+torch and Megatron must first find out that triton is missing, so that they keep their own fallbacks; only then does the name
+exist for the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch._dynamo
+import torch._inductor.runtime.triton_compat
+import torch.utils._triton
+
+VERSIONS: dict[str, str] = {}
+"""What stands in, and the version it says."""
+_PACKAGES = frozenset((
+    "pytorch", "common", "attention", "module", "ops", "rope", "utils", "float8_tensor", "distributed", "cpu_offload", "fp8",
+    "recipe", "language", "runtime", "compiler", "testing", "tools", "experimental",
+))  # fmt: skip
+
+
+class _Module(types.ModuleType):
+    """Decorators give the function back, classes are empty, and everything else refuses to be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._stand_in(name, f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def _stand_in(self, name: str, full: str) -> Any:
+        if name in ("jit", "autotune", "heuristics"):
+            return lambda *args, **kwargs: args[0] if args and callable(args[0]) and not kwargs else lambda made: made
+        if name in _PACKAGES:
+            return importlib.import_module(full)
+        if self.__name__.startswith("transformer_engine") and name.lstrip("_")[:1].isupper():
+            return type(name, (torch.nn.Module,), {"__module__": self.__name__})
+        if name.lstrip("_")[:1].isupper() or name == "constexpr":
+            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError(f"{full} is a stand-in and computes nothing")
+
+        return refuse
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in VERSIONS else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        module.__version__ = VERSIONS[spec.name.partition(".")[0]]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        return None
+
+
+def stand_in(**versions: str) -> None:
+    """For these packages, from now on."""
+    torch.utils._triton.has_triton_package()
+    torch.utils._triton.has_triton()
+    if not VERSIONS:
+        sys.meta_path.insert(0, _Finder())
+    VERSIONS.update(versions)
+
+
+def triton() -> None:
+    """megatron-core from 0.18 on imports it unguarded, on a CPU too. Call it before Megatron is imported."""
+    if importlib.util.find_spec("triton") is None:
+        stand_in(triton="3.6.0")

@@ -1,0 +1,102 @@
+"""Located: samples are found by their tokens, whatever the side, the order, the packing and the mask; or it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from collate_npu import CollateError
+from collate_npu.proof.located import locate
+
+PAD = 9
+
+
+def features(*samples):
+    return [{"input_ids": list(ids), "labels": list(ids)} for ids in samples]
+
+
+def batch(*rows, keep=None, **more):
+    made = {"input_ids": torch.tensor(rows), **more}
+    return made if keep is None else {**made, "attention_mask": torch.tensor(keep)}
+
+
+ROWS = {
+    "right": [[1, 2, 3, 9], [4, 5, 9, 9]],
+    "left": [[9, 1, 2, 3], [9, 9, 4, 5]],
+    "both sides": [[9, 1, 2, 3, 9], [9, 4, 5, 9, 9]],
+    "permuted": [[4, 5, 9], [1, 2, 3]],
+    "one row": [[1, 2, 3, 4, 5]],
+    "one row, padded, the other way round": [[4, 5, 9, 1, 2, 3, 9]],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_each_sample_is_given_back_whole(rows):
+    made = batch(*rows)
+    found = locate(made, features([1, 2, 3], [4, 5]))
+    assert [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])] == [[1, 2, 3], [4, 5]]
+
+
+def test_a_mask_that_drops_a_real_eos_is_not_believed_and_equal_samples_keep_their_order():
+    made = batch([1, 2, 9], [4, 9, 9], keep=[[1, 1, 0], [1, 0, 0]])
+    assert locate(made, features([1, 2, 9], [4, 9])).segments.lengths == ((3,), (2,))
+    assert locate(batch([1, 2], [1, 2], [3, 9]), features([1, 2], [1, 2], [3])).order == (0, 1, 2)
+
+
+@pytest.mark.parametrize("first", [[1, 2, 9, 9], [9, 9, 1, 2]])
+def test_a_sample_of_padding_alone_is_where_the_mask_or_else_the_side_says(first):
+    samples = features([1, 2, 9, 9] if first[0] == 1 else [9, 9, 1, 2], [9, 9])
+    keep = [[1, 1, 1, 1], [0, 1, 1, 0]]
+    assert locate(batch(first, [9] * 4, keep=keep), samples).segments.ids[1].tolist() == [0, 1, 1, 0]
+    with pytest.raises(CollateError, match="ways to read it"):
+        locate(batch(first, [9] * 4), samples)
+    right = features([1, 2, 3, 4], [5, 6], [9, 9])
+    assert locate(batch([1, 2, 3, 4], [5, 6, 9, 9], [9] * 4), right).segments.ids[2].tolist() == [1, 1, 0, 0]
+
+
+REFUSED = {
+    "cut": ([[1, 2], [4, 5]], None, r"(?s)samples: 1 bad row.*row 0: got 3 tokens"),
+    "masked at random": ([[1, 7, 3], [4, 5, 9]], None, "samples: 1 bad row"),
+    "a token that is no sample's": ([[8, 1, 2, 3], [8, 4, 5, 9]], None, "tokens that no sample has"),
+    "another row": ([[1, 2, 3], [4, 5, 9], [6, 7, 8]], None, "tokens that no sample has"),
+}
+
+
+@pytest.mark.parametrize(("rows", "keep", "said"), REFUSED.values(), ids=REFUSED)
+def test_other_tokens_are_refused(rows, keep, said):
+    with pytest.raises(CollateError, match=said):
+        locate(batch(*rows, keep=keep), features([1, 2, 3], [4, 5]))
+
+
+@pytest.mark.parametrize(
+    "made", [None, {}, {"input_ids": None}, {"inputs_embeds": torch.zeros(1, 2, 3)}, {"input_ids": [1, 2]}]
+)
+def test_what_has_no_tokens_is_refused(made):
+    with pytest.raises(CollateError, match="found by their tokens"):
+        locate(made, features([1, 2]))
+
+
+def test_samples_of_one_token_end_in_words_and_not_in_hours():
+    with pytest.raises(CollateError, match=r"tokens that no sample has|ways to read it"):
+        locate(batch(*[[PAD] * 40] * 8), features(*[[PAD] * n for n in range(20, 28)]))
+
+
+def test_labels_of_a_batch_are_those_of_its_tokens_and_are_made_where_it_has_none():
+    made, samples = batch([9, 4, 5], [1, 2, 3]), features([1, 2, 3], [4, 5])
+    labelled = made | {"labels": torch.tensor([[-100, 4, 5], [-100, -100, 3]])}
+    assert [each["labels"] for each in locate(labelled, samples).labelled()] == [[1, -100, 3], [4, 5]]
+    assert locate(made, samples).with_labels()["labels"].tolist() == [[-100, -100, 5], [-100, 2, 3]]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
+def test_what_is_found_is_what_was_laid_out(samples, left):
+    """With few tokens much fits in several places: then it is found by the mask, and never at a wrong one."""
+    width = max(map(len, samples)) + 1
+    padding = [[0] * (width - len(ids)) for ids in samples]
+    rows = [pad + ids if left else ids + pad for pad, ids in zip(padding, samples)]
+    kept = [[1] * len(ids) for ids in samples]
+    made = batch(*rows, keep=[pad + keep if left else keep + pad for pad, keep in zip(padding, kept)])
+    found = locate(made, features(*samples))
+    assert [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])] == samples
+    assert torch.equal(found.segments.keep.long(), made["attention_mask"])

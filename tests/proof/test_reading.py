@@ -1,0 +1,127 @@
+"""What a layer makes of the masks of its rank: Megatron's kernels, alone and under context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from collate_npu import ContextParallel, Segments
+from collate_npu.consumers.consumer import Case, Model
+from collate_npu.masks import block_mask, dense
+from collate_npu.parallel import query_rows, split_tensor
+from collate_npu.proof.reading import Judge
+from collate_npu.proof.received import Received
+
+LEFT, RIGHT = Segments.from_lengths([8, 5], side="left"), Segments.from_lengths([8, 5])
+PLACES = [None, ContextParallel(2, 0), ContextParallel(2, 1), ContextParallel(2, 0, layout="contiguous")]
+places = pytest.mark.parametrize("cp", PLACES, ids=["alone", "zigzag 0", "zigzag 1", "contiguous"])
+KINDS = {
+    name: type(name, (nn.Module,), {"__module__": home})
+    for name, home in {
+        "DotProductAttention": "megatron.core.transformer.dot_product_attention",
+        "TEDotProductAttention": "megatron.core.extensions.transformer_engine",
+        "GatedDeltaNet": "megatron.core.ssm.gated_delta_net",
+        "BridgeGatedDeltaNet": "mcore_bridge.model.modules.gated_delta_net",
+    }.items()
+}
+
+
+def judge(segments, cp=None, kernel="DotProductAttention"):
+    model = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})()
+    model.core_attention = KINDS[kernel]()
+    model.config = SimpleNamespace(masked_softmax_fusion=False)
+    return Judge(model=model, case=Case(segments=segments, model=Model(needs_mask_2d=True)), cp=cp)
+
+
+def received(kind="DotProductAttention", mask=None, keep=None, **offsets):
+    told = {"attention_mask": mask, "attention_mask_2d": keep, **offsets}
+    told = {key: value for key, value in told.items() if value is not None}
+    name = "self_attention" if "GatedDelta" in kind else "core_attention"
+    return Received(name=name, reader=KINDS[kind](), told=told, hidden=(8, 2, 4))
+
+
+def masked(segments, cp=None, **settings):
+    rows = None if cp is None else query_rows(8, cp)
+    return dense(segments, polarity="masked", rows=rows, **settings)
+
+
+@places
+@pytest.mark.parametrize("segments", [LEFT, RIGHT], ids=["left", "right"])
+def test_the_rows_of_this_rank_are_right_and_those_of_another_are_told(segments, cp):
+    asked = judge(segments, cp)
+    assert asked.why_wrong(received(mask=masked(segments, cp))) == ""
+    if cp is not None:
+        other = ContextParallel(2, 1 - cp.rank, layout=cp.layout)
+        assert asked.why_wrong(received(mask=masked(segments, other)))
+        assert "queries and keys" in asked.why_wrong(received(mask=masked(segments)))
+
+
+@places
+def test_none_and_kernels_that_read_none_are_a_triangle(cp):
+    for mask in (None, masked(LEFT, cp)):
+        assert judge(RIGHT, cp, "TEDotProductAttention").why_wrong(received(mask=mask)) == ""
+        assert "row 1 attends padding" in judge(LEFT, cp, "TEDotProductAttention").why_wrong(received(mask=mask))
+
+
+def test_a_future_token_and_another_sequence_are_named():
+    packed = Segments.from_lengths([[3, 5], [5]])
+    asked = judge(packed)
+    assert "attends more than causal" in asked.why_wrong(received(mask=masked(packed, pattern="bidirectional")))
+    assert "row 0 attends another sequence" in asked.why_wrong(received(mask=None))
+    assert "does not attend all" in asked.why_wrong(received(mask=masked(packed) | ~torch.eye(8, dtype=torch.bool)))
+
+
+@places
+def test_a_recurrent_layer_of_mcore_bridge_is_told_by_the_part_of_this_rank(cp):
+    keep = LEFT.keep if cp is None else split_tensor(LEFT.keep, cp)
+    calls = [("BridgeGatedDeltaNet", ~keep), ("BridgeGatedDeltaNet", None), ("GatedDeltaNet", keep)]
+    for (kind, told), why in zip(calls, ("other tokens", "no 2D mask", "no 2D mask")):
+        assert why in judge(LEFT, cp).why_wrong(received(kind, keep=told))
+    assert judge(LEFT, cp).why_wrong(received("BridgeGatedDeltaNet", keep=keep)) == ""
+    assert judge(RIGHT, cp).why_wrong(received("GatedDeltaNet")) == ""
+
+
+def test_packed_rows_of_recurrent_layers_need_their_offsets():
+    asked = judge(Segments.from_lengths([[3, 5], [8]]))
+    assert "several sequences" in asked.why_wrong(received("GatedDeltaNet"))
+    assert "several sequences" in asked.why_wrong(received("GatedDeltaNet", cu_seq_lens_q=1))
+    for told in ({"cu_seq_lens_q": 1, "seq_idx": 1}, {"packed_seq_params": 1}):
+        assert asked.why_wrong(received("GatedDeltaNet", **told)) == ""
+
+
+def test_other_batches_of_the_same_model_are_not_asked():
+    calls = (received(), replace(received(), hidden=(8, 7, 4)), replace(received(), crosses=True))
+    assert [judge(LEFT).asks(call) for call in calls] == [True, False, False]
+
+
+KEEP, BIAS = dense(LEFT), dense(LEFT, polarity="bias")
+
+
+@pytest.mark.parametrize(
+    ("attn", "mask", "said"),
+    [
+        ("sdpa", KEEP, ""),
+        ("sdpa", BIAS, ""),
+        ("eager", BIAS, ""),
+        ("eager", KEEP, "which eager adds"),
+        ("sdpa", KEEP.long(), "which sdpa adds"),
+        ("sdpa", ~KEEP, "attends"),
+        ("flash_attention_2", LEFT.keep.long(), ""),
+        ("flash_attention_2", RIGHT.keep.long(), "other tokens"),
+        ("flash_attention_2", None, "row 1 attends padding"),
+        ("flex_attention", block_mask(LEFT), ""),
+        ("flex_attention", block_mask(RIGHT), "row 1 attends padding"),
+        ("flex_attention", None, "row 0 attends more than causal"),
+    ],
+    ids=range(12),
+)
+def test_what_a_mask_means_depends_on_the_implementation(attn, mask, said):
+    model = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})()
+    asked = Judge(model=model, case=Case(segments=LEFT, model=Model(needs_mask_2d=False, attn_implementation=attn)))
+    told = {} if mask is None else {"attention_mask": mask}
+    why = asked.why_wrong(Received(name="self_attn", reader=nn.Module(), told=told, hidden=(2, 8, 4)))
+    assert (said in why) if said else why == ""

@@ -1,0 +1,605 @@
+"""The table of refusals: what a user does wrong, the words that meet it, and the call that the words ask for.
+
+`NAMED`: refused with words, whatever they are. `WORDED`: how the text begins, all bad rows in it. `FOLLOWED` (law 12): the
+cause, words of the remedy, the same call as the remedy says, and what must be true of its answer where that does not say it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from strategies import laid_out
+
+from collate_npu import (
+    BatchAdapter,
+    ContextParallel,
+    PaddingCollator,
+    Pattern,
+    Segments,
+    adapt,
+    derive_segments,
+    last_token,
+    needs_mask_2d,
+    split_batch,
+    unpad,
+    wrap_collator,
+)
+from collate_npu.consumers.consumer import Model, route as route_of
+from collate_npu.consumers.mindspeed import kernel_of_settings, layout_of_settings
+from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu.masks import dense, varlen
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.parallel import check_recurrent_split, pad_documents
+
+RIGHT = Segments.from_lengths([3, 5])
+LEFT = Segments.from_lengths([3, 5], side="left")
+FLAT = Segments.from_lengths([[3, 5]])
+PACKED = Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
+HOLE = Segments([[1, 1, 0, 0, 1, 1]])
+TAIL = Segments([[1, 1, 2, 2, 0, 0]])
+HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+JAMBA = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="jamba")
+QWEN = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="qwen3_next")
+ENCODER_HOLE = dense(Segments([[1, 1, 0, 1]]), pattern="bidirectional")
+SLIDING = Pattern.sliding(2)
+FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+
+
+PREFERENCE = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3, 4]}]
+
+
+def preference(features):
+    """As TRL's DataCollatorForPreference: the chosen rows, then the rejected ones."""
+    return {"input_ids": torch.tensor([[1, 2, 0], [1, 3, 4]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+
+
+def second_rows(segments):
+    """As TRL's collator for KTO."""
+    return lambda features: batch_of(segments, attention_mask=segments.keep, KL_input_ids=torch.ones(2, 9))
+
+
+def packed(features):
+    return batch_of(PACKED, attention_mask=PACKED.ids)
+
+
+def watched_forward(batch):
+    """What arrives in the forward of a model that `adapt` looks after."""
+
+    class Model(torch.nn.Module):
+        config = SimpleNamespace(layer_types=["full_attention"])
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None):
+            return {"attention_mask": attention_mask, "position_ids": position_ids}
+
+    model = Model()
+    adapt(model, consumer="transformers")
+    return model(**batch)
+
+
+def batch_of(segments, **keys):
+    B, S = segments.shape
+    return {"input_ids": torch.arange(B * S).view(B, S), **keys}
+
+
+def find(segments, *, polarity=None, pattern=None, padding_free=False, **keys):
+    return segments_from_batch(batch_of(segments, **keys), polarity=polarity, pattern=pattern, padding_free=padding_free)
+
+
+def collate(features=FEATURES, pad_token_id=0, **settings):
+    return PaddingCollator(pad_token_id=pad_token_id, **laid_out(settings))(features)
+
+
+def adapted(segments, model=DENSE, consumer="megatron", **settings):
+    keys = {"attention_mask_2d": segments.keep, "segment_ids": segments.ids}
+    return BatchAdapter(model, consumer=consumer, **settings)(batch_of(segments, **keys))
+
+
+def flat(model=DENSE, consumer="megatron", segments=FLAT, **settings):
+    keys = {"cu_seq_lens_q": segments.cu_seqlens}
+    return BatchAdapter(model, consumer=consumer, padding_free=True, **settings)(batch_of(segments, **keys))
+
+
+def form(segments, consumer="transformers", needs_2d=False, config=None, **settings):
+    model = Model(config=config or (HYBRID if needs_2d else None), needs_mask_2d=needs_2d, **settings.pop("model", {}))
+    return route_of(consumer, segments, model=model, **settings).form
+
+
+def window(size):
+    return {"config": SimpleNamespace(sliding_window=size, layer_types=["sliding_attention"], model_type="mistral")}
+
+
+def router(on):
+    return SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on)
+
+
+INDEXED = {"layer_types": ["full_attention"], "index_n_heads": 2, "index_topk": 4, "model_type": "x"}
+MISTRAL = SimpleNamespace(sliding_window=2, model_type="mistral", layer_types=["sliding_attention"])
+CP = ContextParallel(2, 0)
+SLICES, DOCUMENTS = ContextParallel(2, 0, layout="contiguous"), CP.for_documents()
+EVEN = Segments.from_lengths([3, 5], 8)
+THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
+APART = Segments([[1, 1, 1, 0, 2, 2, 2, 2, 2, 0, 0, 0]])
+SHORT = Segments.from_lengths([2, 3])
+
+collate_all = PaddingCollator(pad_token_id=0, keys={**KEYS, "weights": TOKENS})
+
+
+def with_nan(*rows):
+    bias = dense(Segments.from_lengths([3, 5, 4]), polarity="bias")
+    bias[list(rows), 0, 2, 1] = torch.nan
+    return bias
+
+
+def ids(*rows, **columns):
+    return [{"input_ids": row, **{key: column[b] for key, column in columns.items()}} for b, row in enumerate(rows)]
+
+
+NO_NUMBERS = {
+    "a string": "110",
+    "an object": object(),
+    "a set": {1, 0},
+    "ragged lists": [[1, 1], [1]],
+    "strings in lists": [["1", "0"], ["1", "1"]],
+    "None in lists": [[1, None], [1, 1]],
+    "meta": torch.ones(2, 3, device="meta"),
+    "complex": torch.ones(2, 3, dtype=torch.complex64),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "an object array": np.array([[1, None]], dtype=object),
+    "a generator": (x for x in ()),
+    "uint64 that wraps": np.array([[2**64 - 1, 1, 1], [1, 1, 1]], np.uint64),
+}
+DENSE_ADAPTER = BatchAdapter(DENSE, consumer="megatron")
+ODD_ARGUMENTS = [
+    (Pattern.sliding, [2.5, True]),
+    (Pattern.chunked, ["4"]),
+    (Pattern.prefix, [[1.5]]),
+    (Segments.from_lengths, [[1.5, 2.0], ["3"]]),
+    (Segments.from_cu_seqlens, [[0, 1.5, 3]]),
+    (Segments.from_position_ids, [[[3, 4, 5]]]),
+    (needs_mask_2d, [None]),
+    (partial(unpad, torch.ones(2, 4)), [SHORT]),
+    (partial(ContextParallel, rank=0), [2.5, 2.0]),
+    (partial(ContextParallel, 2), [2]),
+    (DENSE_ADAPTER, [{"labels": torch.ones(2, 3)}, {"input_ids": torch.ones(3)}]),
+    (DENSE_ADAPTER, [{"input_ids": torch.ones(2, 3), "attention_mask_2d": torch.zeros(2, 3)}]),  # rows of padding alone
+    (collate_all, [[], [{"input_ids": [1]}, None], (f for f in [{"input_ids": [1]}]), "text", 3]),
+    (collate_all, [[{"input_ids": odd}] for odd in ("text", ["1", "2"], [1.0, 2.0], np.array([2**63 + 1], np.uint64))]),
+    (collate_all, [[{"input_ids": [1], "loss_scale": "x"}], [{"input_ids": [1, 2], "seq_lengths": [0.5, 1.5]}]]),
+    (collate_all, [ids([1, 2], [1], attention_mask=[odd, [1]]) for odd in (["1", "0"], [0, 0])]),
+]
+ODD_SETTINGS = [
+    (partial(dense, SHORT), {"pattern": ["sliding"], "polarity": ["attend"], "rows": [[0.5], [7], "all"]}),
+    (partial(dense, SHORT, polarity="bias"), {"dtype": [torch.int64]}),
+    (partial(derive_segments, dense(SHORT)), {"batch_size": [0.5, -1, 5], "polarity": ["True"]}),
+    (partial(Segments.from_lengths, [1]), {"width": [1.5]}),
+    (partial(PaddingCollator, pad_token_id=0), {"pad_to_multiple_of": [2.5, 0], "max_length": ["8"], "padding": ["most"]}),
+    (partial(PaddingCollator, pad_token_id=0), {"attention_mask": ["3d"], "padding_side": ["middle"]}),
+    (PaddingCollator, {"pad_token_id": [1.5, [0]]}),
+    (partial(collate_all, [{"input_ids": [1]}]), {"return_tensors": ["np"]}),
+    (partial(BatchAdapter, DENSE, consumer="megatron"), {"polarity": ["inverted"]}),
+    (BatchAdapter, {"model_type": ["gpt17"]}),
+    (partial(ContextParallel, 2, 0), {"layout": ["diagonal"], "mask_2d": ["both"]}),
+]
+NAMED = [partial(call, odd) for call, given in ODD_ARGUMENTS for odd in given]
+NAMED += [partial(call, **{key: odd}) for call, given in ODD_SETTINGS for key, each in given.items() for odd in each]
+
+WORDED = {
+    "a row with no tokens": (
+        lambda: collate_all(ids([], [1], [])),
+        "input_ids: 2 bad rows.\n  row 0: got no tokens\n  row 2: got no tokens\nA row without real tokens has no logits, "
+        "no loss and no last token.\nDrop the samples, or pass layout=Layout(allow_empty=True).",
+    ),
+    "labels of another length": (
+        lambda: collate_all(ids([1, 2], [1], [1], labels=[[1], [1], [1, 2]])),
+        "labels: 2 bad rows.\n  row 0: got 1 values beside 2 input_ids\n  row 2: got 2 values beside 1 input_ids\n",
+    ),
+    "float ids in lists": (
+        lambda: collate_all(ids([1, 2.5], [1], [0.5])),
+        "input_ids: 2 bad rows.\n  row 0: got 2.5 at token 1\n  row 2: got 0.5 at token 0\n",
+    ),
+    "float ids in arrays": (
+        lambda: collate_all(ids(torch.tensor([0.5]), [1], np.array([0.5, 1]))),
+        "input_ids: 2 bad rows.\n  row 0: got float32 [1] starting [0.5]\n  row 2: got float64 [2] starting [0.5, 1.0]\n",
+    ),
+    "a mask longer than its row": (
+        lambda: collate_all(ids([1, 2], [1], attention_mask=[[1, 1, 1], [1, 1]])),
+        "attention_mask: 2 bad rows.\n  row 0: got 3 values beside 2 input_ids\n  row 1: got 2 values beside 1 input_ids\n",
+    ),
+    "mixed ndim of ids": (
+        lambda: collate_all(ids(torch.tensor([1, 2]), torch.tensor([[1, 2]]), torch.tensor(3))),
+        "input_ids: 2 bad rows.\n  row 1: got int64 [1, 2]\n  row 2: got int64 []\n",
+    ),
+    "mixed ndim of another key": (
+        lambda: collate_all(ids([1, 2], [1, 2], weights=[np.ones(2), np.ones((2, 3))])),
+        "weights: 2 bad rows.\n  row 0: got values of shape []\n  row 1: got values of shape [3]\n",
+    ),
+    "NaN in an additive mask": (
+        lambda: derive_segments(with_nan(0, 2)),
+        "attention_mask: 2 bad rows.\n  row 0: got NaN\n  row 2: got NaN\n",
+    ),
+    "an all-True 4D mask of unknown polarity": (
+        lambda: derive_segments(torch.ones(2, 1, 4, 4, dtype=torch.bool)),
+        "attention_mask: got bool [2, 1, 4, 4]. Both readings are possible: as 'keep' it is Segments(B=2, S=4, "
+        "lengths=[4, 4], padding='none'); as 'masked' it is Segments(B=2, S=4, lengths=[0, 0], padding='right'). ",
+    ),
+    "a [2048, 2048] triangle": (
+        lambda: derive_segments(torch.ones(2048, 2048, dtype=torch.bool).triu(1)),
+        "attention_mask: got bool [2048, 2048]. It is torch_npu's compressed causal triangle",
+    ),
+    "4D already split for context parallelism": (
+        lambda: derive_segments(dense(Segments.from_lengths([3, 8]), rows=[0, 1, 6, 7])),
+        "attention_mask: got bool [2, 1, 4, 8]. 4 query rows and 8 keys: a context-parallel shard, or a KV cache. "
+        "Derive from the whole mask, before the split; self-attention has as many rows as keys.",
+    ),
+    "masks that disagree": (
+        lambda: derive_segments(RIGHT.keep, keep=Segments.from_lengths([4, 5]).keep),
+        "attention_mask: 1 bad row.\n  row 0: got 3 real tokens, not 4\nIt disagrees with the other mask of the same batch",
+    ),
+    "a key that some samples lack": (
+        lambda: collate_all([{"input_ids": [1], "mine": 1}, {"input_ids": [1]}]),
+        "mine: 1 bad row.\n  row 1: got nothing\nmine stands in every sample or in none.",
+    ),
+}
+
+KEEP, CAUSAL_MASK = {"attention_mask_2d": LEFT.keep}, {"attention_mask": dense(LEFT)}
+WINDOW = {"attention_mask": dense(LEFT, pattern=SLIDING), **KEEP}
+EQUAL, BLOCKS = {"attention_mask": dense(PACKED)}, {"attention_mask": dense(TAIL) & TAIL.keep[:, None, :, None]}
+HEADS = {"attention_mask": torch.cat([dense(LEFT), dense(LEFT, pattern=SLIDING)], 1)}
+ONE_ROW, ZEROS = {"attention_mask": LEFT.keep[:, None, None]}, {"attention_mask": torch.zeros(2, 5)}
+TURNED, EMPTY = {"attention_mask": (~LEFT.keep).long()}, Segments.from_lengths([0, 3])
+RESTARTING = {"segment_ids": FLAT.ids, "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}
+
+DOOR = [
+    (LEFT, {}, "Carry attention_mask_2d", KEEP),
+    (LEFT, {**KEEP, "padding_free": True}, "or set it to False", KEEP),
+    (LEFT, WINDOW, "Pass pattern=Pattern.sliding(2)", {**WINDOW, "pattern": SLIDING}),
+    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or leave the mask out beside attention_mask_2d", KEEP),
+    (PACKED, EQUAL, "(with segment_ids, where rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
+    (TAIL, BLOCKS, "Declare pattern='causal'", {**BLOCKS, "pattern": "causal"}),
+    (LEFT, HEADS, "pass attention_mask_2d instead", KEEP),
+    (LEFT, ONE_ROW, "Declare pattern='causal' or", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
+    (Segments.from_lengths([5, 5]), ZEROS, "Pass polarity=", {**ZEROS, "polarity": "bias"}),
+    (LEFT, TURNED, "Invert it (== 0)", {"attention_mask": TURNED["attention_mask"] == 0}),
+    (LEFT, TURNED, "or declare polarity='masked'", {**TURNED, "polarity": "masked"}),
+    (EMPTY, {"attention_mask_2d": EMPTY.keep}, "carry segment_ids beside it", {"segment_ids": EMPTY.ids}),
+    (LEFT, {"attention_mask_2d": torch.ones(2, 6)}, "Build them together", KEEP),
+    (FLAT, RESTARTING, "Let every sequence count from 0", {**RESTARTING, "position_ids": FLAT.position_ids}),
+    (FLAT, {"cu_seqlens": FLAT.cu_seqlens, "seq_lens": [4, 4]}, "Keep one set", {"cu_seqlens": FLAT.cu_seqlens}),
+]
+"""Law 12 at the door: the rows of a batch, the keys it is refused with, the words, and the keys that tell those rows."""
+
+RWKV, INDEXER = ({"config": SimpleNamespace(**more)} for more in ({"model_type": "rwkv"}, INDEXED))
+FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
+MOE, QUIET = ({"config": router(on), "needs_2d": True, "pattern": SLIDING} for on in (True, False))
+WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0))}
+FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
+
+ROUTES = [
+    (LEFT, {**RWKV, "needs_2d": True}, "Pad right", RIGHT, {**RWKV, "needs_2d": True}, "keep_2d"),
+    (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
+    (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager', or padding_free=True", PACKED, EAGER, "bias"),
+    (PACKED, FLASH, "or padding_free=True", FLAT, {**FLASH, "padding_free": True}, "none"),
+    (LEFT, {**FLEX, **QUIET}, "Use attn_implementation='sdpa' or 'eager'", LEFT, QUIET, "mapping"),
+    (PACKED, {**FLEX, **window(1)}, "or rows no longer than the window", PACKED, {**FLEX, **window(2)}, "block_mask"),
+    (LEFT, MOE, "Set output_router_logits=False", LEFT, QUIET, "mapping"),
+    (LEFT, MOE, "or keep plain causal attention", LEFT, {**MOE, "pattern": "causal"}, "keep_2d"),
+    (FIVE, WINDOWED, "rows no longer than the window", Segments.from_lengths([4]), WINDOWED, "none"),
+]
+"""The same for what a consumer reads: rows and settings, the words, rows and settings as they say, and the form."""
+
+AHEAD = {"pattern": "bidirectional"}
+FLAT_ROWS = [
+    ({"max_length": 4}, "max_length is 4", {"max_length": 8}, [0, 3, 8]),
+    ({"padding": (4, 6)}, "Raise the widths, or put fewer samples", {"padding": (4, 8)}, [0, 3, 8]),
+    ({"padding": "max_length", "max_length": 6}, "Raise max_length", {"padding": "max_length", "max_length": 8}, [0, 3, 8]),
+    ({"padding": (8,), "max_sequences": 4}, "Raise the widths", {"padding": (8, 10), "max_sequences": 4}, [0, 3, 8, 9, 10]),
+    ({"max_sequences": 1}, "Raise max_sequences to 2 or more", {"max_sequences": 2}, [0, 3, 8]),
+    ({"sequence_multiple": 4, **AHEAD}, "pad_to_multiple_of pads", {"pad_to_multiple_of": 6, **AHEAD}, [0, 3, 8, 12]),
+]
+"""The same for flat rows of 3 and 5 tokens: settings, the words, settings as they say, and the offsets."""
+
+UNEXPLAINED = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]])
+UNMASKED = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]])
+PADDED, SIX = Segments([[1, 1, 1, 0, 0]]), Segments.from_lengths([6])
+ITSELF = dense(Segments([[1, 1, 1, 2, 2]]))
+SOME_ROWS = torch.tensor([True, False, True, False, False])
+LEFT_BATCH = batch_of(LEFT, attention_mask=LEFT.keep)
+EVEN_BATCH = batch_of(EVEN, attention_mask_2d=EVEN.keep)
+FLAT_BATCH = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
+TWO_EQUAL = [{"input_ids": [1]}] * 2
+UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
+IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
+AXES = IMAGES | {"position_ids": np.zeros((3, 2), int)}
+MINE = packed([]) | {"mine": torch.ones(2, 4)}
+
+
+def ones(*shape, **more):
+    return {"input_ids": torch.ones(shape, dtype=torch.long), **more}
+
+
+def wrapped(batch, features=FEATURES, **settings):
+    return wrap_collator(lambda f: batch(f) if callable(batch) else dict(batch), **settings)(features)
+
+
+FOLLOWED = [
+    # --- a mask alone
+    (
+        lambda: derive_segments(UNEXPLAINED),
+        "pass prove=False",
+        lambda: derive_segments(UNEXPLAINED, prove=False, polarity="keep").keep.all(),
+    ),
+    (
+        lambda: derive_segments(ITSELF, pattern="causal"),
+        "Carry attention_mask_2d",
+        lambda: derive_segments(ITSELF, keep=PADDED.keep, pattern="causal") == PADDED,
+    ),
+    (
+        lambda: derive_segments(torch.ones(4, 4).tril()),
+        "Pass [B, 1, S, S], or attention_mask_2d",
+        lambda: derive_segments(torch.ones(1, 1, 4, 4).tril(), batch_size=4) == Segments.from_lengths([4] * 4),
+    ),
+    (
+        lambda: derive_segments(UNMASKED, polarity="keep"),
+        "Pass unmasked_rows=True",
+        lambda: derive_segments(UNMASKED, polarity="keep", unmasked_rows=True) == Segments([[1, 1, 0, 0]]),
+    ),
+    (
+        lambda: derive_segments(ENCODER_HOLE, pattern="causal"),
+        "Pass polarity='keep'",
+        lambda: derive_segments(ENCODER_HOLE, pattern="bidirectional", polarity="keep").lengths == ((3,),),
+    ),
+    # --- collators
+    (lambda: collate(pad_token_id=None), "or pass pad_token_id=", lambda: collate(pad_token_id=0)),
+    (
+        lambda: collate(ids([], [1])),
+        "or pass layout=Layout(allow_empty=True)",
+        lambda: segments_from_batch(collate(ids([], [1]), allow_empty=True)) == Segments.from_lengths([0, 1]),
+    ),
+    (
+        lambda: collate(UNLISTED),
+        "keys={**KEYS, 'x': TOKENS} (or SAMPLE",
+        lambda: [list(collate(UNLISTED, keys={**KEYS, "x": kind})["x"][1]) for kind in (TOKENS, SAMPLE)] == [[2, 0], [2]],
+    ),
+    (
+        lambda: collate(padding_free=True, attention_mask="4d"),
+        "Leave it at 'auto', or set padding_free=False",
+        lambda: collate(padding_free=True)["attention_mask"] is None and shape(collate(attention_mask="4d")) == (2, 1, 3, 3),
+    ),
+    (
+        lambda: collate([IMAGES], padding_free=True),
+        "its position_ids [3, L] (the model's get_rope_index), or set padding_free=False",
+        lambda: (
+            "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
+        ),
+    ),
+    (
+        lambda: collate(padding_side="left", attention_mask="none"),
+        "Use 'auto', or pad right",
+        lambda: (
+            shape(collate(padding_side="left")) == (2, 1, 3, 3) and collate(attention_mask="none")["attention_mask"] is None
+        ),
+    ),
+    (lambda: collate(max_length=2), "Truncate when tokenising", lambda: collate(ids([1, 2], [4]), max_length=2)),
+    (
+        lambda: PaddingCollator(pad_token_id=0, model=DENSE),
+        "Pass consumer=",
+        lambda: shape(collate(model=DENSE, consumer="transformers")) == (2, 3),
+    ),
+    (
+        lambda: wrapped(ones(1, 2, attention_mask=torch.tensor([[1, 0]])), ids([1, 1])),
+        "Let it build the mask from lengths",
+        lambda: wrapped(ones(1, 2, attention_mask=torch.tensor([[1, 1]])), ids([1, 1]))["attention_mask_2d"].all(),
+    ),
+    (
+        lambda: wrapped(ones(2, 3), TWO_EQUAL),
+        "Let the inner collator emit attention_mask",
+        lambda: wrapped(ones(2, 3, attention_mask=torch.eye(3)[[0, 0]]), TWO_EQUAL)["attention_mask_2d"].sum() == 2,
+    ),
+    (
+        lambda: collate(PREFERENCE),
+        "Wrap the collator that makes rows of these columns: wrap_collator(",
+        lambda: shape(wrapped(preference, PREFERENCE, consumer="transformers", model=HYBRID)) == (2, 3),
+    ),
+    (
+        lambda: wrapped({"chosen_input_ids": 1}, [{}]),
+        "call collate_npu.adapt(model)",
+        lambda: torch.equal(watched_forward(LEFT_BATCH)["attention_mask"], LEFT.keep.long()),
+    ),
+    (
+        lambda: wrapped(second_rows(LEFT), consumer="transformers", model=DENSE),
+        "Pad right; or leave that collator",
+        lambda: (
+            "position_ids" not in wrapped(second_rows(RIGHT), consumer="transformers", model=DENSE)
+            and torch.equal(watched_forward(LEFT_BATCH)["position_ids"], LEFT.position_ids)
+        ),
+    ),
+    (
+        lambda: wrapped(packed, consumer="megatron", model=HYBRID),
+        "or use padding_free=True",
+        lambda: len(wrapped(packed, consumer="megatron", model=HYBRID, padding_free=True)["cu_seq_lens_q"]) == 5,
+    ),
+    (
+        lambda: wrapped(MINE, padding_free=True),
+        "keys={**KEYS, 'mine': TOKENS} (or SAMPLE, if it is none)",
+        lambda: wrapped(MINE, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
+    ),
+    (
+        lambda: collate(THREE_FIVE, padding=(2, 4)),
+        "Raise the widths",
+        lambda: collate(THREE_FIVE, padding=(2, 6))["input_ids"].shape == (2, 6),
+    ),
+    (
+        lambda: collate(THREE_FIVE, sequence_multiple=4),
+        "Leave it out, or set padding_free=True",
+        lambda: collate(THREE_FIVE, padding_free=True, sequence_multiple=4)["input_ids"].shape == (1, 12),
+    ),
+    # --- consumers
+    (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
+    (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
+    (
+        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="general", context_parallel_size=2)),
+        "Set attention_mask_type=causal",
+        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="causal", context_parallel_size=2)) == "mindspeed",
+    ),
+    (
+        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=False), te="own"),
+        "Set use_flash_attn=True",
+        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=True), te="own") == "mindspeed",
+    ),
+    (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_dense", context_parallel=CP),
+        "Leave context_parallel out",
+        lambda: shape(adapted(LEFT, HYBRID, "mindspeed_dense")) == (2, 1, 5, 5),
+    ),
+    (
+        lambda: adapted(LEFT, DENSE, "transformer_engine"),
+        "(consumer='megatron')",
+        lambda: torch.equal(adapted(LEFT)["attention_mask"], dense(LEFT, polarity="masked")),
+    ),
+    (lambda: adapted(PACKED, DENSE, "verl"), "padding_free=True", lambda: bare(flat(DENSE, "verl"))),
+    (
+        lambda: adapted(LEFT, HYBRID, "torchtitan"),
+        "Pad right",
+        lambda: adapted(RIGHT, HYBRID, "torchtitan")["attention_masks"].shape == (2, 1, 5, 5),
+    ),
+    (
+        lambda: adapted(HOLE, HYBRID),
+        "Move the padding to one side of the tokens, or drop those tokens from the sample",
+        lambda: bare(adapted(Segments([[1, 1, 1, 1]]), HYBRID)) and shape(adapted(LEFT, HYBRID)) == (2, 1, 5, 5),
+    ),
+    (
+        lambda: adapted(HOLE, HYBRID, "transformers"),
+        "padding_free=True does both, where taken",
+        lambda: (
+            collate(
+                ids([1, 2, 3, 4], attention_mask=[[1, 0, 0, 1]]), padding_free=True, consumer="transformers", model=HYBRID
+            )["input_ids"].tolist()
+            == [[1, 4]]
+        ),
+    ),
+    (
+        lambda: BatchAdapter(consumer="megatron"),
+        "Pass model=, model_type= or needs_mask_2d=",
+        lambda: BatchAdapter(consumer="megatron", needs_mask_2d=True),
+    ),
+    (lambda: adapted(LEFT, DENSE, "vllm"), "Name one of them", lambda: adapted(LEFT, DENSE, "verl")),
+    (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
+    (
+        lambda: flat(JAMBA, "transformers"),
+        "Give each sequence its own row (padding_free=False)",
+        lambda: shape(adapted(RIGHT, JAMBA, "transformers")) == (2, 5),
+    ),
+    (
+        lambda: flat(None, "transformers", needs_mask_2d=True),
+        "pass model=",
+        lambda: flat_route(boundaries_unread="").form == "mapping",
+    ),
+    (
+        lambda: flat_route(boundaries_unread="causal_conv1d_fn is plain torch"),
+        "Give each sequence its own row (padding_free=False)",
+        lambda: shape(adapted(RIGHT, HYBRID, "transformers")) == (2, 5),
+    ),
+    # --- forms, ways back, parallel, kernels
+    (
+        lambda: dense(RIGHT, rows=SOME_ROWS),
+        "Pass rows.nonzero()[:, 0]",
+        lambda: torch.equal(dense(RIGHT, rows=SOME_ROWS.nonzero()[:, 0]), dense(RIGHT)[:, :, [0, 2]]),
+    ),
+    (
+        lambda: varlen(LEFT, keep_tail=True),
+        "unpad() first, and leave the tail out",
+        lambda: len(unpad(torch.ones(2, 5), LEFT)) == varlen(LEFT).cu_seqlens_host[-1],
+    ),
+    (
+        lambda: last_token(torch.ones(2, 3), Segments.from_lengths([0, 3])),
+        "Drop those rows",
+        lambda: last_token(torch.arange(3)[None], Segments.from_lengths([3])).tolist() == [2],
+    ),
+    (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed", context_parallel=SLICES)(EVEN_BATCH),
+        "Use ContextParallel(layout='zigzag'); ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo=",
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed", context_parallel=CP)(EVEN_BATCH)["input_ids"].shape == (2, 4),
+    ),
+    (
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2", context_parallel=SLICES),
+        "Give each rank rows of its own, or use Megatron's context parallelism",
+        lambda: (
+            BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2")(EVEN_BATCH)
+            and BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP)(EVEN_BATCH)
+        ),
+    ),
+    (
+        lambda: check_recurrent_split(CP, "head_exchange_zigzag", EVEN, heads=(3, 6)),
+        "Use a context parallel size that divides both numbers",
+        lambda: check_recurrent_split(ContextParallel(3, 0), "head_exchange_zigzag", SIX, heads=(3, 6)) is None,
+    ),
+    (
+        lambda: layout_of_settings(SimpleNamespace(context_parallel_algo="hybrid_cp_algo")),
+        "Use one of them, or context_parallel=",
+        lambda: layout_of_settings(SimpleNamespace(context_parallel_algo="ulysses_cp_algo")) == "ulysses",
+    ),
+    (
+        lambda: split_batch(FLAT_BATCH, CP),
+        "Use cp.for_documents()",
+        lambda: split_batch(pad_documents(FLAT_BATCH, DOCUMENTS)[0], DOCUMENTS)["input_ids"].shape == (1, 6),
+    ),
+    (
+        lambda: split_batch(EVEN_BATCH | {"x": torch.zeros(3, 8)}, CP),
+        "keys={**KEYS, 'x': Key(kind='tokens', dim=...)}, or SAMPLE",
+        lambda: split_batch(EVEN_BATCH | {"x": torch.zeros(3, 8)}, CP, keys={**KEYS, "x": SAMPLE})["x"].shape == (3, 8),
+    ),
+    (
+        lambda: gated_delta_kwargs(FLAT, kernel="fla", padding=[0, 2, 8]),
+        "Pass cu_seqlens_padded of this very batch, or 'own'",
+        lambda: offsets(APART, padding=torch.tensor([0, 4, 10, 12])) == [0, 4, 10, 12],
+    ),
+    (
+        lambda: gated_delta_kwargs(APART, kernel="fla", padding="behind", max_sequences=4),
+        "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=)",
+        lambda: offsets(APART, padding=[0, 4, 9, 10, 12], max_sequences=4) == [0, 4, 9, 10, 12],
+    ),
+    (
+        lambda: gated_delta_kwargs(FLAT, kernel="fla", max_sequences=4),
+        "Raise the width to 10",
+        lambda: offsets(Segments.from_lengths([[3, 5]], 10), max_sequences=4) == [0, 3, 8, 9, 10],
+    ),
+    (
+        lambda: fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="TND"),
+        "Use a padded layout such as BSND",
+        lambda: (
+            check_contract(
+                fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="BSND"),
+                N=1,
+                Nkv=1,
+                D=8,
+                segments=HOLE,
+                pattern=SLIDING,
+            )
+            is None
+        ),
+    ),
+]
+
+
+def flat_route(**known):
+    """A flat row on a model that was asked."""
+    asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True, **known)
+    return route_of("transformers", FLAT, model=asked, padding_free=True)
+
+
+def bare(batch):
+    return batch["attention_mask"] is None
+
+
+def shape(batch):
+    return tuple(batch["attention_mask"].shape)
+
+
+def offsets(segments, **told):
+    return gated_delta_kwargs(segments, kernel="fla", **told)["cu_seqlens"].tolist()

@@ -1,0 +1,203 @@
+"""Refusals: their texts are part of the interface. Key and row, what arrived, the rule, and a remedy that works.
+
+Whatever a caller hands in is read or refused by name: nothing raw, nothing silently rounded; all bad rows at once.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from house import FILES, module_of, room_of, tree_of
+from refusals import (
+    DENSE,
+    DOOR,
+    FLAT_ROWS,
+    FOLLOWED,
+    NAMED,
+    NO_NUMBERS,
+    ROUTES,
+    SHORT,
+    THREE_FIVE,
+    WORDED,
+    collate,
+    find,
+    form,
+)
+
+from collate_npu import (
+    BatchAdapter,
+    CollateError,
+    ContextParallel,
+    PaddingCollator,
+    Segments,
+    derive_segments,
+    wrap_collator,
+)
+from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.masks import dense, none_is_exact
+
+pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
+
+
+def said(cause) -> Exception:
+    with pytest.raises(ValueError) as raised:
+        cause()
+    return raised.value
+
+
+@pytest.mark.parametrize(("cause", "words", "follow"), FOLLOWED)
+def test_the_remedy_of_a_refusal_works(cause, words, follow):
+    refusal = said(cause)
+    assert isinstance(refusal, CollateError)
+    assert words in str(refusal)
+    assert follow()
+
+
+@pytest.mark.parametrize(("segments", "wrong", "words", "right"), DOOR)
+def test_what_the_door_asks_for_opens_it(segments, wrong, words, right):
+    assert words in str(said(lambda: find(segments, **wrong)))
+    assert find(segments, **right) == segments
+
+
+@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), ROUTES)
+def test_what_a_consumer_asks_for_has_a_form(refused, wrong, words, segments, right, chosen):
+    assert words in str(said(lambda: form(refused, **wrong)))
+    assert form(segments, **right) == chosen
+
+
+@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), FLAT_ROWS)
+def test_what_a_flat_row_asks_for_makes_one(wrong, words, right, offsets):
+    assert words in str(said(lambda: collate(THREE_FIVE, padding_free=True, **wrong)))
+    assert collate(THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
+
+
+@pytest.mark.parametrize("name", WORDED)
+def test_the_text_names_every_bad_row(name):
+    cause, text = WORDED[name]
+    assert str(said(cause)).startswith(text)
+
+
+def unrefused(calls):
+    """Of calls by name, those that are answered, raise something raw, or are refused in a few words."""
+    for name, call in calls.items():
+        try:
+            call()
+        except CollateError as error:
+            if len(str(error)) <= 30:
+                yield name, str(error)
+        except Exception as error:
+            yield name, repr(error)
+        else:
+            yield name, "answered"
+
+
+def test_a_bad_call_is_refused_with_words():
+    assert list(unrefused({str(call): call for call in NAMED})) == []
+
+
+def adapted(key):
+    return lambda x: BatchAdapter(DENSE, consumer="megatron")({"input_ids": torch.ones(2, 3), key: x})
+
+
+READERS = {
+    "from_keep": Segments.from_keep,
+    "from_ids": Segments.from_ids,
+    "Segments": Segments,
+    "derive": derive_segments,
+    "keep=": lambda x: derive_segments(dense(SHORT), keep=x),
+    **{key: adapted(key) for key in ("attention_mask", "attention_mask_2d", "segment_ids", "position_ids")},
+    "wrap": lambda x: wrap_collator(lambda f: {"input_ids": torch.ones(2, 3), "attention_mask": x})([]),
+}
+
+
+def test_what_holds_no_mask_is_refused_by_name():
+    pairs = product(READERS.items(), NO_NUMBERS.items())
+    calls = {(way, kind): partial(read, value) for (way, read), (kind, value) in pairs}
+    assert list(unrefused(calls)) == []
+
+
+HOLDERS = {
+    "numpy": lambda x: x.numpy(),
+    "lists": lambda x: x.tolist(),
+    "tuples": lambda x: tuple(map(tuple, x.tolist())),
+    "sparse": lambda x: x.to_sparse(),
+    "uint8": lambda x: x.to(torch.uint8),
+    "uint16": lambda x: x.to(torch.uint16),
+    "float": lambda x: x.float(),
+    "float8": lambda x: x.float().to(torch.float8_e4m3fn),
+    "bfloat16": lambda x: x.to(torch.bfloat16),
+    "requires grad": lambda x: x.float().requires_grad_(),
+    "not contiguous": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x[:, :, None].expand(*x.shape, 2)[..., 0],
+    "numpy bool": lambda x: x.bool().numpy(),
+}
+KEEP = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_whatever_holds_numbers_is_read(holder):
+    held = holder(KEEP)
+    expected = Segments.from_keep(KEEP)
+    assert Segments.from_keep(held) == derive_segments(held) == expected
+    for key in ("attention_mask", "attention_mask_2d"):
+        batch = {"input_ids": torch.ones(2, 3), key: held}
+        assert BatchAdapter(DENSE, consumer="megatron").with_segments(batch)[1] == expected
+
+
+def test_good_calls_beside_them_are_not():
+    assert none_is_exact(SHORT)
+    assert PaddingCollator(pad_token_id=np.int64(0), max_length=torch.tensor(4))([{"input_ids": (1, 2)}])[
+        "input_ids"
+    ].tolist()
+    assert Segments.from_lengths(np.array([2, 3])) == Segments.from_lengths(torch.tensor([2, 3])) == SHORT
+    assert Segments.from_lengths([np.array([1, 2]), [3]]).lengths == ((1, 2), (3,))
+    assert ContextParallel(np.int64(2), 0).multiple == 4
+
+
+# --- how texts are made
+
+
+def test_one_line_of_four_facts():
+    assert explain("key", "this", "The rule.", "The remedy.") == "key: got this. The rule. The remedy."
+
+
+def test_rows_are_sorted_and_counted():
+    assert explain_rows("key", [(2, "b"), (0, "a")], "Rule.", "Remedy.") == (
+        "key: 2 bad rows.\n  row 0: got a\n  row 2: got b\nRule.\nRemedy."
+    )
+    assert explain_rows("key", [(2, "b")], "Rule.", "Remedy.").startswith("key: 1 bad row.\n")
+
+
+def test_what_arrived():
+    assert shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bfloat16 [2, 3]"
+    assert shape_of(np.zeros(2, np.int32)) == "int32 [2]"
+    assert shape_of("text") == "str []"
+
+
+def test_all_errors_are_one_family():
+    for error in (PolarityError, AmbiguousMaskError, UnsupportedFormError):
+        assert issubclass(error, CollateError)
+    assert issubclass(CollateError, ValueError)
+
+
+ROOMS = ("segments", "masks", "outputs", "consumers", "collate")
+
+
+def is_bare(node) -> bool:
+    """An error of ours that is made with a text of its own."""
+    if not (isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error")):
+        return False
+    made = node.args[0]
+    explained = isinstance(made, ast.Call) and getattr(made.func, "id", "") in ("explain", "explain_rows")
+    return node.func.id != "UnexplainedError" and not explained
+
+
+def test_every_error_of_the_core_is_explained():
+    """No raise with a text of its own: each goes through explain or explain_rows, which ask for all four facts."""
+    core = [path for path in FILES if room_of(path) in ROOMS]
+    assert [f"{module_of(path)}:{node.lineno}" for path in core for node in ast.walk(tree_of(path)) if is_bare(node)] == []

@@ -1,0 +1,144 @@
+"""Releases: versions are read one way, and a release number stands in the table alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+import collate_npu
+from collate_npu import releases
+from collate_npu.releases import DISTRIBUTIONS, NEWEST, UNKNOWN, Since, installed, numbers, post
+
+PACKAGE = Path(collate_npu.__file__).parent
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "releases.py" or path.parent != PACKAGE]
+VERSION = re.compile(r"v?\d+(\.\d+)+([.-]?(dev|rc|post|a|b)\d*)*(\+\w+)?")
+FACTS = {name: fact for name, fact in vars(releases).items() if isinstance(fact, Since)}
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("5.23.0", (5, 23, 0)),
+        ("5.20.0.dev0", (5, 20, 0)),
+        ("5.0.0rc1", (5, 0, 0)),
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("2.7.1.post2+cu12.1", (2, 7, 1)),
+        ("26.7.0.dev0+main.ded3545", (26, 7, 0)),
+        ("core_r0.16.0", (0, 16, 0)),
+        ("v26.6.0", (26, 6, 0)),
+        ("5", (5,)),
+    ],
+)
+def test_suffixes_are_no_part_of_a_release(text, read):
+    assert numbers(text) == read
+
+
+@pytest.mark.parametrize("text", ["", "main", "d98e8a6", UNKNOWN])
+def test_what_has_no_number_is_newer_than_any(text):
+    assert numbers(text) > (10**6,)
+    assert all(fact.holds(text) for fact in FACTS.values())
+
+
+def test_post_releases():
+    assert (post("2.7.1.post2+cpu"), post("2.7.1"), post("")) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("fact", [Since("mine", "5.0", "here"), Since("mine", "0.5.1", "here")], ids=str)
+def test_a_fact_holds_from_its_release_on(fact, monkeypatch):
+    older = {"5.0": "4.57.1", "0.5.1": "0.5.0"}[str(fact)]
+    for version in (str(fact), f"{fact}.0", f"{fact}.post1", f"{fact}.dev0+local"):
+        assert fact.holds(version), version
+    assert not fact.holds(older)
+    for version, holds in ((str(fact), True), (older, False), ("", True)):
+        monkeypatch.setitem(releases._FOUND, "mine", version)
+        assert fact.holds() == holds
+
+
+def test_what_is_wrong_before_a_release_hurts_there_alone():
+    def hurting(release, after=""):
+        fact = Since("mine", release, "here", "is wrong", after)
+        return [version for version in ("26.6.0", "26.7.0.dev0", "26.8.0", "main") if fact.hurts(version)]
+
+    assert hurting("26.8") == ["26.6.0", "26.7.0.dev0"]
+    assert hurting("26.8", after="26.7") == ["26.7.0.dev0"]
+    assert hurting("") == ["26.6.0", "26.7.0.dev0", "26.8.0"]
+    assert not Since("mine", "26.8", "here").hurts("26.6.0")
+
+
+def test_every_fact_is_asked_by_somebody():
+    """Or tells `collate-npu env` what is wrong in earlier releases."""
+    text = "".join(path.read_text(encoding="utf-8") for path in FILES)
+    assert [name for name, fact in FACTS.items() if not fact.before and not re.search(rf"\b{name}\b", text)] == []
+    assert all(VERSION.fullmatch(str(fact)) or fact.before for fact in FACTS.values())
+
+
+def test_versions_are_read_once_by_the_names_a_package_ships_under(monkeypatch):
+    asked = []
+
+    def version(name):
+        asked.append(name)
+        if name == "fla-core":
+            raise importlib.metadata.PackageNotFoundError(name)
+        if name == "trl":
+            raise OSError("no METADATA")
+        return {"flash-linear-attention": "0.5.0"}.get(name)
+
+    monkeypatch.setattr(releases, "version", version)
+    monkeypatch.setattr(releases, "_FOUND", {})
+    assert [installed("fla"), installed("fla"), installed("trl"), installed("torch")] == ["0.5.0", "0.5.0", UNKNOWN, UNKNOWN]
+    assert asked == ["fla-core", "flash-linear-attention", "trl", "torch"]
+
+
+def test_what_is_here():
+    assert installed("torch") == importlib.metadata.version("torch")
+    assert installed("no-such-package") == ""
+    assert set(DISTRIBUTIONS) <= set(NEWEST)
+
+
+def docstrings(tree):
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def declared(tree):
+    """`PACKAGE, TESTED = "trl", "1.16.0"` of a trainer's one file, and the version of the package itself."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("(PACKAGE, TESTED)", "__version__"):
+            yield from ast.walk(node.value)
+
+
+def is_version(node):
+    """A string that is a version, or an order between anything and a tuple of whole numbers: `... < (5, 15)`."""
+    if isinstance(node, ast.Compare):
+        order = any(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops)
+        return order and any(is_numbers(side) for side in (node.left, *node.comparators))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(VERSION.fullmatch(node.value))
+
+
+def is_numbers(node):
+    return isinstance(node, ast.Tuple) and all(isinstance(part, ast.Constant) for part in node.elts)
+
+
+def test_a_release_number_stands_in_the_table_alone():
+    """Prose (docstrings, sources, messages) may name releases; what is compared may not."""
+    found = []
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        allowed = {*docstrings(tree), *declared(tree)}
+        numbered = (node for node in ast.walk(tree) if node not in allowed and is_version(node))
+        found += [f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}" for node in numbered]
+    assert found == []
+
+
+def test_versions_have_one_reader():
+    assert [path.name for path in FILES if "importlib.metadata" in path.read_text(encoding="utf-8")] == []
+
+
+def test_the_law_sees_what_it_forbids():
+    for code in ('x = "5.15"', "x = version() < (5, 15)", 'f(since="26.6.1")', "x = (0, 5, 1) <= v"):
+        assert any(is_version(node) for node in ast.walk(ast.parse(code))), code
+    for code in ('x = "transformers 5.23 masking_utils.py"', "x == (2, 3)", "len(x) < 3"):
+        assert not any(is_version(node) for node in ast.walk(ast.parse(code))), code

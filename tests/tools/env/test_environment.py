@@ -1,0 +1,68 @@
+"""What was found becomes one report, whatever of it failed, with nothing in it that is nobody else's business."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collate_npu.tools import env
+from collate_npu.tools.env import machine, masked, probe
+from collate_npu.tools.env.machine import Environment
+
+FOUND = Environment(
+    system="Linux x86_64",
+    packages={"torch": "2.13.0"},
+    settings={"LD_LIBRARY_PATH": f"{Path.home()}/lib:/opt/lib"},
+    cann="8.5.0 in /usr/local/Ascend",
+    devices="cpu only",
+    npu="torch_npu is not installed",
+    runs={"transformers, attention": "sdpa"},
+    refused={"transformers": {"padded right": "", "padded left": "", "flat rows": "No kernel. Install one."}},
+    hazards=("one", "two"),
+)
+
+
+def test_every_fact_is_a_line_of_a_list_and_json_says_the_same(monkeypatch):
+    monkeypatch.setattr(env, "environment", lambda: FOUND)
+    lines = env.written().splitlines()
+    assert lines[:3] == ["- system: Linux x86_64", "- torch: 2.13.0", "- LD_LIBRARY_PATH=~/lib:/opt/lib"]
+    assert "- runs: transformers, attention: sdpa" in lines
+    assert lines[lines.index("- hazard: two") + 1 :] == [
+        "",
+        "<details><summary>What is refused here, for a Qwen3-Next</summary>",
+        "",
+        "- transformers: right for padded right, padded left",
+        "- transformers, flat rows: refused. No kernel. Install one.",
+        "",
+        "</details>",
+    ]
+    told = Environment(**json.loads(env.written(as_json=True)))
+    assert replace(told, hazards=tuple(told.hazards)) == replace(FOUND, settings={"LD_LIBRARY_PATH": "~/lib:/opt/lib"})
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"{Path.home()}/x", "~/x"),
+        (f"a: {Path.home()}", "a: ~"),
+        ("/home/somebody/venv/lib.so: gone", "~/venv/lib.so: gone"),
+        ("/Users/somebody/x", "~/x"),
+        ("https://user:secret@host/x", "https://***@host/x"),
+        ("hf_abcdefghijklmnop", "***"),
+        ("HF_TOKEN=abc, x", "HF_TOKEN=***, x"),
+        ("2.13.0+cpu", "2.13.0+cpu"),
+    ],
+)
+def test_what_is_nobodys_business_is_left_out(text, left):
+    assert masked({"a": [text]}) == {"a": [left]}
+
+
+def test_stacks_that_cannot_be_asked_are_told_as_not_known(monkeypatch):
+    found = {"torch": {"devices": "cpu only"}, "stacks": {"fails": "gone"}}
+    monkeypatch.setattr(machine, "packages", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "ask", found.__getitem__)
+    told = env.environment()
+    assert (told.devices, told.runs, told.refused) == ("cpu only", {"not known": "gone"}, {})

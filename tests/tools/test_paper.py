@@ -1,0 +1,104 @@
+"""Files say what the terminal says, load nothing, and need no font of their own."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+from rich.console import Console
+from rich.text import Text
+
+from collate_npu import CollateError, Segments
+from collate_npu.masks import dense
+from collate_npu.tools import paper
+from collate_npu.tools.show import picture
+
+TRUTH = Segments.from_lengths([3, 6], side="left")
+TOKENS = torch.tensor([[0, 0, 0, 5, 6, 7], [8] * 6])
+BATCH = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask_2d": TRUTH.keep,
+         "attention_mask": dense(TRUTH, polarity="masked")}  # fmt: skip
+BATCH["attention_mask"][1, 0, 2, 5] = False
+
+
+class Letters:
+    """A tokenizer of six tokens, some of which a page must escape, or a font may lack."""
+
+    def decode(self, ids):
+        return "".join({0: "<pad>", 5: "a&b", 6: "中", 7: "$x$", 8: "\n"}[i] for i in ids)
+
+
+def text_of(written):
+    return " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", "", written, flags=re.S)).split())
+
+
+def shown(shown=BATCH):
+    return picture(shown, tokenizer=Letters())
+
+
+SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "50% padding", "39% blocked 1 wrong", "+ att"]
+"""Of a batch that is refused."""
+
+
+@pytest.mark.parametrize("ending", ["txt", "html", "svg"])
+def test_a_file_says_all_and_loads_nothing(tmp_path, ending, monkeypatch):
+    for name, value in (("COLUMNS", "20"), ("NO_COLOR", "1")):  # of the terminal, which it is not for
+        monkeypatch.setenv(name, value)
+    shown().save(tmp_path / f"a.{ending}")
+    text = (tmp_path / f"a.{ending}").read_text(encoding="utf-8")
+    for said in SAID:
+        assert said in (text_of(text) if ending != "txt" else " ".join(text.split())), said
+    assert not re.search(r"url\([^#]|@import|<script|<link|<img|\b(src|href)=", re.sub(r"url\(#", "", text))
+    assert ending == "txt" or text.count("#800000")  # red
+
+
+def test_letters_of_a_page_keep_their_columns():
+    page = shown().html
+    assert {"<i>■</i>", "<i>⬚</i>", "<i class=wide>中</i>"} <= set(re.findall(r"<i[^>]*>.</i>", page))
+    assert not re.search(r"[^\x00-\x7f]", re.sub(r"<i( class=wide)?>.</i>", "", page))
+
+
+def test_a_png_has_cells_as_squares_and_leaves_no_setting_behind(monkeypatch, tmp_path):
+    matplotlib, figure = pytest.importorskip("matplotlib"), pytest.importorskip("matplotlib.figure").Figure
+    figures, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda *args, **how: figures.append(args[0]) or save(*args, **how))
+    before = dict(matplotlib.rcParams), matplotlib.get_backend()
+    for drawn in (torch.ones(2, 3), torch.ones(1, 1, 2, 2), BATCH):
+        shown(drawn).save(tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (dict(matplotlib.rcParams), matplotlib.get_backend()) == before
+    (axes,) = figures[-1].axes
+    words = " ".join(" ".join(text.get_text() for text in axes.texts).split())
+    for said in ("refused: attention_mask", "50% padding", "1 wrong", "中", "$x$", "+ attends and ought not to"):
+        assert said in words, said
+    squares = [square.grid(1) for panel in shown(BATCH).sheet.panels for square in panel.squares]
+    green = [patch for patch in axes.patches if patch.get_facecolor()[1] > 0.5 > patch.get_facecolor()[0]]
+    assert len(green) == sum((grid.cells == 1).sum() for grid in squares) + (BATCH["attention_mask_2d"]).sum()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
+def test_a_terminal_without_the_signs_gets_others(encoding):
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=40)
+    paper.put(console, Text("✔ ⬚ ■ "))
+    console.file.flush()
+    assert raw.getvalue().decode(encoding) == "+ . # \n"
+    assert all(chr(sign).translate(paper.ASCII).isascii() for sign in paper.ASCII)
+
+
+def test_a_place_that_is_no_figure_is_refused_with_what_is_one(monkeypatch, tmp_path):
+    (tmp_path / "a.svg").mkdir()
+    for name in ("a.gif", "a", "a.HTML5"):
+        with pytest.raises(CollateError, match=r"Figures are written as \.png, \.svg, \.html, \.txt"):
+            shown().save(tmp_path / name)
+    for path in (tmp_path / "no" / "a.txt", tmp_path / "a.svg"):
+        with pytest.raises(CollateError, match="Name a file in a folder that exists"):
+            shown().save(path)
+    monkeypatch.setattr(paper, "find_spec", lambda name: None)
+    with pytest.raises(CollateError, match=r"pip install 'collate-npu\[plots\]'"):
+        paper.check_figure(tmp_path / "a.png")
+    paper.check_figure(tmp_path / "b.svg")
