@@ -13,16 +13,16 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1350, 1250),
-    "masks": (2500, 2400),
-    "parallel": (1350, 1450),
-    "kernels": (3350, 3400),
-    "consumers": (2000, 1950),
-    "collate": (1500, 1500),
-    "proof": (1250, 1250),
-    "integrations": (2750, 3000),
-    "testing": (450, 450),
-    "tools": (3550, 3600),
+    "ground": (1300, 1250),
+    "masks": (2450, 2400),
+    "parallel": (1300, 1450),
+    "kernels": (3300, 3400),
+    "consumers": (1970, 1950),
+    "collate": (1450, 1500),
+    "proof": (1210, 1250),
+    "integrations": (2700, 3000),
+    "testing": (430, 450),
+    "tools": (3500, 3600),
     "tests": (32600, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side, host_tensor
+from collate_npu.arrays import Array, Side
 from collate_npu.collate.features import sample_segment_ids
-from collate_npu.collate.layout import Layout
 from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.collate.wire import Emitter, with_offsets
+from collate_npu.collate.wire import Emitter, Layout, with_offsets
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, segments_from_batch
@@ -175,7 +174,7 @@ def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
         return segments_from_batch(batch, padding_free=True)
     ids_S = batch.array("input_ids")[0]
     for key in with_role(batch, "offsets"):
-        if batch[key] is not None and (placed := _at_offsets(ids_S, batch.array(key), samples)) is not None:
+        if (placed := _at_offsets(ids_S, batch.array(key), samples)) is not None:
             return placed
     joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
     for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):
@@ -198,7 +197,7 @@ def _at_offsets(ids_S: Array, offsets: Array, samples: _Samples) -> Segments | N
     return Segments.from_ids(found_S[None])
 
 
-def _flattened(batch: Mapping[str, Any], segments: Segments, keys: Mapping[str, Key]) -> tuple[dict[str, Any], Segments]:
+def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> tuple[dict[str, Any], Segments]:
     """Every sequence of a padded batch in one flat row, without the padding; what is not one value a token stays."""
     unlisted = [key for key, value in batch.items() if key not in keys and _follows(value, segments)]
     if unlisted:
@@ -208,7 +207,7 @@ def _flattened(batch: Mapping[str, Any], segments: Segments, keys: Mapping[str, 
     kinds = {key: keys.get(key, SAMPLE).kind for key in batch}
     flat = {key: value for key, value in batch.items() if kinds[key] not in ("truth", "offsets", "tokens", "positions")}
     for key in of_kind(batch, "tokens", "positions", keys=keys):
-        value = host_tensor(key, batch[key])
+        value = batch[key] if isinstance(batch[key], Tensor) else torch.from_numpy(batch.array(key))
         if kinds[key] == "positions" and value.ndim == 3:
             flat[key] = torch.stack([unpad(each, segments) for each in value])[:, None]
         else:  # labels of a whole sample stay

@@ -6,13 +6,6 @@ from collate_npu.masks.forms import Verdict, block_mask, dense, mask_mod, none_i
 from collate_npu.masks.patterns import Pattern
 
 __all__ = [
-    "Pattern",
-    "Verdict",
-    "block_mask",
-    "dense",
-    "derive_segments",
-    "mask_mod",
-    "none_is_exact",
-    "segments_from_batch",
+    "Pattern", "Verdict", "block_mask", "dense", "derive_segments", "mask_mod", "none_is_exact", "segments_from_batch",
     "varlen",
-]
+]  # fmt: skip

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from collate_npu.arrays import Array, once
-from collate_npu.masks.fill import regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Bools
-from collate_npu.masks.square import Square
+from collate_npu.masks.square import Square, regions_of
 from collate_npu.segments import Segments, of_keep
 
 Rows = list[tuple[int, str]]

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.masks.fill import fill_rows, regions_of
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.polarity import Polarity
+from collate_npu.masks.square import fill_rows, regions_of
 from collate_npu.segments import Segments, of_lengths
 
 MAX_MASK_BYTES = 4 << 30

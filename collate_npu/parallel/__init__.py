@@ -9,23 +9,7 @@ from collate_npu.parallel.recurrent import RecurrentScheme, check_recurrent_spli
 from collate_npu.parallel.split import split_batch, split_tensor
 
 __all__ = [
-    "BLOCKS",
-    "ContextParallel",
-    "RecurrentScheme",
-    "check_recurrent_split",
-    "cu_seqlens_of",
-    "data_group",
-    "gather_objects",
-    "gather_sequence",
-    "gloo_group",
-    "join_shards",
-    "pad_documents",
-    "query_rows",
-    "rank_offsets",
-    "ranks_agree",
-    "recurrent_parallel",
-    "split_batch",
-    "split_tensor",
-    "token_rows",
-    "token_runs",
-]
+    "BLOCKS", "ContextParallel", "RecurrentScheme", "check_recurrent_split", "cu_seqlens_of", "data_group",
+    "gather_objects", "gather_sequence", "gloo_group", "join_shards", "pad_documents", "query_rows", "rank_offsets",
+    "ranks_agree", "recurrent_parallel", "split_batch", "split_tensor", "token_rows", "token_runs",
+]  # fmt: skip

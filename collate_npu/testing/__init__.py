@@ -114,13 +114,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     # glm5_next keeps a budget no tiny text exceeds: its scores pass a ReLU (modeling_glm5_next.py:863), and which of many
     # zeros win a place depends on the width of the tensor, with real tokens appended as with padding.
     "glm5_next_text": {"index_topk": 1024, "index_kpool": 4},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 32,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
 
 

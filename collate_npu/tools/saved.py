@@ -14,6 +14,7 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.masks.derive import MASK_KEY
+from collate_npu.tools.refusals import said
 
 RECIPE = (
     "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
@@ -49,9 +50,8 @@ def _loaded(path: Path) -> Any:
     except CollateError:
         raise
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
-        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].partition('. ')[0]}"
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
-        raise CollateError(explain(str(path), got, rule, RECIPE)) from None
+        raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
 
 
 def _arrays(path: Path) -> Any:

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu.consumers.models import (
-    attention_windows,
-    config_of,
-    consumer_of,
-    pattern_of,
-    unwrap,
-    windows,
-)
+from collate_npu.consumers.models import attention_windows, config_of, consumer_of, pattern_of, unwrap, windows
 from collate_npu.errors import UnsupportedFormError
 
 

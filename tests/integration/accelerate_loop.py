@@ -14,7 +14,7 @@ from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
 from collate_npu.proof.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.data import sample_ids, shipped_text
+from collate_npu.tools.audit.data import samples_of_rows, shipped_text
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -29,7 +29,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def loop(name: str, side: str, mode: str) -> dict:
     tokenizer = byte_tokenizer(padding_side=side)
-    samples = [{"input_ids": ids, "labels": ids} for ids in sample_ids(shipped_text(), tokenizer, count=8, max_length=48)]
+    samples = samples_of_rows(shipped_text(), tokenizer, count=8, max_length=48)
     settings = {"padding": "max_length", "max_length": 48} if mode == "dispatch" else {}
     collator = DispatchCollator(PaddingCollator(tokenizer, **settings, attention_mask="omit"))
     config = DataLoaderConfiguration(dispatch_batches=mode != "shard", split_batches=mode == "split")

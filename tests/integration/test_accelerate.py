@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 from accelerate.utils import concatenate, find_batch_size, slice_tensors
+from text import sample_ids
 
 from collate_npu import CollateError, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator, dispatch_problems
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
-from collate_npu.tools.audit.data import sample_ids, shipped_text
 
 LOOP = Path(__file__).with_name("accelerate_loop.py")
 NAMES = [name for name in ("qwen3_next", "qwen3_5_text") if name in hybrid_model_types()]
@@ -57,7 +57,7 @@ def losses_alone(name, ids):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
-    report, ids = reports[case], sample_ids(shipped_text(), byte_tokenizer(), count=8, max_length=48)
+    report, ids = reports[case], sample_ids(byte_tokenizer(), count=8, max_length=48)
     alone = losses_alone(case.split()[0], ids)
     assert report["world"] == 2
     assert sorted(report["lengths"]) == sorted(map(len, ids))

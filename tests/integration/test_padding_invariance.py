@@ -14,9 +14,10 @@ from hypothesis import given, settings, strategies as st
 from rotation import rotating
 
 pytest.importorskip("transformers")
+from text import sample_ids
+
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import audit
-from collate_npu.tools.audit.data import sample_ids, shipped_text
 from collate_npu.tools.audit.handover import PADDED
 
 TOKENIZER = byte_tokenizer()
@@ -52,12 +53,7 @@ def samples_of(lengths, seed):
 def test_any_batch_gives_what_its_samples_give_alone(name, attn, lengths, side, column, seed):
     samples, chosen = samples_of(lengths, seed), {"sides": [side], "columns": [column]}
     (finding,) = audit(
-        model_of(name, attn),
-        samples,
-        pad_token_id=PAD,
-        batch_size=len(samples),
-        gradients=seed % 4 == 0,
-        **chosen,
+        model_of(name, attn), samples, pad_token_id=PAD, batch_size=len(samples), gradients=seed % 4 == 0, **chosen
     )
     assert finding.logits is not None or finding.refused, finding.note
     assert (finding.logits or 0) <= TOLERANCE
@@ -75,7 +71,7 @@ def families():
 
 @pytest.mark.parametrize(("name", "attn"), rotating(families(), 2))
 def test_every_hybrid_family_both_sides_with_gradients(name, attn):
-    samples = sample_ids(shipped_text(), TOKENIZER, count=4, max_length=40, seed=1)
+    samples = sample_ids(TOKENIZER, count=4, max_length=40, seed=1)
     findings = list(
         audit(model_of(name, attn), samples, pad_token_id=PAD, columns=[c for c in PADDED if c != "4D + 2D keyword"])
     )

@@ -8,15 +8,15 @@ from rotation import rotating
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from text import sample_ids  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from collate_npu import BatchAdapter, PaddingCollator, Pattern, wrap_collator  # noqa: E402
 from collate_npu.proof.delivery import check_delivery, received_masks  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
-from collate_npu.tools.audit.data import sample_ids, shipped_text  # noqa: E402
 
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos
-IDS = sample_ids(shipped_text(), TOKENIZER, count=8, max_length=90, seed=3)
+IDS = sample_ids(TOKENIZER, count=8, max_length=90, seed=3)
 # Nothing predicts a first token, and the Trainer before 5.0 counts its label among the items it divides by.
 SAMPLES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in IDS]
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))

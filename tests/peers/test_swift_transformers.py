@@ -8,7 +8,7 @@ from swift_world import LENGTHS, VOCABULARY, samples, template
 
 from collate_npu import BatchAdapter, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.swift.transformers_backend import check_batch
+from collate_npu.integrations.swift import check_batch
 from collate_npu.testing import tiny_model
 
 NEEDS = ("swift", "mcore_bridge", "megatron")

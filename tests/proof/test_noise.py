@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
+from text import sample_ids
+
 from collate_npu.proof.measure import Errors
 from collate_npu.proof.noise import MARGIN, TIMES, Yardstick, product_error
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 from collate_npu.tools.audit.case import Audit
-from collate_npu.tools.audit.data import sample_ids, shipped_text
 
 pytestmark = pytest.mark.models
 
@@ -60,7 +61,7 @@ NAN = float("nan")
 
 
 def audited(model, *, seed=0, count=8, **settings):
-    samples = sample_ids(shipped_text(), TOKENIZER, count=count, max_length=96, seed=seed)
+    samples = sample_ids(TOKENIZER, count=count, max_length=96, seed=seed)
     settings = {"batch_size": 4, "gradients": True} | settings
     return Audit(model, samples, name="", pad_token_id=TOKENIZER.pad_token_id, **settings)
 

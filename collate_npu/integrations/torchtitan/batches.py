@@ -15,7 +15,7 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.integrations.torchtitan.masks import positions, torn_rows
+from collate_npu.integrations.torchtitan.masks import positions
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.outputs import shift_labels
@@ -58,7 +58,7 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     """
     _refuse_keys(batch)
     segments = segments or segments_from_batch(batch)
-    if not segment_ids and (torn := torn_rows(segments)):
+    if not segment_ids and (torn := [(b, "holes") for b in segments.hole_rows]):
         rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
         remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
         raise UnsupportedFormError(explain_rows("segments", torn, rule, remedy))

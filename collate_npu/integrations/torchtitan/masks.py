@@ -91,20 +91,13 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
     from torchtitan.models.common.attention import VarlenMetadata
 
     begins_BS = _begins(segments.ids.numpy())
-    if torn := torn_rows(segments):
+    if torn := [(b, "holes") for b in segments.hole_rows]:
         rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
         raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
     host = (*np.flatnonzero(begins_BS).tolist(), begins_BS.size)
     offsets = torch.tensor(host, dtype=torch.int32, device=device)
     longest = int(np.diff(host).max(initial=0))
     return VarlenMetadata(offsets, offsets, longest, longest, host)
-
-
-def torn_rows(segments: Segments) -> list[tuple[int, str]]:
-    """Rows in which padding stands inside a sequence."""
-    ids_BS = segments.ids.numpy()
-    pieces_B = (_begins(ids_BS) & (ids_BS > 0)).sum(1)
-    return [(b, "holes") for b, row in enumerate(segments.lengths) if pieces_B[b] != len(row)]
 
 
 def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:

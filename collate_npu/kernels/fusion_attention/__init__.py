@@ -10,13 +10,6 @@ from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, trian
 from collate_npu.kernels.fusion_attention.reference import reference_fusion_attention
 
 __all__ = [
-    "Breach",
-    "NpuForm",
-    "check_contract",
-    "choose_form",
-    "contract_breaches",
-    "fusion_attention_kwargs",
-    "prefix_triangle",
-    "reference_fusion_attention",
-    "triangle",
-]
+    "Breach", "NpuForm", "check_contract", "choose_form", "contract_breaches", "fusion_attention_kwargs",
+    "prefix_triangle", "reference_fusion_attention", "triangle",
+]  # fmt: skip

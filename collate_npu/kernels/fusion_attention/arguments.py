@@ -50,11 +50,7 @@ class NpuForm:
 
 
 def choose_form(
-    segments: Segments,
-    *,
-    pattern: str | Pattern = "causal",
-    layout: InputLayout = "BSND",
-    causal_mode: Literal[2, 3] = 3,
+    segments: Segments, *, pattern: str | Pattern = "causal", layout: InputLayout = "BSND", causal_mode: Literal[2, 3] = 3
 ) -> NpuForm:
     """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none.
 

@@ -10,15 +10,7 @@ from collate_npu.kernels.gated_delta.contract import check_gated_delta_contract,
 from collate_npu.kernels.gated_delta.reference import reference_causal_conv1d, reference_gated_delta_rule
 
 __all__ = [
-    "Breach",
-    "Kernel",
-    "check_gated_delta_contract",
-    "chunk_indices",
-    "chunk_offsets",
-    "flat_offsets",
-    "gated_delta_breaches",
-    "gated_delta_kwargs",
-    "reference_causal_conv1d",
-    "reference_gated_delta_rule",
+    "Breach", "Kernel", "check_gated_delta_contract", "chunk_indices", "chunk_offsets", "flat_offsets",
+    "gated_delta_breaches", "gated_delta_kwargs", "reference_causal_conv1d", "reference_gated_delta_rule",
     "zero_padding",
-]
+]  # fmt: skip

@@ -19,7 +19,7 @@ from collate_npu.consumers.recurrent_kernels import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.invariance import check_one_stack
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_config, tiny_model
-from collate_npu.tools.audit.refusals import did_you_mean, refused
+from collate_npu.tools.refusals import did_you_mean, refused
 
 DEFAULT = ("sdpa", "eager")
 

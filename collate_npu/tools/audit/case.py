@@ -24,7 +24,7 @@ from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, m
 from collate_npu.proof.noise import Yardstick, measure_noise
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import FLAT, WAYS, Layout, Subject
-from collate_npu.tools.audit.refusals import first_line, said
+from collate_npu.tools.refusals import first_line, said
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from typing import Any
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.measure import Batch
-from collate_npu.tools.audit.refusals import refused
+from collate_npu.tools.refusals import refused
 
 Row = str | list[dict[str, str]] | Batch
 """Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
@@ -135,11 +135,6 @@ def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_leng
     cuts = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(drawn, count)]
     closed = [feature if "labels" in feature else {"input_ids": feature["input_ids"][:n] + eos} for n, feature in cuts]
     return [{"labels": feature["input_ids"], **feature} for feature in closed]
-
-
-def sample_ids(rows: Sequence[Row], tokenizer: Any, **drawing: int) -> list[list[int]]:
-    """The token ids of such samples."""
-    return [feature["input_ids"] for feature in samples_of_rows(rows, tokenizer, **drawing)]
 
 
 def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.audit.refusals import did_you_mean, refused
+from collate_npu.tools.refusals import did_you_mean, refused
 
 _RULE = "A collator is named as module:function or file.py:function."
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")

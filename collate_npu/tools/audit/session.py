@@ -27,8 +27,8 @@ from collate_npu.tools.audit.case import DUMPED, Audit
 from collate_npu.tools.audit.data import read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.audit.handover import Layout
 from collate_npu.tools.audit.named_collators import named_collator, ready_collators
-from collate_npu.tools.audit.refusals import said
 from collate_npu.tools.audit.report import Report, shortened
+from collate_npu.tools.refusals import said
 from collate_npu.tools.saved import RECIPE, batch_of_file
 
 

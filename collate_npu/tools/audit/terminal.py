@@ -19,18 +19,7 @@ from collate_npu.consumers.routes import shape_said
 from collate_npu.masks.patterns import Pattern
 from collate_npu.tools import paper
 from collate_npu.tools.audit.case import Finding, Whose, size
-from collate_npu.tools.audit.report import (
-    KINDS,
-    Report,
-    State,
-    facts,
-    headline,
-    largest,
-    listed,
-    notes,
-    number,
-    shortened,
-)
+from collate_npu.tools.audit.report import KINDS, Report, State, facts, headline, largest, listed, notes, number, shortened
 from collate_npu.tools.paper import put
 from collate_npu.tools.show.attention import attention_of, block_for
 from collate_npu.tools.show.drawing import lines

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,21 +27,6 @@ EXAMPLES = (
 
 of_model, of_data, of_run = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Data", "What is run"))
 """Options by the panels of the help."""
-
-
-class Kernels(str, Enum):
-    """What recurrent layers run on."""
-
-    installed = "installed"
-    reference = "reference"
-
-
-class Dtype(str, Enum):
-    """In which dtype to audit."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @needs("torch", "transformers")
@@ -80,9 +64,11 @@ def audit_command(
         list[str] | None, of_run(help="Attention, by transformers' name. Repeatable; default: sdpa and eager.")
     ] = None,
     packed: Annotated[bool, of_run("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
-    kernels: Annotated[Kernels, of_run(help="What recurrent layers run on; reference is slow.")] = Kernels.installed,
+    kernels: Annotated[
+        Literal["installed", "reference"], of_run(help="What recurrent layers run on; reference is slow.")
+    ] = "installed",
     device: Annotated[str, of_model(help="cpu, cuda, npu, or any torch device.")] = "cpu",
-    dtype: Annotated[Dtype, of_model(help="In which dtype.")] = Dtype.float32,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="In which dtype.")] = "float32",
     batch_size: Annotated[int, of_data(min=2, help="Samples in a batch, or in a flat row.")] = 4,
     batches: Annotated[int, of_data(min=1, help="Batches per model and side.")] = 2,
     max_length: Annotated[int, of_data(min=2, help="Longest sample of text, in tokens.")] = 96,
@@ -111,12 +97,12 @@ def audit_command(
 
     if html:
         check_place(html)
-    sides: list[Any] = [side.value] if side else ["left", "right"]
+    sides: list[Any] = [side] if side else ["left", "right"]
     sides += ["packed"] if packed else []
     report = audit_all(
         models=model or [], data=data, batch=batch, tokenizer=tokenizer, trust=trust_remote_code,
         sides=sides, attentions=attn or [], collators=collator or [],
-        kernels=kernels.value, device=device, dtype=dtype.value, batch_size=batch_size, batches=batches,
+        kernels=kernels, device=device, dtype=dtype, batch_size=batch_size, batches=batches,
         max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=Console(stderr=True),
     )  # fmt: skip
     if html:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import wraps
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import typer
 
 from collate_npu.errors import CollateError
 
 Command = TypeVar("Command", bound=Callable[..., None])
+Side = Literal["left", "right"]
 
 INTERRUPTED = 130
-
-
-class Side(str, Enum):
-    """On which side rows are padded."""
-
-    left = "left"
-    right = "right"
 
 
 def needs(*packages: str) -> Callable[[Command], Command]:

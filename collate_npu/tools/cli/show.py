@@ -32,7 +32,7 @@ def show_command(
     data: Annotated[Path | None, Option(help="As in audit: .txt, .jsonl, .parquet, .csv or -; its first batch.")] = None,
     mask: Annotated[Path | None, Option(help="A saved mask alone: .pt, .npy, .npz or .safetensors.")] = None,
     tokenizer: Annotated[Path | None, Option(help="Folder of a tokenizer, to name the tokens; bytes for --data.")] = None,
-    side: Annotated[Side, Option(help="Padding side, of --lengths and --data.")] = Side.right,
+    side: Annotated[Side, Option(help="Padding side, of --lengths and --data.")] = "right",
     packed: Annotated[bool, Option("--packed", help="One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option(min=1, help="Lines of --data in the batch.")] = 4,
     max_length: Annotated[int, Option(min=2, help="Longest line of --data, in tokens.")] = 96,
@@ -63,7 +63,7 @@ def show_command(
         return _print(sheet_of(saved.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
-    how: dict[str, Any] = {"side": side.value, "packed": packed, "ranks": ranks}
+    how: dict[str, Any] = {"side": side, "packed": packed, "ranks": ranks}
     reader = reader_of(tokenizer, bytes_too=data is not None)
     if batch is not None:
         shown = saved.batch_of_file(batch)

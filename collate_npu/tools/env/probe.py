@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from collate_npu.tools.refusals import said
+
 SECONDS = 120
 """How long a process may take."""
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -64,7 +66,7 @@ def _torch() -> dict[str, Any]:
         if npu is not None and npu.is_available():
             found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
     except Exception as error:  # a driver that does not answer
-        return {"devices": f"not known: {_said(error)}"}
+        return {"devices": f"not known: {said(error)}"}
     return {"devices": ", ".join(found) or "cpu only"}
 
 
@@ -89,9 +91,4 @@ def reason(error: BaseException) -> str:
     last = error
     while cause := last.__cause__ or last.__context__:
         last = cause
-    return _said(error) if last is error else f"{_said(error)} ({_said(last)})"
-
-
-def _said(error: BaseException) -> str:
-    """Kind and first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return said(error) if last is error else f"{said(error)} ({said(last)})"

@@ -14,6 +14,7 @@ from collate_npu.consumers.consumer import Case, Consumer, Model, consumers
 from collate_npu.errors import CollateError
 from collate_npu.releases import KERNELS_TOLD, installed
 from collate_npu.segments import Segments
+from collate_npu.tools.refusals import said
 
 _FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
 _FLAT = "flat rows (padding_free=True)"
@@ -35,7 +36,7 @@ def _tried(question: Callable[[], str]) -> str:
     try:
         return question()
     except Exception as error:  # a package that is half there
-        return f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
+        return f"not known: {said(error)}"
 
 
 def _attentions() -> str:

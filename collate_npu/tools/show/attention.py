@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array
-from collate_npu.masks.fill import fill_rows, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Bools
+from collate_npu.masks.square import fill_rows, regions_of
 from collate_npu.segments import Segments
 
 

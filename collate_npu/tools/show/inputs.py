@@ -7,7 +7,7 @@ from typing import Any
 
 from collate_npu.arrays import Side
 from collate_npu.collate.collators import PaddingCollator
-from collate_npu.collate.layout import Layout
+from collate_npu.collate.wire import Layout
 from collate_npu.errors import CollateError, explain
 from collate_npu.parallel import ContextParallel
 from collate_npu.tools.audit.data import encoded, read_rows

@@ -28,10 +28,7 @@ ROW = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 @pytest.mark.parametrize(
     ("segments", "kept", "own", "behind"),
-    [
-        (ROW, (0, 3, 5), (0, 3, 4, 6, 8), (0, 4, 8)),
-        (Segments.from_lengths([3, 5]), (0, 3, 8), (0, 3, 5, 10), (0, 5, 10)),
-    ],
+    [(ROW, (0, 3, 5), (0, 3, 4, 6, 8), (0, 4, 8)), (Segments.from_lengths([3, 5]), (0, 3, 8), (0, 3, 5, 10), (0, 5, 10))],
 )
 def test_the_pictures(segments, kept, own, behind):
     """Of several rows the padding is taken out unless it is kept."""

@@ -14,12 +14,7 @@ from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT
 from collate_npu import CollateError, ContextParallel, releases
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.gated_delta import (
-    Kernel,
-    check_gated_delta_contract,
-    gated_delta_breaches,
-    gated_delta_kwargs,
-)
+from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.kernels import CHAIN
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.stacks import KERNELS, OPERATORS, operator_named

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from text import sample_ids
+
 from collate_npu import CollateError
 from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_model
 from collate_npu.tools.audit.case import Audit, Finding, audit, raised
-from collate_npu.tools.audit.data import sample_ids, shipped_text
 from collate_npu.tools.audit.handover import FLAT, PADDED
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is the first release that asks for boundaries")
 
 TOKENIZER = byte_tokenizer()
-SAMPLES = sample_ids(shipped_text(), TOKENIZER, count=4, max_length=80, seed=5)
+SAMPLES = sample_ids(TOKENIZER, count=4, max_length=80, seed=5)
 OURS = [column for column, way in FLAT.items() if way.ours]
 OTHERS = [column for column in FLAT if column not in OURS]
 
