@@ -249,9 +249,3 @@ def length_rows(lengths: Any) -> list[list[int]]:
     if bad:
         raise CollateError(explain_rows("lengths", bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
     return rows
-
-
-def values(array: Array) -> str:
-    """An array as an error names it."""
-    seen = ", ".join(map(str, np.unique(array)[:6].tolist()))
-    return f"{array.dtype} {list(array.shape)} with values {seen}"

@@ -10,7 +10,13 @@ import logging
 import os
 from collections.abc import Hashable
 
-ON = os.environ.get("COLLATE_NPU_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
+
+def asked(name: str) -> bool:
+    """Is this switch of the environment on?"""
+    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+
+
+ON = asked("COLLATE_NPU_DEBUG")
 
 _LOGGER = logging.getLogger("collate_npu")
 _said: set[tuple[int, Hashable]] = set()

@@ -108,7 +108,8 @@ class Segments:
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
-            raise CollateError(explain("keep", arrays.values(keep_BS), rule, remedy))
+            seen = ", ".join(map(str, np.unique(keep_BS)[:6].tolist()))
+            raise CollateError(explain("keep", f"{shape_of(keep_BS)} with values {seen}", rule, remedy))
         return ready(of_keep(keep_BS.astype(bool, copy=False)))
 
     @classmethod

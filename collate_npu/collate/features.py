@@ -8,7 +8,7 @@ samples, O(B) for each key. Legend: B samples, L tokens of one sample, T of all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate, pairwise
 from operator import methodcaller
@@ -257,11 +257,17 @@ def _arrow_rows(column: Any) -> list[Any]:
     kind = column.type
     lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     numbers = lists and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)) and not column.null_count
-    values = [chunk.flatten() for chunk in column.chunks] if numbers else []
-    if not numbers or any(each.null_count for each in values):
+    if not numbers or any(chunk.values.null_count for chunk in column.chunks):
         return list(column.to_pylist())
-    cut = [_between(each.to_numpy(), chunk.value_lengths().to_pylist()) for each, chunk in zip(values, column.chunks)]
-    return [row for rows in cut for row in rows]
+    return [row for chunk in column.chunks for row in _chunk_rows(chunk, types.is_fixed_size_list(kind))]
+
+
+def _chunk_rows(chunk: Any, fixed: bool) -> Iterator[Array]:
+    """What a slice of the chunk leaves out is in its values, and its offsets know."""
+    first, values = chunk.offset, chunk.values.to_numpy()
+    size = chunk.type.list_size if fixed else 0
+    bounds = range(first * size, (first + len(chunk) + 1) * size, size) if fixed else chunk.offsets.to_numpy().tolist()
+    return (values[low:high] for low, high in pairwise(bounds))
 
 
 def _between(values: Any, lengths: list[int]) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
@@ -164,7 +165,19 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    held, share = query_runs(width, cp, cu_seqlens), width // cp.size
+    if cp.documents:
+        return _own(query_runs(width, cp, cu_seqlens), width, cp)
+    return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
+
+
+@lru_cache
+def _row_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
+    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
+    return _own(query_runs(width, cp), width, cp)
+
+
+def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, ...]:
+    share = width // cp.size
     return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 

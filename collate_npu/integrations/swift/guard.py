@@ -7,7 +7,6 @@ sequences of its own (4.6.0 megatron/utils/utils.py:252-281). Positions are padd
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -22,10 +21,6 @@ from collate_npu.segments import Segments
 
 _GUARDED: WeakSet[Any] = WeakSet()
 _REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes padding_to a multiple of 2 * cp."
-
-
-def wanted() -> bool:
-    return os.environ.get("COLLATE_NPU_GUARD", "0").lower() not in ("0", "false", "no", "off", "")
 
 
 def guarded(

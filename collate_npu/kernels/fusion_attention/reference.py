@@ -27,31 +27,15 @@ SOFTMAX_LANES = 8
 
 
 def reference_fusion_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = UNLIMITED,
-    next_tockens: int = UNLIMITED,
-    inner_precise: int = 0,
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str,
+    pse: Tensor | None = None, padding_mask: Tensor | None = None, atten_mask: Tensor | None = None,
+    scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = UNLIMITED, next_tockens: int = UNLIMITED, inner_precise: int = 0,
     prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | Tensor | None = None,
-    actual_seq_kvlen: Sequence[int] | Tensor | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: Tensor | None = None,
-    dropout_mask: Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    actual_seq_qlen: Sequence[int] | Tensor | None = None, actual_seq_kvlen: Sequence[int] | Tensor | None = None,
+    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
+    sink: Tensor | None = None, dropout_mask: Tensor | None = None, seed: int = 0, offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
     """The operator's seven outputs on any device: attention in the layout of `query`, softmax max and sum, and fillers.
 
     Signature of `npu::npu_fusion_attention` (torch_npu 2.13.0), so it registers under that schema. Rows with every key

@@ -252,21 +252,14 @@ STACKS: tuple[Operator, ...] = (
 
 OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *STACKS)}
 KERNELS: dict[str, str] = {
-    "transformers": "transformers.gdn_layer",
-    "fla": "fla.chunk_gated_delta_rule",
-    "fla_conv": "fla.causal_conv1d",
-    "fla_cp": "fla.build_cp_context",
-    "causal_conv1d": "causal_conv1d.causal_conv1d_fn",
-    "fla_npu_conv": "fla_npu.causal_conv1d",
-    "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
-    "torch_npu": "torch_npu.npu_chunk_gated_delta_rule",
-    "megatron": "megatron_core.GatedDeltaNet",
-    "mindspeed": "mindspeed.GatedDeltaNet",
-    "mindspeed_llm": "mindspeed_llm.qwen3_next",
-    "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
-    "torchtitan": "torchtitan.qwen3_5_gdn",
+    "transformers": "transformers.gdn_layer", "causal_conv1d": "causal_conv1d.causal_conv1d_fn",
+    "fla": "fla.chunk_gated_delta_rule", "fla_conv": "fla.causal_conv1d", "fla_cp": "fla.build_cp_context",
+    "fla_npu_conv": "fla_npu.causal_conv1d", "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
+    "torch_npu": "torch_npu.npu_chunk_gated_delta_rule", "torchtitan": "torchtitan.qwen3_5_gdn",
+    "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
+    "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
     **{f"fla_npu.{name}": "fla_npu.link" for name in CHAIN},
-}
+}  # fmt: skip
 _PACKAGES = {"mamba_ssm": "mamba"}
 """Packages whose name is not that of the rows."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from collate_npu.consumers.consumer import Case, Consumer, Model, consumers
 from collate_npu.errors import CollateError
 from collate_npu.releases import KERNELS_TOLD, installed
 from collate_npu.segments import Segments
+from collate_npu.testing import tiny_model
 from collate_npu.tools.refusals import said
 
 _FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
@@ -58,14 +58,8 @@ def _gated_delta_net() -> str:
         return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
     from collate_npu.tools.audit.candidates import resolved_kernels
 
-    chosen = resolved_kernels(_qwen3_next())
+    chosen = resolved_kernels(tiny_model("qwen3_next", vocab_size=8))
     return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
-
-
-def _qwen3_next() -> Any:
-    from collate_npu.testing import tiny_model
-
-    return tiny_model("qwen3_next", vocab_size=8)
 
 
 def refused() -> dict[str, dict[str, str]]:
@@ -75,7 +69,7 @@ def refused() -> dict[str, dict[str, str]]:
         with suppress(Exception):  # a package that is half there: `runs` names it
             if consumer.here():
                 hybrid = Model(model_type="qwen3_next", needs_mask_2d=True)
-                model = Model.of(_qwen3_next()) if name == "transformers" else hybrid
+                model = Model.of(tiny_model("qwen3_next", vocab_size=8)) if name == "transformers" else hybrid
                 found[name] = {kind: _refusal(consumer, model, kind) for kind in _BATCHES}
     return found
 

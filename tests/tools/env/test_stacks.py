@@ -40,7 +40,7 @@ def test_one_stack_that_raises_leaves_the_others(monkeypatch):
     def raises():
         raise OSError("half there")
 
-    monkeypatch.setattr(stacks, "_qwen3_next", raises)
+    monkeypatch.setattr(stacks, "tiny_model", raises)
     monkeypatch.setitem(releases._FOUND, "transformers", "5.23.0")
     found = stacks.runs()
     assert found["transformers, Gated DeltaNet"] == "not known: OSError: half there"
