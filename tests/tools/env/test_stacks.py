@@ -37,7 +37,7 @@ def test_what_a_stack_refuses_is_its_consumers_refusal(monkeypatch):
 
 
 def test_one_stack_that_raises_leaves_the_others(monkeypatch):
-    def raises():
+    def raises(*_, **__):
         raise OSError("half there")
 
     monkeypatch.setattr(stacks, "tiny_model", raises)
