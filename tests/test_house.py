@@ -15,7 +15,7 @@ TESTS = ROOT / "tests"
 LINES = {
     "ground": (1300, 1250),
     "masks": (2450, 2400),
-    "parallel": (1300, 1450),
+    "parallel": (1330, 1450),
     "kernels": (3300, 3400),
     "consumers": (1970, 1950),
     "collate": (1450, 1500),
