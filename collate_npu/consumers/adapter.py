@@ -14,9 +14,10 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
+from collate_npu.consumers.labels import labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
+from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap, windows
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -42,7 +43,9 @@ class BatchAdapter:
 
     `attention_mask_2d` stays in the batch exactly when that consumer reads it and `padding_free` is False. `polarity` and
     `pattern` declare `attention_mask` of the batches that arrive; undeclared, polarity is proved, the pattern is plain
-    causal, and a mask with two readings is refused. With `context_parallel` the batch is split last, every key by its row
+    causal, and a mask with two readings is refused. Labels of padding, and the first of each sequence, become -100:
+    `labels_shifted` says that labels stand with the token that predicts them (a transformers model moves them itself; for
+    others None reads it off the tokens). With `context_parallel` the batch is split last, every key by its row
     of `keys`, and of a 4D mask only this rank's rows are ever built.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
@@ -68,6 +71,7 @@ class BatchAdapter:
         context_parallel: ContextParallel | None = None,
         keys: Mapping[str, Key] = KEYS,
         max_mask_bytes: int = MAX_MASK_BYTES,
+        labels_shifted: bool | None = None,
     ) -> None:
         check_polarity(polarity)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
@@ -76,6 +80,7 @@ class BatchAdapter:
         self.context_parallel = context_parallel
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
+        self.labels_shifted = labels_shifted
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
         self.declared = None if said is None else Pattern.of(said)
@@ -137,13 +142,19 @@ class BatchAdapter:
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(self.context_parallel):
             sources = Sources.of(batch)
-            segments = agreed(sources, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
+            segments = self.found(sources, polarity=self.polarity, padding_free=self.padding_free)
             out = self._routed(sources, segments, None)
             if debug.ON and self.padding_free and self.model.needs_mask_2d and self.context_parallel is None:
                 from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
 
                 say_batch(self.consumer.name, out, segments)
         return out, segments
+
+    def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
+        """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
+        makes_masks = self.consumer.counts_positions and self.model.config is not None
+        own = self.model.ask(_own_patterns) if makes_masks else ()
+        return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
         """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
@@ -173,6 +184,10 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources)
         if positions is not None:
             out[KEY] = positions.to(device)
+        shifted = self.labels_shifted
+        if shifted is None and self.consumer.counts_positions:
+            shifted = False  # transformers' models move them
+        out |= labels_for(batch, case, shifted=shifted)
         if self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
@@ -237,6 +252,12 @@ class BatchAdapter:
         most = self.max_mask_bytes
         form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=device, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
+
+
+def _own_patterns(config: Any) -> frozenset[Pattern]:
+    """What a transformers model makes of a 2D mask in some of its layers: its windows, or chunks of that size."""
+    sizes = windows(config)
+    return frozenset(kind(size) for size in sizes for kind in (Pattern.sliding, Pattern.chunked))
 
 
 def _reader(model: Any, model_type: str | None) -> str:
