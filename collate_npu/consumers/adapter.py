@@ -21,7 +21,7 @@ from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap, w
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.offsets import places_of
@@ -191,7 +191,7 @@ class BatchAdapter:
         if self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            _drop_unread(out)
+            _drop_unread(out, alone=case.padding_free and case.recurrent and not segments.packed)
         chosen = self._route(case)
         out.pop("attention_mask", None)
         mask = out[self.consumer.key] = self._mask(chosen, case, device)
@@ -274,11 +274,13 @@ def _no_model(rule: str) -> CollateError:
     return CollateError(explain("BatchAdapter", "no model", rule, "Pass model=, model_type= or needs_mask_2d=."))
 
 
-def _drop_unread(out: dict[str, Any]) -> None:
+def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
     """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
-    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752)."""
+    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). The only sequence of a row
+    needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
     told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
-    for key in ("seq_lens", *(key for key in told if not key.startswith("cu_seq_lens"))):
+    unread = of_kind(out, "offsets") if alone else [key for key in told if not key.startswith("cu_seq_lens")]
+    for key in ("seq_lens", *unread):
         out.pop(key, None)
 
 

@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import BatchAdapter, PaddingCollator, adapt, wrap_collator
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, adapt, wrap_collator
+from collate_npu.masks import dense
 
 transformers = pytest.importorskip("transformers")
 
 from collate_npu.testing import tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
-FAMILIES = ("llama", "gpt2", "mistral", "gemma3_text", "qwen3_next", "qwen3_5_text", "bamba", "lfm2")
+HYBRIDS, ENCODERS = ("qwen3_next", "qwen3_5_text", "bamba", "lfm2"), ("bert", "roberta")
+FAMILIES = ("llama", "gpt2", "mistral", "gemma3_text", *HYBRIDS, *ENCODERS)
 VOCAB, PAD = 61, 60
 
 
@@ -32,13 +34,18 @@ def numbers(model, batches):
     """The mean loss over all targets of the batches, and its gradient."""
     model.zero_grad(set_to_none=True)
     total, count = 0.0, 0
+    moved = slice(0 if model.config.model_type in ENCODERS else 1, None)  # encoders predict tokens in place
     for batch in batches:
-        targets = int((batch["labels"][:, 1:] >= 0).sum())
-        total = total + model(**batch, use_cache=False).loss * targets if targets else total
+        targets = int((batch["labels"][:, moved] >= 0).sum())
+        total = total + run(model, batch).loss * targets if targets else total
         count += targets
     loss = total / count
     loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def run(model, batch):
+    return model(**batch) if model.config.model_type in ENCODERS else model(**batch, use_cache=False)
 
 
 @st.composite
@@ -113,7 +120,7 @@ def through(door, model, batch, rows):
 def numbers_of_own_labels(model, batch):
     """The adapter stands before the forward: the loss is what the model itself makes of the batch."""
     model.zero_grad(set_to_none=True)
-    loss = model(**batch, use_cache=False).loss
+    loss = run(model, batch).loss
     loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -128,9 +135,43 @@ def numbers_of_own_labels(model, batch):
 )
 def test_a_strangers_batch_has_one_meaning(family, rows, door, side, layout, positions):
     model = model_of(family)
-    if layout is packed and family in ("qwen3_next", "qwen3_5_text", "bamba", "lfm2"):
-        layout = padded  # several sequences in a row of a hybrid are refused
+    if family in (*HYBRIDS, *ENCODERS):
+        layout = padded  # several sequences in a row are refused there, or never packed
     alone = numbers(model, [padded([row], "right", "none") for row in rows])
     found = through(door, model, layout(rows, side, positions), rows)
     for mine, reference in zip(found, alone):
         assert float((mine - reference).norm() / reference.norm()) <= 1e-4
+
+
+def test_a_prompt_of_one_length_generates_as_without_us():
+    """`generate` makes None of a mask of ones, which GRPO with `adapt` meets wherever all prompts are of one length."""
+    model, ids = model_of("qwen3_next"), torch.arange(12).view(2, 6)
+    for keep in (torch.ones_like(ids), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])):
+        prompt = {"input_ids": ids, "attention_mask": keep, "max_new_tokens": 3, "do_sample": False}
+        before = model.generate(**prompt)
+        handle = adapt(model)
+        assert torch.equal(model.generate(**prompt), before)
+        handle.remove()
+
+
+def test_a_mask_of_the_models_own_window_is_taken():
+    model, segments = model_of("mistral"), Segments.from_lengths([12, 9], side="left")
+    rows = [{"input_ids": list(range(1, n + 1)), "labels": list(range(1, n + 1))} for n in (12, 9)]
+    window = dense(segments, polarity="keep", pattern=Pattern.sliding(model.config.sliding_window))
+    batch = {**padded(rows, "left", "none"), "attention_mask": window}
+    alone = numbers(model, [padded([row], "right", "none") for row in rows])
+    for door in ("adapter", "wrapped", "adapt"):
+        for mine, reference in zip(through(door, model, batch, rows), alone):
+            assert float((mine - reference).norm() / reference.norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("multiple", [None, 8], ids=["whole", "with a tail"])
+def test_one_sample_in_a_flat_row_of_a_hybrid_needs_no_kernels(multiple):
+    """Two are refused with a remedy; one has no boundary to keep."""
+    model, row = model_of("qwen3_next"), {"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5]}
+    collate = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple, model=model)
+    alone = numbers(model, [padded([row], "right", "none")])
+    for mine, reference in zip(numbers(model, [collate([row])]), alone):
+        assert float((mine - reference).norm() / reference.norm()) <= 1e-4
+    with pytest.raises(CollateError, match="Give each sequence its own row"):
+        collate([row, row])
