@@ -17,7 +17,7 @@ from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, 
 from collate_npu.consumers.labels import labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap, windows
+from collate_npu.consumers.models import consumer_of, recurrent_heads, text_config, unwrap, windows
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -184,6 +184,9 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources)
         if positions is not None:
             out[KEY] = positions.to(device)
+        if case.model.pooling == "last_by_id" and isinstance(out.get("input_ids"), Tensor):  # else padding is its last token
+            pad_token_id = text_config(case.model.config).pad_token_id
+            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
         shifted = self.labels_shifted
         if shifted is None and self.consumer.counts_positions:
             shifted = False  # transformers' models move them
