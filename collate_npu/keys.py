@@ -92,6 +92,7 @@ KEYS: Mapping[str, Key] = {
     "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
     "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
     "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
+    "input_lengths": Key(kind="offsets", share="replicate", role="lengths", why="NeMo RL's: real tokens of each row"),
     "seq_idx": Key(kind="offsets", share="scope", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
     **dict.fromkeys(("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _PADDED),

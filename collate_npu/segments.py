@@ -379,6 +379,7 @@ def position_array(segments: Segments) -> Array:
     count_S, positions_BS = np.arange(S), np.empty(segments._shape, np.int64)
     if not segments.packed and segments.padding_side in ("none", "right"):
         positions_BS[:] = count_S
+        positions_BS[list(segments.empty_rows)] = 0
         return positions_BS
     spans = segments.spans
     positions_BS[:, : max((start for _, start, _ in spans), default=0)] = 0
@@ -392,5 +393,5 @@ def position_array(segments: Segments) -> Array:
 
 def counts_as(segments: Segments, positions_BS: Array) -> bool:
     """Are these its `position_ids`, at every place?"""
-    plain = not segments.packed and segments.padding_side in ("none", "right")
+    plain = not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
     return bool((positions_BS == (np.arange(segments.shape[1]) if plain else position_array(segments))).all())

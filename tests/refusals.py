@@ -263,7 +263,7 @@ DOOR = [
     (PACKED, EQUAL, "(with segment_ids, where rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
     (TAIL, BLOCKS, "Declare pattern='causal'", {**BLOCKS, "pattern": "causal"}),
     (LEFT, HEADS, "pass attention_mask_2d instead", KEEP),
-    (LEFT, ONE_ROW, "Declare pattern='causal' or", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
+    (LEFT, ONE_ROW, "Declare polarity= and pattern=.", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
     (Segments.from_lengths([5, 5]), ZEROS, "Pass polarity=", {**ZEROS, "polarity": "bias"}),
     (LEFT, TURNED, "Invert it (== 0)", {"attention_mask": TURNED["attention_mask"] == 0}),
     (LEFT, TURNED, "or declare polarity='masked'", {**TURNED, "polarity": "masked"}),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
+from collate_npu.segments import counts_as
 
 
 def sequences(row):
@@ -232,3 +233,12 @@ def test_padding_is_counted_over_all_places(segments):
     assert segments.num_padding == int((segments.ids == 0).sum())
     assert segments.padding_share == segments.num_padding / segments.ids.numel()
     assert Segments.from_lengths([[]], 0).padding_share == 0
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 3], [3, 0], [0, 0, 2]])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_without_tokens_counts_none(lengths, side):
+    """Beside others, alone, on either side: padding before the first token is at position 0."""
+    segments = Segments.from_lengths(lengths, width=4, side=side)
+    assert not segments.position_ids[[n == 0 for n in lengths]].any()
+    assert counts_as(segments, segments.position_ids.numpy())

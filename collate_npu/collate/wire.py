@@ -100,6 +100,7 @@ class Emitter:
             raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
         settings: dict[str, Any] = {"consumer": self.consumer, "padding_free": self.padding_free, "pattern": self.pattern}
         settings |= {"keys": self.keys, "max_mask_bytes": self.layout.max_mask_bytes, "model_type": model_type}
+        settings |= {"labels_shifted": self.layout.labels_shifted}
         object.__setattr__(self, "_adapter", BatchAdapter(model, **settings) if told else None)
 
     @property

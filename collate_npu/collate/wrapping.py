@@ -95,8 +95,9 @@ class WrappedCollator(Emitter):
         return segments
 
     def _found(self, batch: Sources) -> Segments:
-        declared = self.pattern if self._adapter is None else self._adapter.declared
-        return agreed(batch, polarity=self.polarity, pattern=declared, padding_free=False)
+        if self._adapter is not None:
+            return self._adapter.found(batch, polarity=self.polarity, padding_free=False)
+        return agreed(batch, polarity=self.polarity, pattern=self.pattern, padding_free=False)
 
 
 wrap_collator = WrappedCollator

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
+from collate_npu.consumers.labels import labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import consumer_of, recurrent_heads, unwrap
+from collate_npu.consumers.models import consumer_of, recurrent_heads, text_config, unwrap, windows
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.offsets import places_of
@@ -42,7 +43,9 @@ class BatchAdapter:
 
     `attention_mask_2d` stays in the batch exactly when that consumer reads it and `padding_free` is False. `polarity` and
     `pattern` declare `attention_mask` of the batches that arrive; undeclared, polarity is proved, the pattern is plain
-    causal, and a mask with two readings is refused. With `context_parallel` the batch is split last, every key by its row
+    causal, and a mask with two readings is refused. Labels of padding, and the first of each sequence, become -100:
+    `labels_shifted` says that labels stand with the token that predicts them (a transformers model moves them itself; for
+    others None reads it off the tokens). With `context_parallel` the batch is split last, every key by its row
     of `keys`, and of a 4D mask only this rank's rows are ever built.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
@@ -68,6 +71,7 @@ class BatchAdapter:
         context_parallel: ContextParallel | None = None,
         keys: Mapping[str, Key] = KEYS,
         max_mask_bytes: int = MAX_MASK_BYTES,
+        labels_shifted: bool | None = None,
     ) -> None:
         check_polarity(polarity)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
@@ -76,6 +80,7 @@ class BatchAdapter:
         self.context_parallel = context_parallel
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
+        self.labels_shifted = labels_shifted
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
         self.declared = None if said is None else Pattern.of(said)
@@ -137,13 +142,19 @@ class BatchAdapter:
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(self.context_parallel):
             sources = Sources.of(batch)
-            segments = agreed(sources, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
+            segments = self.found(sources, polarity=self.polarity, padding_free=self.padding_free)
             out = self._routed(sources, segments, None)
             if debug.ON and self.padding_free and self.model.needs_mask_2d and self.context_parallel is None:
                 from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
 
                 say_batch(self.consumer.name, out, segments)
         return out, segments
+
+    def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
+        """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
+        makes_masks = self.consumer.counts_positions and self.model.config is not None
+        own = self.model.ask(_own_patterns) if makes_masks else ()
+        return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
         """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
@@ -173,10 +184,17 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources)
         if positions is not None:
             out[KEY] = positions.to(device)
+        if case.model.pooling == "last_by_id" and isinstance(out.get("input_ids"), Tensor):  # else padding is its last token
+            pad_token_id = text_config(case.model.config).pad_token_id
+            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
+        shifted = self.labels_shifted
+        if shifted is None and self.consumer.counts_positions:
+            shifted = False  # transformers' models move them
+        out |= labels_for(batch, case, shifted=shifted)
         if self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            _drop_unread(out)
+            _drop_unread(out, alone=case.padding_free and case.recurrent and not segments.packed)
         chosen = self._route(case)
         out.pop("attention_mask", None)
         mask = out[self.consumer.key] = self._mask(chosen, case, device)
@@ -239,6 +257,12 @@ class BatchAdapter:
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 
+def _own_patterns(config: Any) -> frozenset[Pattern]:
+    """What a transformers model makes of a 2D mask in some of its layers: its windows, or chunks of that size."""
+    sizes = windows(config)
+    return frozenset(kind(size) for size in sizes for kind in (Pattern.sliding, Pattern.chunked))
+
+
 def _reader(model: Any, model_type: str | None) -> str:
     """The consumer that the model itself tells."""
     read = consumer_of(model) if model is not None or model_type is None else "megatron"
@@ -253,11 +277,13 @@ def _no_model(rule: str) -> CollateError:
     return CollateError(explain("BatchAdapter", "no model", rule, "Pass model=, model_type= or needs_mask_2d=."))
 
 
-def _drop_unread(out: dict[str, Any]) -> None:
+def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
     """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
-    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752)."""
+    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). The only sequence of a row
+    needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
     told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
-    for key in ("seq_lens", *(key for key in told if not key.startswith("cu_seq_lens"))):
+    unread = of_kind(out, "offsets") if alone else [key for key in told if not key.startswith("cu_seq_lens")]
+    for key in ("seq_lens", *unread):
         out.pop(key, None)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from collate_npu import debug
 from collate_npu.arrays import once
-from collate_npu.consumers.forwards import PositionRule, first_position, position_rule, reads_dense_mask
+from collate_npu.consumers.forwards import Pooling, PositionRule, first_position, pooling, position_rule, reads_dense_mask
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.consumers.routes import Keeps, MaskForm, Route, say_route
@@ -53,6 +53,8 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
+    pooling: Pooling = ""
+    """Which token of a row its head takes."""
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
     None where no transformers module was there to be asked: a config does not know what this process resolved."""
@@ -77,7 +79,7 @@ class Model:
         asked = consumer_of(model) == "transformers"
         if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
-            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "pooling": pooling(model)}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         return cls(
             config=config,

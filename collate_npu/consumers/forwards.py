@@ -1,4 +1,5 @@
-"""What the forward of a transformers model reads: positions, and how it counts its own; dense masks.
+"""What the forward of a transformers model reads: positions, and how it counts its own; dense masks; and which token its
+head pools.
 
 Told by the model's own code: the signature of its forward, and what its modeling file calls. Of a config this imports
 that file. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
@@ -7,6 +8,7 @@ that file. Measured on every family of transformers 5.23 and 4.57 that builds ti
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +18,7 @@ from collate_npu.consumers.models import config_of, is_transformers, text_config
 from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
+Pooling = Literal["", "first", "last_by_id"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -68,6 +71,22 @@ def reads_dense_mask(model: Any) -> bool:
 # ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
 # (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
 _READS_2D_TOO = frozenset({"bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model"})
+
+
+def pooling(model: Any) -> Pooling:
+    """Which token of a row a head that gives one answer a row takes; "" where every token has its own, or of a config.
+
+    * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
+    * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
+    """
+    cls = type(unwrap(model))
+    if not is_transformers(unwrap(model)) or not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
+        return ""
+    if any("pad_token_id" in inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__):
+        return "last_by_id"
+    config = config_of(model)
+    others = config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean"
+    return "" if others or config.model_type in ("eurobert", "xlnet") else "first"  # xlnet sums up the last place
 
 
 def _classes(model: Any) -> list[type]:

@@ -2,10 +2,13 @@
 
 Megatron-style stacks always get them. A transformers model gets them only where its own count would be wrong (left
 padding, packing), and then as that model counts: RoBERTa's family from `padding_idx + 1` on, models with several axes as
-`[4, 1, T]`. Positions of the caller's own are never replaced. Legend: B rows, S width, T tokens of a flat row.
+`[4, 1, T]`. Positions that count places over padding are counted again; a caller's own are never replaced.
+Legend: B rows, S width, T tokens of a flat row.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,13 +25,15 @@ TEXT_KEY = "text_position_ids"
 
 def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | None:
     """`position_ids` of this batch for this consumer; None where they are left out."""
-    given = sources.get(KEY)
-    if given is not None and not isinstance(given, Tensor):
+    given, rule = sources.get(KEY), case.model.positions
+    kind = "derived" if given is None else _kind(torch.from_numpy(sources.array(KEY)), case)
+    if kind == "places":
+        given = None
+    elif given is not None and not isinstance(given, Tensor):
         given = torch.from_numpy(sources.array(KEY))
-    rule = case.model.positions
     if not consumer.counts_positions:
         return given if given is not None or _has_axes(case, sources) else case.segments.position_ids
-    derived = given is None or _derived(torch.from_numpy(sources.array(KEY)), case)
+    derived = kind != "own"
     if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, None if derived else given, sources)
     if not derived:
@@ -57,10 +62,16 @@ def _by_ids(case: Case, sources: Sources) -> Tensor:
     return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
 
 
-def _derived(positions: Tensor, case: Case) -> bool:
-    """Are these the positions that follow from the Segments, as a collator adds them?"""
-    keep = case.segments.keep
-    return positions.shape == keep.shape and torch.equal(positions[keep], case.segments.position_ids[keep])
+def _kind(positions: Tensor, case: Case) -> Literal["derived", "places", "own"]:
+    """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence?"""
+    segments = case.segments
+    keep_BS, derived_BS = segments.keep, segments.position_ids
+    if positions.shape != keep_BS.shape:
+        return "own"
+    if torch.equal(positions[keep_BS], derived_BS[keep_BS]):
+        return "derived"
+    places_BS = torch.arange(keep_BS.shape[1]).expand(keep_BS.shape)
+    return "places" if torch.equal(positions[keep_BS], places_BS[keep_BS]) else "own"
 
 
 def _has_axes(case: Case, sources: Sources) -> bool:

@@ -144,6 +144,18 @@ def _clash(case: Case) -> str:
     return why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
 
 
+def _pooled(case: Case) -> str:
+    """Why the head of this model would pool another token than it does alone."""
+    if not case.model.pooling:
+        return ""
+    if case.segments.packed:
+        return "a row holds several sequences, and it gives one answer a row"
+    if case.model.pooling == "first":
+        return "it takes the first place of a row, which is padding" if case.inside else ""
+    untold = getattr(text_config(case.model.config), "pad_token_id", None) is None and case.segments.padding_side == "right"
+    return "it takes the last place where config.pad_token_id is None" if untold else ""
+
+
 def _lost_window(case: Case) -> str:
     """Where the model's own window is dropped, and some sequence is longer than it."""
     implementation = case.model.attn_implementation
@@ -216,6 +228,12 @@ TRANSFORMERS = Consumer(
         replace(
             PACKED_RECURRENT,
             remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
+        ),
+        Refusal(
+            of="rows whose head pools another token: left padding on encoders' classifiers, packed rows, no pad_token_id",
+            when=_pooled,
+            rule="The head of this model pools by place: {why}.",
+            remedy="Pad encoders right, one sequence a row; of a decoder set model.config.pad_token_id.",
         ),
         Refusal(
             of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.masks.find import agreed
 from collate_npu.masks.sources import Sources
 
 PACKAGE, TESTED = "trl", "1.16.0"
@@ -45,14 +44,15 @@ def adapt(model: nn.Module, **settings: Any) -> RemovableHandle:
         if _decodes(batch):
             return None
         flat = batch.get("attention_mask") is None and batch.shape()[0] == 1
-        segments = agreed(batch, polarity=adapter.polarity, pattern=adapter.declared, padding_free=flat)
+        segments = adapter.found(batch, polarity=adapter.polarity, padding_free=flat)
         return (), adapter.render(batch, segments, padding_free=flat)
 
     return model.register_forward_pre_hook(through_adapter, with_kwargs=True)
 
 
 def _decodes(batch: Sources) -> bool:
-    """Is this a step of generation whose cache holds the tokens before it? Its mask, if any, covers those too."""
+    """Is this a step of generation? Its mask, if any, covers the tokens of the cache too; `generate` makes None of a mask of
+    ones (transformers 5.23 generation/utils.py:2899), so that a prefill without one has no padding."""
     mask, width = batch.get("attention_mask"), batch.shape()[1]
     cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
-    return cached and (width == 1 or (mask is not None and mask.shape[-1] > width))
+    return cached and (width == 1 or mask is None or mask.shape[-1] > width)

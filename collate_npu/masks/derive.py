@@ -25,7 +25,7 @@ from collate_npu.errors import (
     shape_of,
 )
 from collate_npu.masks.evidence import UnexplainedError
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import Pattern, Prefix
 from collate_npu.masks.polarity import Bools, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading, read_square
 from collate_npu.masks.square import Square
@@ -244,6 +244,8 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
 
 def spelled(pattern: Pattern) -> str:
     """How a caller writes this pattern."""
+    if isinstance(pattern, Prefix):
+        return f"Pattern.prefix({list(pattern.lengths)})"
     return f"Pattern.{pattern}" if "(" in str(pattern) else repr(str(pattern))
 
 

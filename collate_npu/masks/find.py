@@ -9,7 +9,7 @@ Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,13 @@ from collate_npu.errors import (
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 from collate_npu.masks.derive import MASK_KEY, check_same_padding, read_bare_mask, read_keys, read_mask, spelled
 from collate_npu.masks.hazards import hazards, say_hazards
-from collate_npu.masks.offsets import check_offsets, check_positions, parted_by_positions, segments_from_offsets
+from collate_npu.masks.offsets import (
+    check_offsets,
+    check_positions,
+    parted_by_positions,
+    segments_from_offsets,
+    without_tail,
+)
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
@@ -62,8 +68,16 @@ def segments_from_batch(
     return ready(agreed(Sources.of(batch), polarity=polarity, pattern=pattern, padding_free=padding_free))
 
 
-def agreed(sources: Sources, *, polarity: Polarity | None, pattern: str | Pattern | None, padding_free: bool) -> Segments:
-    """`segments_from_batch` of a record that the caller goes on reading."""
+def agreed(
+    sources: Sources,
+    *,
+    polarity: Polarity | None,
+    pattern: str | Pattern | None,
+    padding_free: bool,
+    own: Collection[Pattern] = (),
+) -> Segments:
+    """`segments_from_batch` of a record that the caller goes on reading. `own` are patterns that the model makes by itself:
+    a mask of one of them says of padding what a plain causal one says."""
     declared = None if pattern is None else Pattern.of(pattern)
     shape = sources.shape()
     positions_BS = sources.text_positions(shape)
@@ -79,14 +93,19 @@ def agreed(sources: Sources, *, polarity: Polarity | None, pattern: str | Patter
     if positions_BS is not None and known:
         found = parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)
         truth = truth if found is None else _Truth("position_ids", *found)
+    if positions_BS is not None and truth is not None and (truth.name == "position_ids" or truth.name in sources.offsets):
+        truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    told = truth is not None
     for key, full in squares.items():
-        truth = _with_dense(key, full, truth, positions_BS, shape, (polarity, declared))
+        truth = _with_dense(key, full, truth, positions_BS, shape, (polarity, declared), own)
     if truth is None:
         return _refuse_unknown(sources, padding_free)
     if positions_BS is not None:
         check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
         check_offsets(sources, truth.segments)
+    if not told:
+        _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
         _refuse_inverted(sources, shape, truth.segments)
     if debug.ON:
@@ -160,19 +179,28 @@ def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
 
 
 def _with_dense(
-    key: str, full: Tensor, truth: _Truth | None, positions_BS: Array | None, shape: tuple[int, int], declared: _Declared
+    key: str,
+    full: Tensor,
+    truth: _Truth | None,
+    positions_BS: Array | None,
+    shape: tuple[int, int],
+    declared: _Declared,
+    own: Collection[Pattern],
 ) -> _Truth:
     """The truth with what a dense mask says of it; the mask must be that of the pattern."""
     polarity, pattern = declared
     full = _one_head(key, full, polarity)
-    if pattern is None and full.ndim == 4 and full.shape[-2] == 1 < shape[1]:
-        rule = "One row of keys for all queries is padding beside causal attention, or attention to both sides."
-        raise AmbiguousMaskError(explain(key, shape_of(full), rule, "Declare pattern='causal' or pattern='bidirectional'."))
+    if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and truth is None and pattern is None:
+        asked = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
+        missing = {name: what for (name, what), said in zip(asked.items(), declared) if said is None}
+        rule = f"One row of keys for all queries says neither by itself: {' nor '.join(missing.values())}."
+        remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
+        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
     if full.shape[-1] != shape[1]:
         raise misfit(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
     found = reading.pattern
-    if pattern is None and found is not None and found.reaches(reading.segments.longest_span):
+    if pattern is None and found is not None and found not in own and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
         remedy = f"Pass pattern={spelled(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
@@ -187,7 +215,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
             told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
-            if told is None or not told[1]:
+            if told is None or not told[1] or 1 in told[0].sequence_lengths:  # a sequence, or padding at position 0
                 raise
             known = Known(pattern=pattern, segments=told[0])
     elif truth.parted:
@@ -221,6 +249,26 @@ def _refuse_unknown(sources: Sources, padding_free: bool) -> Segments:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
     remedy = "Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it)."
     raise AmbiguousMaskError(explain("batch", keys, rule, remedy))
+
+
+def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
+    """A dense mask alone that shows no padding, over rows that look padded: one token again and again at an end, without
+    labels. Plain causal masks carry no padding, and nobody can tell whether this one should."""
+    ids_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else np.zeros((0, 0), np.int64)
+    if truth.segments.padding_side != "none" or ids_BS.size < 2 or (ids_BS == ids_BS[0, 0]).all():
+        return
+    labels_BS = sources.array("labels") if sources.named["labels"] else None
+    told = labels_BS is not None and labels_BS.shape == ids_BS.shape
+    unread_BS = labels_BS < 0 if told and labels_BS is not None else np.ones(ids_BS.shape, bool)
+    bad = {}
+    for end, at in (("begin", slice(None)), ("end", slice(None, None, -1))):
+        run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)
+        for b in np.flatnonzero((run_BS.sum(axis=1) > 1) & (unread_BS[:, at] | ~run_BS).all(axis=1)):
+            bad[int(b)] = f"{run_BS[b].sum()} times the token {ids_BS[b, at][0]} where it {end}s"
+    if bad:
+        rule = "It shows no padding, and these rows look padded."
+        remedy = "Carry attention_mask_2d, True where a token is real; if there is padding, leave this mask out beside it."
+        raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy))
 
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments) -> None:

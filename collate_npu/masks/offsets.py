@@ -54,7 +54,9 @@ def check_offsets(sources: Sources, segments: Segments) -> None:
         bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in told if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if len(rows[b]) > 1 or rows[b] != [segments.row_lengths[b]]]
         if bad:
-            raise CollateError(explain_rows("seq_lens", bad, "Lengths count the real tokens of each sequence.", _REMEDY))
+            raise CollateError(
+                explain_rows(sources.named["lengths"][0], bad, "Lengths count the real tokens of each sequence.", _REMEDY)
+            )
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
         numbers_BS = sources.array(key)
         same = numbers_BS.shape == segments.shape
@@ -70,7 +72,9 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
     if len(lengths) == B:
         return lengths
     if B != 1:
-        raise CollateError(explain("seq_lens", f"{len(lengths)} entries", f"The batch has {B} rows.", _REMEDY))
+        raise CollateError(
+            explain(sources.named["lengths"][0], f"{len(lengths)} entries", f"The batch has {B} rows.", _REMEDY)
+        )
     return [[n for row in lengths for n in row]]
 
 
@@ -127,6 +131,28 @@ def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_
         return None
     parted = Segments.from_ids(np.where(tells_B[:, None], np.cumsum(starts_BS, axis=1), 1) * keep_BS)
     return parted, bool(tells_B.all()) and (restarts or known is None)
+
+
+def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
+    """A flat row without what positions and offsets number as sequences, and no sequence is: its tail.
+
+    A last sequence of several tokens that are all at position 0 (VeOmni data/data_collator.py, d977449); and places of one
+    token each that repeat one token without a label (TRL 1.16 `pad_to_multiple_of` with `padding_free`).
+    """
+    (lengths, *others), tail = segments.lengths, 0
+    if others or segments.padding_side != "none" or len(lengths) < 2:
+        return segments
+    zero_S = positions_BS[0] == 0
+    if lengths[-1] > 1 and zero_S[-lengths[-1] :].all():
+        tail = 1
+    elif sources.named["tokens"] == ("input_ids",) and sources.named["labels"]:
+        ids_S, labels_S = (sources.array(key)[0] for key in ("input_ids", "labels"))
+        alike_S = zero_S & (ids_S == ids_S[-1]) & (labels_S < 0) if labels_S.shape == ids_S.shape else zero_S & False
+        run = len(alike_S) if alike_S.all() else int(alike_S[::-1].argmin())
+        tail = next((n for n, length in enumerate(reversed(lengths)) if length > 1), 0) if run > 1 else 0
+        tail = min(tail, run)
+        tail = tail if tail > 1 else 0
+    return of_lengths([lengths[: len(lengths) - tail]], segments.shape[1]) if tail else segments
 
 
 def check_positions(positions_BS: Array, segments: Segments) -> None:

@@ -24,6 +24,7 @@ _ORDER = {name: n for n, name in enumerate(KEYS)}
 _ROLES: dict[str, Any] = {
     name: key.role or key.kind for name, key in KEYS.items() if key.role or key.kind in ("positions", "vision")
 }
+_NO_SEQUENCE = -1000
 _OFFSETS: tuple[Role, Role] = ("offsets", "padded_offsets")
 
 
@@ -80,12 +81,14 @@ class Sources(dict[str, Any]):
 
     @once
     def lengths(self) -> list[list[int]] | None:
-        """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row."""
+        """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row.
+        -1000 fills rows of fewer sequences (NeMo Automodel 0.7.0 datasets/utils.py)."""
         if not self.named["lengths"]:
             return None
         held = self[name := self.named["lengths"][0]]
         rows = held if isinstance(held, (list, tuple)) else self.array(name).tolist()
-        return [list(map(int, row)) if isinstance(row, (list, tuple)) else [int(row)] for row in rows]
+        listed = [list(map(int, row)) if isinstance(row, (list, tuple)) else [int(row)] for row in rows]
+        return [[n for n in row if n != _NO_SEQUENCE] for row in listed]
 
     def text_positions(self, shape: tuple[int, int]) -> Array | None:
         """`[B, S]`: `text_position_ids`, two-dimensional `position_ids`, or the text row of `[4, B, S]`; else None."""

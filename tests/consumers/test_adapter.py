@@ -79,11 +79,12 @@ def test_under_context_parallelism_only_this_rank_s_rows_are_built(rank):
     cp = ContextParallel(2, rank)
     places = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
     adapter = megatron(HYBRID, context_parallel=cp, max_mask_bytes=2 * 4 * 8)
-    out = adapter(batch_of(segments, attention_mask_2d=segments.keep, labels=torch.arange(16).view(2, 8)))
+    labels = torch.arange(50, 66).view(2, 8)
+    out = adapter(batch_of(segments, attention_mask_2d=segments.keep, labels=labels))
     assert torch.equal(out["attention_mask"], dense(segments, polarity="masked")[:, :, places])
     assert torch.equal(out["attention_mask_2d"], segments.keep[:, places])
     assert torch.equal(out["position_ids"], segments.position_ids[:, places])
-    assert torch.equal(out["labels"], torch.arange(16).view(2, 8)[:, places])
+    assert torch.equal(out["labels"], labels.masked_fill(~segments.keep, -100)[:, places])
 
 
 @pytest.mark.parametrize(

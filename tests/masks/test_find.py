@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Pattern, Segments
+from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
 from collate_npu.masks.find import segments_from_batch
 
@@ -301,3 +302,88 @@ def test_two_sources_that_differ_raise_whichever_they_are(data):
             assert torch.equal(found.keep, value if key == "attention_mask_2d" else ~value)
         elif key == "attention_mask":
             assert torch.equal(dense(found, polarity="masked")[:, 0][found.keep], value[:, 0][found.keep])
+
+
+# --- what a dense mask or positions alone leave open
+
+
+TRIANGLE = dense(Segments.from_lengths([6, 6]))
+LOOKS_PADDED = torch.tensor([[9, 9, 9, 1, 2, 3], [4, 5, 6, 7, 8, 1]])
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["begins", "ends"])
+@pytest.mark.parametrize("labels", [None, "ids", "ignored"])
+def test_a_triangle_over_rows_that_look_padded_is_refused_unless_they_are_learned(turn, labels):
+    """By tokens that repeat at an end without a label; the id of padding is asked nowhere."""
+    ids = LOOKS_PADDED.flip(1) if turn else LOOKS_PADDED
+    batch = {"input_ids": ids, "attention_mask": TRIANGLE}
+    batch |= {} if labels is None else {"labels": ids.clone() if labels == "ids" else ids.masked_fill(ids == 9, -100)}
+    if labels == "ids":
+        assert segments_from_batch(batch) == Segments.from_lengths([6, 6])
+    else:
+        with pytest.raises(AmbiguousMaskError, match=r"row 0: got 3 times the token 9 where it (begin|end)s"):
+            segments_from_batch(batch)
+    real = Segments.from_lengths([6, 6])
+    assert segments_from_batch({**batch, "attention_mask_2d": real.keep}) == real
+    told = Segments.from_lengths([3, 6], side="right" if turn else "left")
+    assert segments_from_batch({**batch, "attention_mask": None, "attention_mask_2d": told.keep}) == told
+
+
+def test_a_row_of_padding_that_attends_itself_is_refused_beside_a_full_one():
+    ids = torch.tensor([[7, 7, 7, 7, 7, 7], [4, 5, 6, 7, 8, 1]])
+    labels = torch.tensor([[-100] * 6, [4, 5, 6, 7, 8, 1]])
+    with pytest.raises(AmbiguousMaskError, match="row 0"):
+        segments_from_batch({"input_ids": ids, "labels": labels, "attention_mask": TRIANGLE})
+
+
+@pytest.mark.parametrize("tail", [2, 3, 5])
+def test_the_tail_of_a_flat_row_is_no_sequence(tail):
+    """TRL pads a flat row to a multiple: positions 0, the pad id, no labels. VeOmni's offsets take it for one more."""
+    told = Segments.from_lengths([[3, 2]], width=5 + tail)
+    ids, labels = [11, 12, 13, 14, 15, *[9] * tail], [-100, 12, 13, -100, 15, *[-100] * tail]
+    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+    batch |= {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *[0] * tail]])}
+    assert segments_from_batch(batch, padding_free=True) == told
+    offsets = torch.tensor([0, 3, 5, 5 + tail], dtype=torch.int32)
+    assert segments_from_batch({**batch, "cu_seq_lens_q": offsets}, padding_free=True) == told
+    learned = {**batch, "labels": batch["input_ids"].clone()}  # then they are real
+    assert segments_from_batch(learned, padding_free=True).lengths == ((3, 2, *[1] * tail),)
+
+
+def test_positions_settle_no_doubt_that_they_cannot_settle():
+    """Padding that attends itself, at position 0, is a sequence of a token to both: nothing says which."""
+    told = Segments.from_lengths([2, 4], side="left")
+    forced = dense(told) | torch.eye(4, dtype=torch.bool)
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), "attention_mask": forced}
+    with pytest.raises(AmbiguousMaskError):
+        segments_from_batch({**batch, "position_ids": told.position_ids})
+    assert segments_from_batch({**batch, "attention_mask_2d": told.keep}) == told
+
+
+def test_lengths_of_other_stacks_are_read():
+    """NeMo Automodel fills seq_lens with -1000; NeMo RL puts input_lengths beside a mask of ones."""
+    ids = torch.arange(10).view(2, 5)
+    lengths = torch.tensor([[3, 2, -1000], [5, -1000, -1000]])
+    assert segments_from_batch({"input_ids": ids, "seq_lens": lengths}) == Segments.from_lengths([[3, 2], [5]])
+    ones = {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+    with pytest.raises(CollateError, match="input_lengths: 1 bad row"):
+        segments_from_batch({**ones, "input_lengths": torch.tensor([3, 5])})
+    assert segments_from_batch({**ones, "input_lengths": torch.tensor([5, 5])}) == Segments.from_lengths([5, 5])
+
+
+def test_one_row_of_keys_is_padding_where_the_rest_tells_what_is_real():
+    told = Segments.from_lengths([2, 4], side="left")
+    rows = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": told.keep[:, None, None]}
+    assert segments_from_batch({**rows, "attention_mask_2d": told.keep}) == told
+    with pytest.raises(AmbiguousMaskError, match=r"Declare polarity= and pattern=") as refused:
+        segments_from_batch(rows)
+    assert segments_from_batch(rows, polarity="keep", pattern="causal") == told
+    assert "\n" not in str(refused.value)
+
+
+def test_the_remedy_for_a_prefix_mask_works():
+    told = Segments.from_lengths([4, 6], side="left")
+    batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": dense(told, pattern=Pattern.prefix([2, 3]))}
+    with pytest.raises(AmbiguousMaskError, match=r"Pass pattern=Pattern.prefix\(\[2, 3\]\)"):
+        segments_from_batch(batch)
+    assert segments_from_batch(batch, pattern=Pattern.prefix([2, 3])) == told

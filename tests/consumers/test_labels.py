@@ -1,0 +1,60 @@
+"""Labels: what no sample alone learns from is ignored, whoever moved them, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collate_npu import BatchAdapter, Segments
+from collate_npu.outputs import ignore_first_labels, shift_labels
+
+LEFT = Segments.from_lengths([3, 5], side="left")
+PACKED = Segments.from_lengths([[3, 2], [4]], width=6)
+IDS = torch.arange(20, 36)
+
+
+def handed_over(segments, labels, consumer="megatron", **settings):
+    batch = {"input_ids": IDS[: segments.ids.numel()].view(segments.shape), "segment_ids": segments.ids, **labels}
+    before = {key: value.clone() for key, value in batch.items()}
+    out = BatchAdapter(needs_mask_2d=False, consumer=consumer, **settings)(batch)
+    assert all(torch.equal(before[key], batch[key]) for key in before)
+    return {key: out[key] for key in labels}
+
+
+@pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
+def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
+    ids = IDS[: segments.ids.numel()].view(segments.shape)
+    own = handed_over(segments, {"labels": ids.clone()})["labels"]
+    assert torch.equal(own, ignore_first_labels(ids, segments))
+    following = torch.roll(ids, -1, 1)
+    moved = handed_over(segments, {"labels": following})["labels"]
+    assert torch.equal(moved, shift_labels(ids, segments))
+    strange = torch.full_like(ids, 7)
+    assert torch.equal(handed_over(segments, {"labels": strange})["labels"], strange.masked_fill(~segments.keep, -100))
+    assert torch.equal(
+        handed_over(segments, {"labels": strange}, labels_shifted=True)["labels"], shift_labels(strange, segments)
+    )
+    assert torch.equal(
+        handed_over(segments, {"labels": strange}, labels_shifted=False)["labels"], ignore_first_labels(strange, segments)
+    )
+
+
+def test_shift_labels_are_moved_by_their_name():
+    ids = IDS[:10].view(2, 5)
+    found = handed_over(LEFT, {"labels": ids.clone(), "shift_labels": torch.roll(ids, -1, 1)})
+    assert torch.equal(found["shift_labels"], shift_labels(ids, LEFT))
+
+
+def test_labels_that_are_no_tokens_and_ignored_ones_stay():
+    classes, targets = torch.tensor([3, 1]), torch.rand(2, 5)
+    assert torch.equal(handed_over(LEFT, {"labels": classes})["labels"], classes)
+    assert torch.equal(handed_over(LEFT, {"labels": targets})["labels"], targets)
+    other = torch.full((2, 5), -1)
+    assert torch.equal(handed_over(LEFT, {"labels": other})["labels"], other)
+
+
+def test_tokens_predicted_in_place_lose_no_first_label():
+    ids = IDS[:10].view(2, 5)
+    batch = {"input_ids": ids, "attention_mask": LEFT.keep.long(), "labels": ids.clone()}
+    out = BatchAdapter(needs_mask_2d=False, consumer="transformers", pattern="bidirectional")(batch)
+    assert torch.equal(out["labels"], ids.masked_fill(~LEFT.keep, -100))

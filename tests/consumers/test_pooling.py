@@ -1,0 +1,95 @@
+"""Heads that give one answer a row: that of each sample alone, on either side, or a refusal; every class of transformers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from rotation import some
+
+from collate_npu import BatchAdapter, CollateError
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES  # noqa: E402
+
+from collate_npu.testing import tiny_config  # noqa: E402
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+VOCAB, LENGTHS = 61, (4, 9)
+OTHERS = sorted({*NAMES} - {"perceiver"})
+"""A full row of perceiver differs beside a padded one, whatever its mask."""
+FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert")
+
+
+def classifier(name):
+    """A random one, or a skip where it does not build tiny."""
+    kind = NAMES[name] if isinstance(NAMES[name], str) else NAMES[name][0]
+    torch.manual_seed(0)
+    try:
+        config = tiny_config(name, vocab_size=VOCAB)
+        config.num_labels = 3
+        model = getattr(transformers, kind)(config).eval()
+    except Exception as error:  # whatever its config refuses
+        pytest.skip(f"{type(error).__name__}: {error}"[:80])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
+    return model
+
+
+def answers(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits.double()
+
+
+def laid(rows, side, fill):
+    width = max(map(len, rows))
+    empty = [[fill] * (width - len(row)) for row in rows]
+    return torch.tensor([pad + row if side == "left" else row + pad for row, pad in zip(rows, empty)])
+
+
+def compare(name, side, fill):
+    model, rng = classifier(name), random.Random(3)
+    rows = [[rng.randrange(3, 55) for _ in range(n)] for n in LENGTHS]
+    try:
+        alone = torch.cat([answers(model, {"input_ids": torch.tensor([row])}) for row in rows])
+    except Exception as error:  # it does not run tiny
+        pytest.skip(f"{type(error).__name__}: {error}"[:80])
+    ids = laid(rows, side, fill)
+    batch = {"input_ids": ids, "attention_mask": laid([[1] * n for n in LENGTHS], side, 0), "labels": torch.tensor([1, 2])}
+    try:
+        handed = BatchAdapter(model)(batch)
+    except CollateError as refused:
+        return str(refused)
+    assert torch.equal(batch["input_ids"], ids)
+    assert torch.equal(handed.pop("labels"), batch["labels"])
+    assert float((answers(model, handed) - alone).norm() / alone.norm()) <= 1e-3
+    return ""
+
+
+@pytest.mark.parametrize("fill", [VOCAB - 1, 57], ids=["pad id", "another id"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", FEW)
+def test_a_classifier_gives_the_answers_of_its_samples_alone(name, side, fill):
+    said = compare(name, side, fill)
+    assert ("it takes the first place of a row" in said) == (side == "left" and name in ("bert", "roberta", "modernbert"))
+    assert not (said and side == "right")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", some(OTHERS, 12))
+def test_every_class_is_right_or_refused(name, side):
+    compare(name, side, 57)
+
+
+def test_a_decoder_that_knows_no_pad_id_is_refused_padded_right():
+    model = classifier("llama")
+    model.config.pad_token_id = None
+    batch = {"input_ids": laid([[5], [6, 7]], "right", 0), "attention_mask": laid([[1], [1, 1]], "right", 0)}
+    with pytest.raises(CollateError, match=r"set model\.config\.pad_token_id"):
+        BatchAdapter(model)(batch)
+    model.config.pad_token_id = 0
+    assert BatchAdapter(model)(batch)["input_ids"].tolist() == [[5, 0], [6, 7]]
