@@ -135,7 +135,9 @@ class BatchAdapter:
         return out, ready(segments)
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
-        with ranks_agree(self.context_parallel):
+        if self.context_parallel is not None and torch.compiler.is_compiling():  # ranks talk on the host
+            return torch.compiler.disable(self._rendered)(batch)
+        with ranks_agree(self.context_parallel, call="split"):
             sources = Sources.of(batch)
             segments = agreed(sources, polarity=self.polarity, pattern=self.declared, padding_free=self.padding_free)
             out = self._routed(sources, segments, None)
