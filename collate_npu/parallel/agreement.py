@@ -9,11 +9,12 @@ int64 `[8, 4096]`. A batch on a device is read to the host for it.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from threading import get_ident, main_thread
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
@@ -31,7 +32,8 @@ from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.meeting import Heard, meeting_of
 from collate_npu.segments import Segments
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 Call = Literal["block", "split", "gather", "backward"]
 Facts = dict[str, str | Callable[[], str]]
 """What one rank holds, by name. A function is a digest: it is called where there is somebody to tell."""
@@ -76,15 +78,22 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function(x, cp, ...)`; torch.compile breaks its graph for it where `cp` has a group, since ranks talk on the host."""
+    """`function`, for which torch.compile breaks its graph where it is given a `cp` with a group: ranks talk on the host.
+    Where nothing has loaded its compiler, nothing does now (seconds)."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() and getattr(kwargs.get("cp", args[1:2] and args[1]), "group", None) is not None:
-            return torch.compiler.disable(function)(*args, **kwargs)
+        for given in (*args[1:3], kwargs.get("cp")):
+            if isinstance(given, ContextParallel) and given.group is not None and "torch._dynamo" in sys.modules:
+                return cast(T, _eager(function)(*args, **kwargs))
         return function(*args, **kwargs)
 
     return called
+
+
+@cache
+def _eager(function: Callable[..., Any]) -> Any:
+    return cast(Any, torch.compiler).disable(function)
 
 
 def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Mapping[str, Key] = KEYS) -> Facts:

@@ -48,10 +48,10 @@ class Meeting:
                 return
             store.set(self._place("here", dist.get_rank()), uuid4().hex)
             for last in _tries(timeout):
-                here = self._read(store, "here")
+                here = _found(store, [self._place("here", rank) for rank in self.ranks])
                 session = f"{zlib.crc32(b'-'.join(here)):08x}"
                 store.set(self._place("met", dist.get_rank()), session)
-                met = self._read(store, "met")
+                met = _found(store, [self._place("met", rank) for rank in self.ranks])
                 if all(here) and set(met) == {session.encode()}:
                     self.session = session
                     return
@@ -68,17 +68,15 @@ class Meeting:
         does not come in time it raises `CollateError`, and tells those who come late."""
         with self._stream(stream).turn, _store() as store:
             number = self._say(store, stream, message)
-            keys = [self._key(stream, number, rank) for rank in self.ranks]
             for last in _tries(timeout):
-                at, texts = self._heard(store, keys, number)
-                silent = [rank for rank, n in zip(self.ranks, at) if n < number]
-                if not silent:
-                    return number, {rank: _message(text, n == number) for rank, text, n in zip(self.ranks, texts, at)}
+                heard = self._heard(store, stream, number)
+                if len(heard) == len(self.ranks):
+                    break
                 if last:
-                    error = _silent(silent, timeout)
+                    error = _silent([rank for rank in self.ranks if rank not in heard], timeout)
                     self._set(store, stream, number, {"raised": str(error)})
                     raise error
-        raise AssertionError  # `_tries` always has a last one
+        return number, heard
 
     def _say(self, store: Any, stream: str, message: Mapping[str, Any]) -> int:
         held = self._stream(stream)
@@ -89,18 +87,15 @@ class Meeting:
     def _set(self, store: Any, stream: str, number: int, message: Mapping[str, Any]) -> None:
         store.set(self._key(stream, number, dist.get_rank()), f"{number} {json.dumps(message)}")
 
-    def _heard(self, store: Any, keys: list[str], number: int) -> tuple[list[int], list[str]]:
-        """The number of the call that each rank's place holds now, 0 where it holds none, and the message."""
-        if number <= _PLACES:  # later every place exists, and `multi_get` waits for none
-            texts = [store.get(key) if store.check([key]) else b"0 " for key in keys]
-        else:
-            texts = store.multi_get(keys)
-        parts = [text.decode().split(" ", 1) for text in texts]
-        return [int(at) for at, _ in parts], [text for _, text in parts]
-
-    def _read(self, store: Any, what: str) -> list[bytes]:
-        keys = [self._place(what, rank) for rank in self.ranks]
-        return [store.get(key) if store.check([key]) else b"" for key in keys]
+    def _heard(self, store: Any, stream: str, number: int) -> Heard:
+        """What those say who have come to this call; one that went past it without hearing the others had raised."""
+        keys, heard = [self._key(stream, number, rank) for rank in self.ranks], {}
+        texts = _found(store, keys) if number <= _PLACES else store.multi_get(keys)  # later every place exists
+        for rank, text in zip(self.ranks, texts):
+            at, _, message = text.decode().partition(" ")
+            if int(at or 0) >= number:
+                heard[rank] = json.loads(message) if int(at) == number else {"raised": "an error, and went on"}
+        return heard
 
     def _stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream())
@@ -152,8 +147,8 @@ def _tries(timeout: timedelta) -> Iterator[bool]:
     yield True
 
 
-def _message(text: str, of_this_call: bool) -> dict[str, Any]:
-    return dict(json.loads(text)) if of_this_call else {"raised": "an error here, and went on to later calls"}
+def _found(store: Any, keys: list[str]) -> list[bytes]:
+    return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
 def _silent(ranks: list[int], timeout: timedelta) -> CollateError:

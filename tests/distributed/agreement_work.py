@@ -135,6 +135,28 @@ def ahead(steps: int) -> list[float]:
     return means
 
 
+def beside() -> list[str]:
+    """A call of the main thread while another thread is inside one of its own: the numbers of both."""
+    cp, inside, done = ContextParallel.from_group(dist.group.WORLD), threading.Event(), threading.Event()
+    numbers = []
+
+    def other() -> None:
+        with ranks_agree(cp, call="split") as facts:
+            inside.set()
+            done.wait(20)
+        numbers.append(facts["number"].split()[0])
+
+    worker = threading.Thread(target=other)
+    worker.start()
+    inside.wait(20)
+    with ranks_agree(cp) as facts:
+        pass
+    numbers.append(facts["number"].split()[0])
+    done.set()
+    worker.join()
+    return numbers
+
+
 def jagged_ids() -> list[list[int]]:
     """Jagged ids are shared out as without a group; then the last rank holds others."""
     cp = ContextParallel.from_group(dist.group.WORLD, layout="document_contiguous")

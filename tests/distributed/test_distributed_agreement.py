@@ -88,6 +88,10 @@ def test_a_thread_may_split_ahead_of_the_one_that_gathers(pool):
     assert pool(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * pool.size
 
 
+def test_a_thread_does_not_add_to_what_another_is_about_to_say(pair):
+    assert pair(work.beside) == [["main", "split"]] * 2
+
+
 def test_jagged_ids(pair):
     for right, odd in pair(work.jagged_ids, seconds=20):
         assert right == ""
