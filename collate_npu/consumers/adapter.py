@@ -29,6 +29,7 @@ from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree, split_batch
+from collate_npu.parallel.agreement import uncompiled
 from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments, ready
 
@@ -132,15 +133,16 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
-        return self._rendered(batch)[0]
+        return self._rendered(batch, self.context_parallel)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
-        out, segments = self._rendered(batch)
+        out, segments = self._rendered(batch, self.context_parallel)
         return out, ready(segments)
 
-    def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
-        with ranks_agree(self.context_parallel):
+    @uncompiled
+    def _rendered(self, batch: Mapping[str, Any], cp: ContextParallel | None) -> tuple[dict[str, Any], Segments]:
+        with ranks_agree(cp, call="split"):
             sources = Sources.of(batch)
             segments = self.found(sources, polarity=self.polarity, padding_free=self.padding_free)
             out = self._routed(sources, segments, None)

@@ -22,8 +22,9 @@ PACKAGE, TESTED = "accelerate", "1.15.0"
 class DispatchCollator:
     """`inner`'s batch with every value a contiguous tensor `[B, ...]`: a None mask left out, anything else refused.
 
-    For `dispatch_batches=True` (the default of an IterableDataset) all processes' batches must have one width as well, by
-    `padding="max_length"` or `split_batches=True`. Picklable if `inner` is.
+    With `dispatch_batches=True` (the default of an IterableDataset) the first process joins batches, so they need one
+    width: `padding="max_length"`. `split_batches=True` joins only a last batch that does not divide by the processes with
+    rows of the first one: it needs one width too, or `drop_last=True` in the DataLoader. Picklable if `inner` is.
 
     >>> from collate_npu import PaddingCollator
     >>> collator = DispatchCollator(PaddingCollator(pad_token_id=0, attention_mask="2d"))

@@ -1,20 +1,21 @@
 """Gather: the whole row on every rank, in order and with gradients, from shards that a group or a list holds.
 
 One all-gather of the shard and one copy into order; the order is known before anyone waits for anyone, and ranks compare
-their shards before the first gather of each shape (`agreement`).
+what they hold before each gather, and before a backward that exchanges gradients (`agreement`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.parallel.agreement import batch_facts, ranks_agree
+from collate_npu.parallel.agreement import batch_facts, digest, ranks_agree, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
 from collate_npu.parallel.groups import check_group, gloo_group, mesh_group
 from collate_npu.parallel.layout import ContextParallel, indices, token_runs
@@ -27,6 +28,7 @@ Piece = tuple[int, int, int, int]
 _FEW_PIECES = 64
 
 
+@uncompiled
 def gather_sequence(
     output: Tensor,
     cp: ContextParallel,
@@ -53,23 +55,24 @@ def gather_sequence(
     >>> gather_sequence(torch.tensor([[4, 5, 6]]), ContextParallel(size=1, rank=0)).tolist()  # README runs it on two ranks
     [[4, 5, 6]]
     """
-    if loss not in ("same", "local"):
-        rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
-        raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
-    if output.is_nested:
-        return _gather_jagged(output, cp, segments, loss)
-    dim = dim % output.ndim
-    with ranks_agree(cp) as facts:
-        facts |= {"output": shape_of(output), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
-        B, S = segments.shape if segments is not None else (len(output), output.shape[dim] * cp.size)
-        if output.shape[dim] * cp.size != S or (dim == 1 and len(output) != B):
-            rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
-            raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
-        pieces = _pieces(output.shape[dim] * cp.size, cp, cu_seqlens)
-        if cp.size == 1:
-            return output
-        check_group(cp.group, cp.size, cp.rank)
-    return _in_order(_all_gather(output, cp, loss).unbind(0), pieces, dim)
+    with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
+        if loss not in ("same", "local"):
+            rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
+            raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
+        shard, dim, offsets = output, dim % output.ndim, cu_seqlens
+        if output.is_nested:
+            shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
+        _check_shape(output, shard.shape, cp, segments, dim)
+        offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # one look at the device
+        facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
+        facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
+        facts["documents"] = partial(digest, [] if offsets is None else offsets)
+        pieces = _pieces(shard.shape[dim] * cp.size, cp, offsets)
+        if cp.size > 1:
+            check_group(cp.group, cp.size, cp.rank)
+    if cp.size > 1:
+        shard = _in_order(_all_gather(shard, cp, loss, str(facts.get("number"))).unbind(0), pieces, dim)
+    return _jagged(shard, torch.tensor(offsets), segments) if output.is_nested else shard
 
 
 def join_shards(
@@ -100,14 +103,21 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def _gather_jagged(output: Tensor, cp: ContextParallel, segments: Segments | None, loss: Loss) -> Tensor:
-    offsets = jagged_cu_seqlens(output, cp) * cp.size
-    whole = gather_sequence(output.values(), cp, dim=0, cu_seqlens=offsets, loss=loss)
+def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
     if segments is None:
-        return jagged(whole, offsets)
-    if segments.shape != (1, whole.shape[0]):
-        rule = f"Gathered, the documents are one flat row of {whole.shape[0]} tokens."
+        return
+    (B, S), width = segments.shape, shard[dim] * cp.size
+    if output.is_nested and (1, width) != (B, S):
+        rule = f"Gathered, the documents are one flat row of {width} tokens."
         raise CollateError(explain("segments", repr(segments), rule, "Pass the Segments of that row (pad_documents)."))
+    if width != S or (dim == 1 and shard[0] != B):
+        rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
+        raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
+
+
+def _jagged(whole: Tensor, offsets: Tensor, segments: Segments | None) -> Tensor:
+    if segments is None:
+        return jagged(whole, offsets.to(whole.device))
     keep = segments.indices.to(whole.device)
     return jagged(whole.index_select(0, keep), segments.cu_seqlens.to(whole.device, torch.int64))
 
@@ -132,10 +142,10 @@ def _in_order(shards: Sequence[Tensor], pieces: list[Piece], dim: int) -> Tensor
     return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
 
-def _all_gather(output: Tensor, cp: ContextParallel, loss: Loss) -> Tensor:
+def _all_gather(output: Tensor, cp: ContextParallel, loss: Loss, number: str) -> Tensor:
     if output.dtype == torch.bool:  # not every backend carries bool
-        return _all_gather(output.view(torch.uint8), cp, loss).view(torch.bool)
-    shards: Tensor = _AllGather.apply(output, mesh_group(cp.group), cp.rank, cp.size, loss)  # type: ignore[no-untyped-call]
+        return _all_gather(output.view(torch.uint8), cp, loss, number).view(torch.bool)
+    shards: Tensor = _AllGather.apply(output, cp, loss, number)  # type: ignore[no-untyped-call]
     return shards
 
 
@@ -143,20 +153,22 @@ class _AllGather(torch.autograd.Function):
     """`[...]` on each rank to `[size, ...]` on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Any, rank: int, size: int, loss: Loss) -> Tensor:
-        ctx.group, ctx.rank, ctx.loss = group, rank, loss
-        shards = shard.new_empty((size, *shard.shape))
+    def forward(ctx: Any, shard: Tensor, cp: ContextParallel, loss: Loss, number: str) -> Tensor:
+        ctx.cp, ctx.loss, ctx.number = cp, loss, number
+        shards = shard.new_empty((cp.size, *shard.shape))
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed both
-        all_gather(shards.flatten(), shard.contiguous().flatten(), group=group)
+        all_gather(shards.flatten(), shard.contiguous().flatten(), group=mesh_group(cp.group))
         return shards
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        """This rank's part of one gradient (`same`), or the sum over ranks (`local`)."""
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        """This rank's part of one gradient (`same`), or the sum over ranks (`local`), who must all be at the same gather."""
         (grad,) = grads
         if ctx.loss == "same":
-            return grad[ctx.rank], None, None, None, None
+            return grad[ctx.cp.rank], None, None, None
+        with ranks_agree(ctx.cp, call="backward") as facts:
+            facts |= {"the gather": ctx.number, "gradient": shape_of(grad)}
         total = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=ctx.group)
-        return total, None, None, None, None
+        reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=mesh_group(ctx.cp.group))
+        return total, None, None, None

@@ -8,13 +8,18 @@ utils/framework.py:48-56). `gloo_group` gives the right one.
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from collate_npu.errors import CollateError, explain
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits where its group does not say: as long as NCCL's collectives wait by default."""
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -39,7 +44,7 @@ def check_group(group: Any, size: int | None = None, rank: int | None = None) ->
 
 def mesh_group(group: Any) -> Any:
     """The process group of a DeviceMesh of one or two dimensions (row major), or the group itself."""
-    if not hasattr(group, "mesh_dim_names"):
+    if isinstance(group, dist.ProcessGroup) or not hasattr(group, "mesh_dim_names"):
         return group
     if group.ndim == 1:
         return group.get_group()
@@ -47,6 +52,15 @@ def mesh_group(group: Any) -> Any:
         return group._flatten().get_group()
     rule = "A context-parallel mesh has one dimension, or two: (ring, ulysses)."
     raise CollateError(explain("DeviceMesh", f"{group.ndim} dimensions", rule, "Pass mesh['cp']."))
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long ranks of this group wait for each other: what `init_process_group` or `new_group` was told."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(told := getattr(options, "_timeout", None), timedelta):
+            return told
+    return TIMEOUT
 
 
 def megatron_group() -> tuple[Any, int]:
@@ -82,8 +96,20 @@ def gloo_group(group: Any = None) -> Any:
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _GLOO.setdefault(dist.group.WORLD, {})
     if ranks not in made:
-        made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        with _unbound(dist.group.WORLD):
+            made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
     return made[ranks]
+
+
+@contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """The world without the device of `init_process_group(device_id=)`: torch hands that on to each new group, and a Gloo
+    group has no backend for it ("No backend type associated with device type npu")."""
+    device, world.bound_device_id = getattr(world, "bound_device_id", None), None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def data_group() -> Any:

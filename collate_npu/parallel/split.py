@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
-from collate_npu.parallel.agreement import batch_facts, ranks_agree
+from collate_npu.parallel.agreement import batch_facts, digest, ranks_agree, uncompiled
 from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
@@ -25,6 +26,7 @@ _FEW_BYTES = 1 << 19
 _PLAIN = frozenset((torch.int64, torch.int32, torch.bool, torch.float32))
 
 
+@uncompiled
 def split_batch(
     batch: Mapping[str, Any],
     cp: ContextParallel,
@@ -49,12 +51,13 @@ def split_batch(
     >>> split_batch(batch, ContextParallel(2, 0))["attention_mask_2d"].tolist()
     [[False, False, True, True]]
     """
-    with ranks_agree(cp) as facts:
-        facts |= batch_facts(batch, segments)
+    with ranks_agree(cp, call="split") as facts:
+        facts |= batch_facts(batch, segments, keys=keys)
         if cu_seqlens is None:
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
         if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
             cu_seqlens = cu_seqlens.tolist()
+        facts["documents"] = partial(digest, [] if cu_seqlens is None else cu_seqlens)
         shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
         out: dict[str, Any] = {}
         problems: list[CollateError] = []

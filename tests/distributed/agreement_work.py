@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
-from collate_npu.parallel import ContextParallel, agreement, gather_sequence, ranks_agree, split_batch
+from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_batch
 
 ROWS = [1, 2, 3, 4, 5], [6, 7]
 
 
 def step(odd: str, by: str) -> str:
-    """One step of every rank; the last rank is odd in one way. What it says, and "" where all went well."""
-    odd = odd if dist.get_rank() == dist.get_world_size() - 1 else ""
+    """Two steps of every rank, of one shape; at the second the last rank is odd in one way. What it says, "" if nothing."""
+    assert one_step("", by) == ""
+    return one_step(odd if is_last() else "", by)
+
+
+def one_step(odd: str, by: str) -> str:
     cp = ContextParallel.from_group(dist.group.WORLD, layout="contiguous" if odd == "layout" else "zigzag")
     first, second = [1, 2, 3, 4, 9 if odd == "tokens" else 5], [6, 7, 0] if odd == "truth" else [6, 7]
+    if odd == "rows":
+        first, second = second, first
     width = cp.multiple * (4 if odd == "width" else 3)
     batch = batch_of(width, first, second, attention_mask="2d")
     keep = batch["attention_mask_2d"]
+    batch["labels"] = batch["input_ids"].masked_fill(~keep, -100)
+    if odd == "labels":
+        batch["labels"][0, 1] = -100
     if odd == "dtype":
         batch["attention_mask_2d"] = keep.int()
     if odd == "key":
@@ -30,6 +43,10 @@ def step(odd: str, by: str) -> str:
     if odd == "raises":
         batch["attention_mask_2d"] = keep[:, 1:]
     return said(by, batch, cp)
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def batch_of(width: int, *rows: list[int], **settings: Any) -> dict[str, Any]:
@@ -69,34 +86,163 @@ def silent(seconds: float) -> str:
     return "went on alone"
 
 
-def waits(times: int) -> int:
-    """How often this rank waits for the others in so many steps of one shape, after the first."""
-    cp, waited = ContextParallel.from_group(dist.group.WORLD), []
-    entry("adapter", batch_of(cp.multiple), cp)
-    heard = agreement._Meeting._heard
+def turns(usual: list[str], odd: list[str]) -> str:
+    """Two rounds of the usual calls, then one of which the last rank makes the odd ones. What it says."""
+    cp, keep = ContextParallel.from_group(dist.group.WORLD), torch.ones(2, 8 * dist.get_world_size(), dtype=torch.bool)
+    batch = {"input_ids": keep.long(), "attention_mask_2d": keep}
+    try:
+        for _ in range(2):
+            for name in usual:
+                entry(name, batch, cp)
+        for name in odd if is_last() else usual:
+            entry(name, batch, cp)
+        entry("split", batch, cp)  # one call later
+    except CollateError as error:
+        return str(error)
+    return ""
+
+
+def backwards(order: list[int]) -> str:
+    """Gradients of two gathers, which the last rank asks for in another order. What it says, or the gradients."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    shards = [torch.zeros(1, 2, requires_grad=True) for _ in range(2)]
+    wholes = [gather_sequence(shard, cp, loss="local") for shard in shards]
+    try:
+        for n in order if is_last() else [0, 1]:
+            (wholes[n] * (n + 1)).sum().backward()
+    except CollateError as error:
+        return str(error)
+    return str([shard.grad.unique().tolist() for shard in shards])
+
+
+def ahead(steps: int) -> list[float]:
+    """A thread splits all steps as fast as it can, while the main thread gathers; ranks are late at other steps, and each
+    step has another width."""
+    cp, shards, rank = ContextParallel.from_group(dist.group.WORLD), queue.Queue(), dist.get_rank()
+
+    def split() -> None:
+        for n in range(steps):
+            sleep(0.01 * ((n + rank) % 3))
+            shards.put(split_batch({"input_ids": torch.full((1, cp.multiple * (n + 1)), n)}, cp)["input_ids"])
+
+    worker = threading.Thread(target=split)
+    worker.start()
+    means = []
+    for n in range(steps):
+        sleep(0.01 * ((n + 2 * rank) % 3))
+        means.append(float(gather_sequence(shards.get(timeout=20).float(), cp).mean()))
+    worker.join()
+    return means
+
+
+def beside() -> list[str]:
+    """A call of the main thread while another thread is inside one of its own: the numbers of both."""
+    cp, inside, done = ContextParallel.from_group(dist.group.WORLD), threading.Event(), threading.Event()
+    numbers = []
+
+    def other() -> None:
+        with ranks_agree(cp, call="split") as facts:
+            inside.set()
+            done.wait(20)
+        numbers.append(facts["number"].split()[0])
+
+    worker = threading.Thread(target=other)
+    worker.start()
+    inside.wait(20)
+    with ranks_agree(cp) as facts:
+        pass
+    numbers.append(facts["number"].split()[0])
+    done.set()
+    worker.join()
+    return numbers
+
+
+def jagged_ids() -> list[list[int]]:
+    """Jagged ids are shared out as without a group; then the last rank holds others."""
+    cp = ContextParallel.from_group(dist.group.WORLD, layout="document_contiguous")
+    size, said = cp.size, []
+    for extra in (0, int(is_last())):
+        offsets = torch.tensor([0, size, 3 * size])
+        ids = torch.nested.nested_tensor_from_jagged(torch.arange(3 * size) + extra, offsets)
+        try:
+            shard, alone = (
+                split_batch({"input_ids": ids, "cu_seqlens": offsets}, each) for each in (cp, cp.with_rank(cp.rank))
+            )
+            assert torch.equal(shard["input_ids"].values(), alone["input_ids"].values())
+            said.append("")
+        except CollateError as error:
+            said.append(str(error))
+    return said
+
+
+def compiled() -> float:
+    """A gather inside a compiled function, and its gradient."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    shard = torch.full((1, 4), 2.0, requires_grad=True)
+    work = torch.compile(lambda x: (gather_sequence(x * 3, cp, loss="local") * 5).sum(), backend="aot_eager")
+    for _ in range(2):
+        shard.grad = None
+        work(shard).backward()
+    return float(shard.grad.unique())
+
+
+def compiled_split(by: str) -> int:
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    batch = batch_of(cp.multiple, attention_mask="2d")
+    work = torch.compile(lambda batch: entry(by, batch, cp), backend="eager")
+    work(batch)
+    work(batch)
+    return 1
+
+
+def made_again(path: str, times: int) -> list[str]:
+    """Worlds made again, whose store keeps what earlier ones said; now and then a rank begins late. What each step says."""
+    said, rank, size = [], dist.get_rank(), dist.get_world_size()
+    kept = dist.FileStore(path, size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement._Meeting, "_heard", lambda *given: waited.append(1) or heard(*given))
+        patch.setattr(c10d, "_get_default_store", lambda: dist.PrefixStore("ours", kept))
         for n in range(times):
-            entry("adapter", batch_of(cp.multiple, [n, 2, 3, 4, 5], [6, n]), cp)
-    return len(waited)
+            dist.destroy_process_group()
+            store = dist.PrefixStore(f"torch's {n}", kept)  # its own Gloo does not start twice with the same keys
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            sleep(0.1 if n % size == rank else 0)
+            said += [one_step("", "split") for _ in range(1 + n % 3)]
+            said += [one_step("tokens" if is_last() else "", "split")]
+    return said
 
 
-def new_to_one() -> str:
-    """A shape that all have seen; then the last rank comes with another one, alone. What it says."""
+def gives_up(seconds: float, late: float) -> str:
+    """The last rank comes late to a group that waits so many seconds. What it says."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    cp = ContextParallel.from_group(group)
+    with ranks_agree(cp, timeout=timedelta(seconds=20)):
+        pass
+    sleep(late if is_last() else 0)
+    try:
+        with ranks_agree(cp):
+            return ""
+    except CollateError as error:
+        return str(error)
+
+
+def misspelt() -> str:
+    """The last rank asks for a loss that does not exist. What it says."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    entry("adapter", batch_of(5 * cp.multiple), cp)
-    last = dist.get_rank() == dist.get_world_size() - 1
-    return said("adapter", batch_of((6 if last else 5) * cp.multiple), cp)
+    try:
+        gather_sequence(torch.zeros(1, 2), cp, loss="mean" if is_last() else "same")
+    except CollateError as error:
+        return str(error)
+    return ""
 
 
-def kept(calls: int, most: int) -> int:
-    """How many messages of this rank are in the store after so many calls, where `most` are kept."""
-    cp = ContextParallel.from_group(dist.group.WORLD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_KEPT", most)
-        for times in range(20, 20 + calls):
-            entry("adapter", batch_of(times * cp.multiple), cp)
-    meeting = agreement._MEETINGS[tuple(dist.get_process_group_ranks(dist.group.WORLD))]
-    keys = [meeting._key(count, dist.get_rank()) for count in range(meeting.count - calls + 1, meeting.count + 1)]
-    dist.barrier()
-    return sum(agreement._store().check([key]) for key in keys)
+def keys_in_the_store(calls: int) -> list[int]:
+    """How many keys the store holds after some calls, and after so many more."""
+    cp, store, counts = ContextParallel.from_group(dist.group.WORLD), c10d._get_default_store(), []
+    for times in (10, calls):
+        for _ in range(times):
+            with ranks_agree(cp):
+                pass
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts

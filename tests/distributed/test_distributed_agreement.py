@@ -1,6 +1,12 @@
-"""Ranks that share a row agree on layout, shape, dtype, truth and tokens, or every one of them raises."""
+"""Ranks that share a row make the same calls with the same tokens, truth and layout, or every one of them raises."""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import agreement_work as work
 import pytest
@@ -14,27 +20,104 @@ ODD = {
     "width": "[2, ",
     "truth": "truth",
     "tokens": "the values of input_ids",
+    "rows": "the values of input_ids",
+    "labels": "the values of labels",
     "dtype": "attention_mask_2d",
     "key": "loss_mask absent on ranks [0",
     "raises": "raised CollateError",
 }
-HIDDEN = {("gather", odd) for odd in ("tokens", "dtype", "key", "raises")} | {("adapter", "dtype")}
+HIDDEN = {("gather", odd) for odd in ("tokens", "labels", "dtype", "key", "raises")} | {("adapter", "dtype")}
 """An output holds no tokens, dtypes or keys of the batch; the adapter makes the mask anew."""
 
 
 @pytest.mark.parametrize(("by", "odd"), [(by, odd) for by in BY for odd in ODD if (by, odd) not in HIDDEN])
-def test_every_rank_raises_where_one_is_odd(pool, by, odd):
+def test_every_rank_raises_where_one_is_odd_at_the_second_step_of_a_shape(pool, by, odd):
     said = pool(work.step, odd, by, seconds=20)
     assert all(said), said
     if odd == "raises":
         assert sum("raised CollateError" in text for text in said) == pool.size - 1  # the last rank says it itself
     else:
-        assert all(ODD[odd] in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
+        words = "truth" if (by, odd) == ("gather", "rows") else ODD[odd]
+        assert all(words in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
 
 
 @pytest.mark.parametrize("by", BY)
 def test_ranks_that_agree_go_on_also_after_a_refusal(pool, by):
     assert pool(work.step, "", by) == [""] * pool.size
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        (["split", "gather"], ["split"]),
+        (["split", "gather"], ["gather"]),
+        (["split", "gather"], ["gather", "split"]),
+        (["split", "gather"], ["split", "split", "gather"]),
+        (["adapter", "gather", "gather"], ["adapter", "gather"]),
+    ],
+)
+def test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(pool, usual, odd):
+    said = pool(work.turns, usual, odd, seconds=20)
+    assert all("call " in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
+    assert pool(work.turns, usual, usual, seconds=20) == [""] * pool.size
+
+
+def test_gradients_that_one_rank_asks_for_in_another_order(pool):
+    assert all("the gather main" in text for text in pool(work.backwards, [1, 0], seconds=20))
+    assert set(pool(work.backwards, [0, 1])) == {str([[1.0 * pool.size], [2.0 * pool.size]])}
+
+
+def test_torchrun_ends_within_the_step_at_which_a_rank_skips_a_sample():
+    """By hand: torchrun --nproc_per_node 2 tests/distributed/skipped_sample.py 500."""
+    script, step = Path(__file__).with_name("skipped_sample.py"), 20
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, str(script), str(step)], env=env, capture_output=True, text=True, timeout=120)
+    said = [json.loads(text) for text in done.stdout.replace("RANK ", "\n").splitlines() if text.strip()]
+    assert sorted(one["rank"] for one in said) == [0, 1], done.stderr[-3000:]
+    for one in said:
+        assert (one["step"], one["stepped"]) == (step, step)
+        assert "the values of input_ids" in one["said"]
+
+
+# --- healthy ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_may_split_ahead_of_the_one_that_gathers(pool):
+    assert pool(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * pool.size
+
+
+def test_a_thread_does_not_add_to_what_another_is_about_to_say(pair):
+    assert pair(work.beside) == [["main", "split"]] * 2
+
+
+def test_jagged_ids(pair):
+    for right, odd in pair(work.jagged_ids, seconds=20):
+        assert right == ""
+        assert "the values of input_ids" in odd
+
+
+@pytest.mark.parametrize("by", ["adapter", "split"])
+def test_batches_may_be_split_in_compiled_code(pair, by):
+    assert pair(work.compiled_split, by) == [1, 1]
+
+
+def test_a_gather_may_stand_in_compiled_code(pair):
+    assert pair(work.compiled) == [2 * 5 * 3.0] * 2
+
+
+def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp_path):
+    pool = Pool(2)
+    try:
+        for said in pool(work.made_again, str(tmp_path / "store"), 6):
+            assert ["input_ids" in text for text in said] == [False, True, False, False, True, False, False, False, True] * 2
+            assert all("input_ids" in text for text in said if text)
+    finally:
+        pool.close()
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
@@ -47,17 +130,19 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
         pool.close()
 
 
-def test_a_shape_that_was_seen_is_not_waited_for(pair):
-    assert pair(work.waits, 3) == [0, 0]
+def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(pool):
+    *waited, late = pool(work.gives_up, 0.5, 3, seconds=20)
+    assert all(f"no word of ranks [{pool.size - 1}]" in text and "in 0:00:00.500000" in text for text in waited), waited
+    assert "rank 0 raised context parallel: got no word" in late
+    assert pool(work.gives_up, 10, 0.1) == [""] * pool.size
 
 
-def test_a_shape_that_is_new_to_one_rank_alone_is_told_at_once(pool):
-    """The others hold a shape they have seen, and wait for nobody; the odd rank raises before any data moves."""
-    *others, odd = pool(work.new_to_one, seconds=20)
-    assert others == [""] * (pool.size - 1)
-    assert f"on ranks [{pool.size - 1}]" in odd
-    assert "input_ids int64 [2, " in odd
+def test_a_misspelt_loss_is_told_to_those_who_wait(pool):
+    *others, odd = pool(work.misspelt, seconds=20)
+    assert "got 'mean'" in odd
+    assert all(f"rank {pool.size - 1} raised CollateError: loss: got 'mean'" in text for text in others), others
 
 
 def test_the_store_does_not_fill_up(pair):
-    assert pair(work.kept, 6, 2) == [2, 2]
+    for few, many in pair(work.keys_in_the_store, 100):
+        assert few == many

@@ -55,9 +55,25 @@ def loop(name: str, side: str, mode: str) -> dict:
     return report
 
 
+def shapes(mode: str, padding: str) -> dict:
+    """What this process gets of 11 rows of several widths, in batches of 6; or what went wrong."""
+    rows = Stream([{"input_ids": [1] * (n + 1)} for n in range(11)])
+    collator = DispatchCollator(PaddingCollator(pad_token_id=0, padding=padding, max_length=16, attention_mask="2d"))
+    config = DataLoaderConfiguration(dispatch_batches=True, split_batches=mode.startswith("split"))
+    loader = DataLoader(rows, batch_size=6, collate_fn=collator, drop_last=mode.endswith("drop_last"))
+    try:
+        return {
+            "shapes": [
+                list(batch["input_ids"].shape) for batch in Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+            ]
+        }
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    reports = [loop(*case.split()) for case in sys.argv[1:]]
+    reports = [loop(*case.split()) if len(case.split()) == 3 else shapes(*case.split()) for case in sys.argv[1:]]
     if int(os.environ["RANK"]) == 0:
         print("REPORT " + json.dumps(reports), flush=True)
     torch.distributed.barrier()

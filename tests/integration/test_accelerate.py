@@ -24,6 +24,12 @@ from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 LOOP = Path(__file__).with_name("accelerate_loop.py")
 NAMES = [name for name in ("qwen3_next", "qwen3_5_text") if name in hybrid_model_types()]
 CASES = [f"{NAMES[0]} left dispatch", f"{NAMES[-1]} left shard", f"{NAMES[0]} right split"]
+ONE_WIDTH = {
+    "join max_length": {"shapes": [[6, 16]]},
+    "split max_length": {"shapes": [[3, 16], [3, 16]]},
+    "split_drop_last longest": {"shapes": [[3, 6]]},
+}
+"""By what two processes need one width, and the remedies that are named."""
 FEATURES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
 
 
@@ -34,7 +40,9 @@ def reports():
     path = os.pathsep.join([str(LOOP.parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*torchrun, *CASES], env=env, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        [*torchrun, *CASES, *ONE_WIDTH, "split longest"], env=env, start_new_session=True, **pipes
+    ) as process:
         try:
             out, err = process.communicate(timeout=180)
         except subprocess.TimeoutExpired:
@@ -42,7 +50,7 @@ def reports():
             raise
     assert process.returncode == 0, err[-3000:]
     (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
-    return dict(zip(CASES, json.loads(line.removeprefix("REPORT "))))
+    return dict(zip([*CASES, *ONE_WIDTH, "split longest"], json.loads(line.removeprefix("REPORT "))))
 
 
 @torch.no_grad()
@@ -64,6 +72,13 @@ def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
     assert report["losses"] == pytest.approx([sum(alone[:4]), sum(alone[4:])], rel=1e-5)
     assert report["received"]
     assert all(report["received"])
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_divide_needs_one_width_or_is_left_out(reports):
+    """The remedies are `DispatchCollator`'s docstring's; without them accelerate's own concatenation fails."""
+    assert {case: reports[case] for case in ONE_WIDTH} == ONE_WIDTH
+    assert "Sizes of tensors must match" in reports["split longest"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from collate_npu import ContextParallel, Segments
-from collate_npu.parallel import ranks_agree
-from collate_npu.parallel.agreement import batch_facts
+from collate_npu.parallel import gather_sequence, ranks_agree, split_batch
+from collate_npu.parallel.agreement import batch_facts, digest
 
 SEGMENTS = Segments.from_lengths([2, 3])
 
@@ -38,6 +39,62 @@ def test_what_is_said_of_a_batch():
     assert facts["segments"] == "[2, 3]"
     assert "the values of inputs_embeds" not in facts  # two ranks may round them apart
     other = batch_facts(batch | {"input_ids": SEGMENTS.ids.long() + 1}, Segments.from_lengths([3, 3]))
-    for digest in ("truth", "the values of input_ids"):
-        assert facts[digest]() != other[digest]()
-        assert facts[digest]() == batch_facts(batch, SEGMENTS)[digest]()
+    for name in ("truth", "the values of input_ids"):
+        assert facts[name]() != other[name]()
+        assert facts[name]() == batch_facts(batch, SEGMENTS)[name]()
+
+
+def test_a_fake_group_has_nobody_to_ask():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        cp = ContextParallel.from_group(dist.group.WORLD)
+        assert split_batch({"input_ids": torch.arange(8)[None]}, cp)["input_ids"].tolist() == [[0, 1, 6, 7]]
+        assert gather_sequence(torch.zeros(1, 4), cp).shape == (1, 8)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("input_ids", [[1, 2, 3]], [[1, 3, 2]]),
+        ("labels", [[-100, 2, 3]], [[1, 2, 3]]),
+        ("position_ids", [[0, 1, 2]], [[0, 1, 0]]),
+        ("cu_seqlens", [0, 1, 3], [0, 2, 3]),
+        ("a key of my own", [[1, 0, 0]], [[0, 1, 0]]),
+    ],
+)
+def test_whole_numbers_of_tokens_are_compared(key, value, other):
+    facts = [told(batch_facts({key: torch.tensor(each)}, None)) for each in (value, value, other)]
+    assert facts[0] == facts[1] != facts[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"), [("inputs_embeds", [[[1.0]]], [[[1.1]]]), ("num_samples", [3], [4]), ("worker", [0], [1])]
+)
+def test_what_healthy_ranks_may_hold_apart_is_not_compared(key, value, other):
+    facts = [told(batch_facts({key: torch.tensor(each)}, None)) for each in (value, other)]
+    assert facts[0] == facts[1]
+
+
+def test_where_jagged_rows_end_is_compared():
+    values = torch.arange(6)
+    rows = [torch.nested.nested_tensor_from_jagged(values, torch.tensor(ends)) for ends in ([0, 2, 6], [0, 4, 6])]
+    assert digest(rows[0]) != digest(rows[1])
+
+
+def test_a_dense_mask_is_compared_where_nothing_else_tells_the_truth():
+    masks = [torch.ones(1, 1, 4, 4).tril(n).bool() for n in (0, 1)]
+    alone, beside = ([told(batch_facts({"attention_mask": each}, s)) for each in masks] for s in (None, SEGMENTS))
+    assert alone[0] != alone[1]
+    assert beside[0] == beside[1]
+
+
+def test_what_has_no_values_is_not_read():
+    assert digest(torch.zeros(2, device="meta")) == "not read"
+
+
+def told(facts):
+    return {name: value if isinstance(value, str) else value() for name, value in facts.items()}

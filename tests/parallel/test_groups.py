@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import types
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from collate_npu import CollateError
 from collate_npu.parallel import ContextParallel, gather_objects, gloo_group
-from collate_npu.parallel.groups import data_group, is_gloo, mesh_group
+from collate_npu.parallel.groups import data_group, is_gloo, mesh_group, timeout_of
 
 
 @pytest.fixture
@@ -67,6 +69,30 @@ def test_a_gloo_group_is_made_once_for_the_same_ranks(monkeypatch, fake_world):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,npu:hccl")
     assert gloo_group(fake_world) is fake_world
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("device", ["xpu:0", "privateuseone:0"])
+def test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_does_not_know(device):
+    """As init_process_group(device_id=) binds it on such hardware; the world is bound again after."""
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    assert fake_pg
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device(device)
+        assert gather_objects("a") == ["a"]
+        assert is_gloo(gloo_group())
+        assert dist.group.WORLD.bound_device_id == torch.device(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_waits_as_long_as_it_was_told(fake_world):
+    assert timeout_of(fake_world) == timedelta(minutes=10)  # this backend says nothing
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    assert timeout_of(dist.group.WORLD) == timedelta(seconds=7)
+    assert timeout_of(dist.new_group([0], timeout=timedelta(seconds=3))) == timedelta(seconds=3)
 
 
 def test_groups_end_with_their_world(monkeypatch):

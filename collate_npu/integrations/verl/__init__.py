@@ -57,7 +57,7 @@ def pad_jagged(
     ([[1, 2, 3], [4, 0, 0]], None, [True, False, False])
     """
     cp = cp or ContextParallel.from_megatron()
-    with ranks_agree(cp) as facts:
+    with ranks_agree(cp, call="split") as facts:
         segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
         whole = repad(values.values(), segments)
         facts |= batch_facts({} if whole.is_floating_point() else {"input_ids": whole}, segments)
