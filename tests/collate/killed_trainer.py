@@ -23,6 +23,6 @@ def loader(size, start_method):
 if __name__ == "__main__":
     running = [iter(loader(size, sys.argv[1])) for size in ROWS]
     for batches in running:
-        next(batches)
+        next(batches), next(batches)  # one of each worker
     print(*(worker.pid for batches in running for worker in batches._workers), flush=True)
     time.sleep(120)

@@ -25,7 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.kernels.breach import here, of_segments
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED
@@ -57,7 +59,7 @@ def choose_form(
     >>> choose_form(Segments.from_lengths([3, 5])).name, choose_form(Segments.from_lengths([3, 5], side="left")).name
     ('triangle', 'dense')
     """
-    return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
+    return _choose(segments, _terms(of_segments(segments), Pattern.of(pattern), layout, causal_mode), layout)
 
 
 def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
@@ -90,7 +92,8 @@ def fusion_attention_kwargs(
 ) -> dict[str, Any]:
     """The mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch, as a plain dict.
 
-    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
+    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0, and
+    `check_contract` asks for `scale` beside these. Only
     arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
 
     `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
@@ -112,8 +115,8 @@ def fusion_attention_kwargs(
     if operator not in get_args(Operator):
         rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
         raise CollateError(explain("operator", repr(operator), rule, remedy))
-    pattern = Pattern.of(pattern)
-    terms = _terms(segments, pattern, layout, causal_mode)
+    pattern, device = Pattern.of(pattern), here(device)
+    terms = _terms(of_segments(segments), pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
     if form.name in ("shared", "dense"):
@@ -137,7 +140,7 @@ def fusion_attention_kwargs(
 
 def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int) -> Tensor:
     Q, K = COMPRESSED[mode]
-    if max_mask_bytes < Q * K:
+    if whole_number("max_mask_bytes", max_mask_bytes) < Q * K:
         rule = f"The compressed mask [{Q}, {K}] takes {Q * K} bytes, the limit max_mask_bytes is {max_mask_bytes}."
         raise UnsupportedFormError(explain("max_mask_bytes", str(max_mask_bytes), rule, "Raise it."))
     return prefix_triangle(device) if mode == 6 else triangle(device)
