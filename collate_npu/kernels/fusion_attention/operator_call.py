@@ -155,7 +155,7 @@ def _integers(name: str, values: Any) -> tuple[int, ...] | None:
 
 
 def case_of(layout: Any) -> Any:
-    """The layout in capitals: the operator reads small letters too (P:788), but counts the modes of a small tnd as padded."""
+    """The layout in capitals: the operator reads small letters too, but judges a small tnd as padded (P:771-790)."""
     return layout.upper() if isinstance(layout, str) and layout != "tnd" else layout
 
 

@@ -151,9 +151,6 @@ def _numbers(call: Call) -> Iterator[Breach]:
     if tuple(given.shape) != (call.B, call.T):
         remedy = "Pass it as [B, T]: seq_idx.reshape(B, T)."
         yield call.breach("numbers-shape", name, got, f"It is [{call.B}, {call.T}].", remedy)
-    elif not given.is_contiguous():
-        says, remedy = "It is read as contiguous memory.", "Call .contiguous()."
-        yield call.breach("strides", name, f"strides {given.stride()}", says, remedy, silent=False)
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -172,7 +169,7 @@ def _tables(call: Call) -> Iterator[Breach]:
 
 
 def _copy(call: Call, name: str) -> Iterator[Breach]:
-    copy, unreadable = call.row(name, host=name.endswith("_host"))
+    copy, unreadable = call.row(name, host=name.endswith(("_host", "_list")))
     if unreadable:
         yield call.breach("container", name, unreadable, "The copy lies on the host.", silent=False)
     elif copy != call.given:

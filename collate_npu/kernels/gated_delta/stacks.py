@@ -17,7 +17,8 @@ from collate_npu import releases
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.kernels import CHAIN, KERNEL_ROWS, returning
+from collate_npu.kernels.gated_delta.kernels import KERNEL_ROWS, returning
+from collate_npu.kernels.gated_delta.npus import NPU_ROWS
 from collate_npu.kernels.gated_delta.operator_call import FIELDS, MAX_TAPS, Call, Operator, words
 
 _UNPACKED = "Pass rows padded on the right, or upgrade"
@@ -250,13 +251,15 @@ STACKS: tuple[Operator, ...] = (
 
 # --- names
 
-OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *STACKS)}
+OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *NPU_ROWS, *STACKS)}
 KERNELS: dict[str, str] = {
     "transformers": "transformers.gdn_layer",
     "fla": "fla.chunk_gated_delta_rule",
     "fla_conv": "fla.causal_conv1d",
     "fla_cp": "fla.build_cp_context",
     "causal_conv1d": "causal_conv1d.causal_conv1d_fn",
+    "fla_npu_cumsum": "fla_npu.chunk_local_cumsum",
+    "fla_npu_flash": "fla_npu.flash_gated_delta_rule",
     "fla_npu_conv": "fla_npu.causal_conv1d",
     "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
     "torch_npu": "torch_npu.npu_chunk_gated_delta_rule",
@@ -265,7 +268,6 @@ KERNELS: dict[str, str] = {
     "mindspeed_llm": "mindspeed_llm.qwen3_next",
     "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
     "torchtitan": "torchtitan.qwen3_5_gdn",
-    **{f"fla_npu.{name}": "fla_npu.link" for name in CHAIN},
 }
 _PACKAGES = {"mamba_ssm": "mamba"}
 """Packages whose name is not that of the rows."""
