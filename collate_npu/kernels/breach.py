@@ -34,6 +34,12 @@ def require(where: str, value: object, kind: Any, rule: str, remedy: str) -> Non
         raise CollateError(explain(where, f"a {type(value).__name__}", rule, remedy))
 
 
+def flag(where: str, value: object) -> bool:
+    """True or False, and nothing that only counts as such."""
+    require(where, value, bool, "It is True or False.", f"Pass {where}=True or False.")
+    return value is True
+
+
 def of_segments(value: Any) -> Segments:
     """The Segments that a function was given, and nothing else that looks like them."""
     require("segments", value, Segments, "It is Segments.", "Pass Segments, or masks.find.segments_from_batch(batch).")

@@ -23,12 +23,9 @@ CALLS: dict[Any, dict[str, Any]] = {
     gated_delta.chunk_offsets: {"offsets": [0, 3, 5], "chunk_size": 64},
     gated_delta.zero_padding: {"hidden": torch.zeros(1, 2, 1), "segments": Segments.from_lengths([1], width=2)},
     gated_delta.check_gated_delta_contract: {"kwargs": {}, "kernel": "fla", "B": 1, "T": 5},
-    gated_delta.reference_gated_delta_rule: {"q": X, "k": X, "v": X, "g": X[..., 0], "beta": X[..., 0]},
-    gated_delta.reference_causal_conv1d: {"x": torch.zeros(1, 5, 2), "weight": torch.zeros(2, 4)},
     fusion_attention.choose_form: {"segments": FLAT},
     fusion_attention.fusion_attention_kwargs: {"segments": FLAT},
     fusion_attention.check_contract: {"kwargs": MASK, "N": 2, "Nkv": 2, "D": 4, "segments": FLAT},
-    fusion_attention.reference_fusion_attention: {"query": X, "key": X, "value": X, "head_num": 2, "input_layout": "BSND"},
     fusion_attention.triangle: {},
     fusion_attention.prefix_triangle: {},
     check.check_call: {"name": "fla.chunk_gated_delta_rule", "arguments": {"q": X}},
@@ -36,7 +33,7 @@ CALLS: dict[Any, dict[str, Any]] = {
 ODD: tuple[Any, ...] = (
     *(None, True, -2, 0, 2**60, 2.5, float("nan"), "banana", "front", b"x", object(), [], [1, "a"], {}, {"a": 1}, (None,)),
     *(np.zeros(3), np.array(["a"]), np.array(None), torch.zeros(2, 2), torch.zeros(0), torch.tensor(3), torch.tensor([0.5])),
-    *(torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64), Segments, FLAT, len),
+    *(torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64), FLAT, len),
     torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 )
 

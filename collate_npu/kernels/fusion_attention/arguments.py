@@ -27,7 +27,7 @@ from torch import Tensor
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import here, of_segments
+from collate_npu.kernels.breach import flag, here, of_segments
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED
@@ -98,7 +98,8 @@ def fusion_attention_kwargs(
 
     `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
     end of one flat row as one more sequence. `causal_mode` 2 or 3 is transformers' `NPU_FA2_SPARSE_MODE`; here Sq = Skv
-    and both are the same attention. `_v3` takes its length lists as CPU tensors. Masks are built on `device`.
+    and both are the same attention. `_v3` (op-plugin 26.0 on: torch_npu 2.7.1.post4) takes its length lists as CPU tensors.
+    Masks are built on `device`.
 
     Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator
     documents or a sliding window over a sequence with holes; and where the mask, compressed ones included, would take
@@ -112,10 +113,11 @@ def fusion_attention_kwargs(
     >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
     [3, 8]
     """
-    if operator not in get_args(Operator):
+    if not isinstance(operator, str) or operator not in get_args(Operator):
         rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
         raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern, device = Pattern.of(pattern), here(device)
+    max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
     terms = _terms(of_segments(segments), pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
@@ -140,7 +142,7 @@ def fusion_attention_kwargs(
 
 def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int) -> Tensor:
     Q, K = COMPRESSED[mode]
-    if whole_number("max_mask_bytes", max_mask_bytes) < Q * K:
+    if max_mask_bytes < Q * K:
         rule = f"The compressed mask [{Q}, {K}] takes {Q * K} bytes, the limit max_mask_bytes is {max_mask_bytes}."
         raise UnsupportedFormError(explain("max_mask_bytes", str(max_mask_bytes), rule, "Raise it."))
     return prefix_triangle(device) if mode == 6 else triangle(device)
@@ -194,10 +196,10 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
 
 
 def _check(segments: Segments, layout: str, causal_mode: int) -> None:
-    if layout not in RANKS:
+    if not isinstance(layout, str) or layout not in RANKS:
         rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Name the layout of q, k and v."
         raise CollateError(explain("layout", repr(layout), rule, remedy))
-    if causal_mode not in (2, 3):
+    if not isinstance(causal_mode, int) or causal_mode not in (2, 3):
         rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
         raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
     if not segments.num_tokens:
@@ -215,7 +217,7 @@ def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, kee
     lengths = list(segments.sequence_lengths)
     if terms.chunk:
         lengths = [int(n) for places in offsets for n in np.bincount(places // terms.chunk) if n]
-    tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
+    tail = varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[segments.num_sequences + 1 :]
     ends = [*np.cumsum(lengths).tolist(), *tail]
     limits = {"sequences": MAX_SEQUENCES} | ({"sequences with a prefix": MAX_PREFIX_ROWS} if terms.prefixes else {})
     for what, limit in limits.items():

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.kernels.breach import Breach, of_segments, refuse, require
+from collate_npu.arrays import whole_number
+from collate_npu.kernels.breach import Breach, flag, of_segments, refuse, require
 from collate_npu.kernels.fusion_attention import accepted_wrong, refused
 from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
 from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall
@@ -98,7 +99,7 @@ def check_contract(
 def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
     """The sizes of query and key that follow from the batch."""
     if tnd:
-        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[-1])
     B, S = segments.shape
     return {"B": B, "Sq": S, "Skv": S}
 
@@ -107,7 +108,7 @@ def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> 
     """One breach for each size that was given and is another than the one that follows."""
     remedy = "Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor)."
     for name, size in follow.items():
-        if given.get(name) not in (None, size):
+        if given.get(name) is not None and whole_number(name, given[name]) != size:
             says = f"By the segments it is {size}."
             yield Breach("sizes-differ", name, str(given[name]), says, remedy, "Segments", silent=True)
 

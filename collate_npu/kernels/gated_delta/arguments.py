@@ -36,7 +36,7 @@ from torch import Tensor
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import here, of_segments
+from collate_npu.kernels.breach import flag, here, of_segments
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
 from collate_npu.kernels.gated_delta.stacks import operator_named
@@ -97,7 +97,8 @@ def gated_delta_kwargs(
     if kernel == "megatron" and isinstance(padding, str):
         padding = "behind"
     offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
-    spelled = _spelled(kernel, offsets, boundaries.CONV_BLOCK if kernel == "fla_conv" else chunk_size, tables)
+    block = boundaries.CONV_BLOCK if kernel == "fla_conv" else chunk_size
+    spelled = _spelled(kernel, offsets, block, flag("tables", tables))
     on_device = {name: x.to(device) for name, x in spelled.items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
     return spelled | on_device
 
@@ -119,8 +120,8 @@ def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -
         case "fla_npu":
             return {"cu_seqlens": tuple(offsets), "chunk_indices": _flat_table(offsets, chunk)}
         case "fla_npu_cumsum":
-            table = _flat_table(offsets, boundaries.cumsum_block(chunk))
-            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": table}
+            flat = _flat_table(offsets, boundaries.cumsum_block(chunk))
+            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": flat}
         case "fla_npu_flash":
             return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_list": [*offsets]}
         case "fla_npu_conv":

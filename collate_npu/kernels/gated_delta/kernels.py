@@ -112,7 +112,7 @@ KERNEL_ROWS: tuple[Operator, ...] = (
     ),
     replace(
         FLA, name="fla.fused_recurrent_gated_delta_rule",
-        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:301, 432",
+        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:301, 432", kernel="fla_cp",
         copies=(), tables={}, chunk_sizes=(), backward=False,
     ),
     _CONV,

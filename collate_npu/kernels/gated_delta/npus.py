@@ -158,7 +158,7 @@ NPU_ROWS: tuple[Operator, ...] = (
         FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
         kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=words("chunk_indices chunk_indices_list"),
         chunk_sizes=(64, 128), checks=words("container rows states shape"), own=(_chain, _flash), empties="never",
-        shapes=_FLA_NPU.shapes | {"v": "BHTV", "g": "BTH", "beta": "BTH"},
+        shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH"},
     ),
     replace(
         _FLA_NPU, name="fla_npu.chunk_kda_fwd",

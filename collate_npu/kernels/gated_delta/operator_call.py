@@ -26,7 +26,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.kernels.breach import Breach, of_segments, require
+from collate_npu.kernels.breach import Breach, flag, of_segments, require
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed
@@ -60,7 +60,7 @@ class Operator:
 
     name: str
     source: str
-    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
+    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments, "" where none is computed rightly
     offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
     # "offsets or ends": those without the leading 0 that end at T get one.
     form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths", "ends"] = "offsets"
@@ -69,6 +69,7 @@ class Operator:
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
     tables: Mapping[str, str] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()  # arguments without which boundaries are not taken; "copy" is any host copy
+    beside: frozenset[str] = frozenset()  # what such a dict holds besides, which it leaves alone where it has offsets
     reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
     host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
     chunk_sizes: tuple[int, ...] = ()
@@ -82,6 +83,13 @@ class Operator:
     limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "sequences", of "tokens" in one
     backward: bool = True
     ranks: RecurrentScheme | Literal["never"] = "head_exchange"
+
+    @property
+    def remedy(self) -> str:
+        """Where right arguments come from, to stand behind "Take them"."""
+        if self.kernel:
+            return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
+        return "out: give each sequence a row of its own, padded on the right."
 
     @property
     def package(self) -> str:
@@ -116,6 +124,7 @@ class Call:
         how = "Pass ContextParallel(size, rank, layout=...)."
         require("context_parallel", self.context_parallel, ContextParallel | None, "It is a ContextParallel.", how)
         require("versions", self.versions, Mapping | None, "Releases are a dict by package.", f"Pass {example}.")
+        self.training = flag("training", self.training)
         if self.segments is not None:
             of_segments(self.segments)
         self.named = _named(self.versions or {})
@@ -135,7 +144,7 @@ class Call:
 
     def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "", *, silent: bool | None = None) -> Breach:
         """A broken rule; silent where the operator's own host code does not check it."""
-        remedy = remedy or f"Take it from gated_delta_kwargs(segments, kernel={self.operator.kernel!r})."
+        remedy = remedy or f"Take it {self.operator.remedy}"
         told = rule not in self.operator.checks if silent is None else silent
         return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=told)
 

@@ -39,7 +39,7 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 def _arguments(call: Call) -> Iterator[Breach]:
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS}
+    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS, *(row.beside if call.where else ())}
     for name, value in call.arguments.items():
         if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
@@ -61,7 +61,7 @@ def _arguments(call: Call) -> Iterator[Breach]:
 
 
 def _remedy(call: Call) -> str:
-    return f"take the boundaries from gated_delta_kwargs(segments, kernel={call.operator.kernel!r})."
+    return f"take the boundaries {call.operator.remedy}"
 
 
 def _containers(call: Call) -> Iterator[Breach]:

@@ -102,6 +102,26 @@ def test_transformers_takes_padded_rows_with_a_mask():
 
 
 @pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"padding": "front"}, "'own', 'behind'"),
+        ({"segments": [[1, 1]]}, "Pass Segments"),
+        ({"device": "nowhere"}, "device of this machine"),
+        ({"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_settings_that_mean_nothing_are_named(wrong, message):
+    with pytest.raises(CollateError, match=message):
+        gated_delta_kwargs(**{"segments": ROW, "kernel": "fla", **wrong})
+
+
+@pytest.mark.parametrize(("offsets", "size"), [([0, 3], 0), ([0, 3], -1), ([3, 0], 64), ([3, 70], 64), ([0, 2**60], 64)])
+def test_tables_of_what_is_no_offsets_are_refused(offsets, size):
+    with pytest.raises(CollateError):
+        chunk_indices(offsets, size)
+
+
+@pytest.mark.parametrize(
     ("kernel", "chunk", "message"),
     [
         ("flash", 64, "The kernels are transformers, fla"),
