@@ -87,6 +87,7 @@ def _mamba(call: Call) -> Iterator[Breach]:
 
 _RULE = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN"}
 _X = {"x": "BTD", "residual": "BTD"}
+# Of its public rule chunk_indices is dropped unread in 0.5.2, and read on its main (bc3b101).
 FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
@@ -117,7 +118,8 @@ KERNEL_ROWS: tuple[Operator, ...] = (
     ),
     _CONV,
     replace(
-        FLA, name="fla.build_cp_context", source="fla 0.5.2 ops/cp/context.py:60-140", kernel="fla_cp", tables={},
+        FLA, name="fla.build_cp_context", kernel="fla_cp",
+        source="fla 0.5.2 ops/cp/context.py:60-140; bc3b101, after it, refuses what ranks cannot share", tables={},
         needs=words("cu_seqlens"), chunk_sizes=(), checks=words("container missing"), own=(), empties="legal", shapes={},
         ranks="state_passing",
     ),

@@ -352,6 +352,12 @@ NO_VALUES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.parametrize("size", ["B", "Sq", "N", "D"])
+def test_sizes_are_whole_numbers_of_what_there_is(size: str) -> None:
+    with pytest.raises(CollateError, match=f"{size}: got -2"):
+        check_contract(PADDED[0], **PADDED[1] | {size: -2})
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_VALUES.items() for value in values])
 def test_values_that_the_schema_does_not_take_are_named(name: str, value: Any) -> None:
     with pytest.raises(CollateError, match=name):

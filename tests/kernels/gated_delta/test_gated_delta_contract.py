@@ -17,6 +17,8 @@ from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.stacks import KERNELS, OPERATORS, operator_named
+from collate_npu.parallel.layout import Layout
+from collate_npu.parallel.recurrent import check_recurrent_split
 
 ONE = {"kernel": "fla", "B": 1, "T": 73}
 
@@ -54,6 +56,25 @@ def test_each_operator_is_found_by_its_name_and_by_that_of_its_kernel() -> None:
     assert {*get_args(Kernel)} <= KERNELS.keys() | OPERATORS.keys()
     assert operator_named("fla_npu.npu_chunk_fwd_o").name == "fla_npu.chunk_fwd_o"
     assert not knows("fla.something_else")
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("lengths", [[8, 24], [32], [4, 8, 4]])
+def test_one_rule_says_who_may_share_a_row(layout: Any, lengths: list[int]) -> None:
+    """`check_recurrent_split` and no other: of packed rows zigzag is of the whole row, which no layer puts right."""
+    place, segments = ContextParallel(2, 0, layout=layout), Segments.from_lengths([lengths])
+    for kernel, scheme in (("fla", "head_exchange"), ("fla_cp", "state_passing"), ("megatron", "head_exchange_zigzag")):
+        kwargs = gated_delta_kwargs(segments, kernel=kernel)
+        says = {"kernel": kernel, "B": 1, "T": sum(lengths), "versions": MAIN, "segments": segments}
+        try:
+            check_recurrent_split(place, scheme, segments, padding_free=True)
+        except CollateError:
+            rules = ["ranks"]
+        else:
+            rules = []
+        assert [each.rule for each in gated_delta_breaches(kwargs, **says, context_parallel=place)] == rules
+        if kernel == "megatron" and len(lengths) > 1:
+            assert bool(rules) == (layout not in ("document_zigzag", "document_ulysses_ring"))
 
 
 OWN = {"scale": 0.5, "layout": "tnd"}
