@@ -23,8 +23,8 @@ _said: set[tuple[int, Hashable]] = set()
 """By process: a worker that was forked says again what it does itself."""
 
 
-def say(what: Hashable, text: str) -> None:
-    """Log `text`, unless this process has said `what` before."""
+def say(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
+    """Log `text`, unless this process has said `what` before. A warning is said whatever the variable is."""
     if (os.getpid(), what) in _said:
         return
     _said.add((os.getpid(), what))
@@ -32,7 +32,7 @@ def say(what: Hashable, text: str) -> None:
         _LOGGER.addHandler(_handler())
         _LOGGER.propagate = False  # else an application's own handlers say it a second time
     _LOGGER.setLevel(logging.DEBUG)
-    _LOGGER.debug(text)
+    _LOGGER.log(level, text)
 
 
 def _handler() -> logging.Handler:

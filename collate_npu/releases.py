@@ -149,7 +149,16 @@ FLA_NPU_KDA = Since(
 )
 TRITON_ASCEND_950 = Since("triton-ascend", "3.2.1", "fla_npu's setup.py:182", "may crash on Ascend 950")
 TORCH_NPU_STREAMS = ("2.7.1.post5", "2.8.0.post5", "2.9.0.post3", "2.10.0.post2")
-"""The first post releases whose streams fla_npu's operators may use (its setup.py:48-55, at 17e24fd)."""
+"""The first post releases whose streams fla_npu's operators may use (its setup.py:45-52, at 17e24fd)."""
+CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
+    "8.2.RC1": ("2.5.1.post1", "2.6.0"),
+    "8.3.RC1": ("2.6.0.post3", "2.7.1", "2.8.0"),
+    "8.5.0": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
+    "9.0.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2"),
+    "9.1.0": ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0"),
+}
+"""The release of CANN that each torch_npu is made for (Ascend/pytorch 9e73e708, COMPATIBILITY.md:20-37). Posts that stand
+between two of these are not in its table."""
 
 # What Megatron and MindSpeed do.
 MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")

@@ -574,7 +574,7 @@ FOLLOWED = [
         "Use a padded layout such as BSND",
         lambda: (
             check_contract(
-                fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="BSND"),
+                {"scale": 1.0, **fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="BSND")},
                 N=1,
                 Nkv=1,
                 D=8,

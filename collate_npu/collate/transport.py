@@ -4,11 +4,21 @@ torch puts each tensor into a shared-memory file of its own and hands its descri
 multiprocessing/reductions.py:590-620), which takes longer than collating. Here the tensors of a batch leave together,
 whole numbers in the fewest bytes that hold them: in the message itself where that is small, else in one shared storage.
 A plain dict arrives, each tensor with its own memory, dtype and shape. Costs one copy on each side.
+
+Where /dev/shm is full torch loses a batch and its loader waits for ever; ours goes in the message and says so. And a worker
+whose trainer was killed ends: what it still has to say is read by nobody.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+from functools import cache
+from multiprocessing import current_process, parent_process
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -17,11 +27,14 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.data import get_worker_info
 
+from collate_npu import debug
 from collate_npu.arrays import Array
 
 # Measured with two workers on two cores. A longer message takes the pipe longer than shared memory takes; a longer tensor
 # that no narrower type holds is faster in a storage of torch's own, which the receiver keeps and does not copy.
 INLINE_BYTES = 1 << 19
+ORDERLY = 8
+"""Seconds in which torch's watchdog, which looks every five, ends a worker in its own way."""
 
 _NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _HELD: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES}
@@ -43,7 +56,34 @@ def shipped(batch: dict[str, Any]) -> dict[str, Any]:
     >>> isinstance(batch, dict), batch["input_ids"].tolist()
     (True, [[1, 2, 3]])
     """
-    return batch if get_worker_info() is None else Shipment(batch)
+    if get_worker_info() is None:
+        return batch
+    _watch_trainer(os.getpid())
+    return Shipment(batch)
+
+
+@cache
+def _watch_trainer(worker: int) -> None:
+    """Once a worker: a thread that ends it with its trainer, as a loader's end does, at the latest after `ORDERLY` seconds.
+
+    torch's own watchdog leaves the loop, and then Python joins the thread that feeds the queue (multiprocessing/queues.py),
+    whose message is longer than the pipe: each worker holds the end that would be read, so it never breaks. And below a
+    fork server that watchdog looks at the server, which stays.
+    """
+    process, trainer = current_process(), parent_process()
+    if trainer is not None and getattr(getattr(process, "_target", None), "__name__", "") == "_worker_loop":
+        queues = [each for each in process._args if isinstance(each, Queue)]  # type: ignore[attr-defined]
+        Thread(target=_end_with, args=(trainer, os.getppid(), queues), daemon=True).start()
+
+
+def _end_with(trainer: Any, parent: int, queues: list[Queue[Any]]) -> None:
+    """A forked worker's siblings keep its sentinel of the trainer open, so there its parent tells."""
+    while trainer.is_alive() and os.getppid() == parent:
+        sleep(1)
+    for queue in queues:
+        queue.cancel_join_thread()
+    sleep(ORDERLY)
+    os._exit(1)
 
 
 def _pack(batch: Shipment) -> tuple[Any, ...]:
@@ -62,19 +102,44 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
         value = value.resolve_neg()
         array = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
         kind = _narrowest(array)
-        if array.nbytes > INLINE_BYTES and (kind == array.dtype or value.is_shared()):
+        if array.nbytes > INLINE_BYTES and (kind == array.dtype or value.is_shared()) and _room_for(value):
             others[key], limit = value, 0  # a message waits in the pipe to be read, and the copying of a long mask behind it
             continue
         others[key] = None
         places.append((key, value.dtype, array.shape, kind.str, size))
         arrays.append(array)
         size += -(-array.size * kind.itemsize // 8) * 8
-    inline = size <= limit
-    buffer: Any = bytearray(size) if inline else torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
+    buffer = _buffer(size, shared=size > limit)
     held = _memory(buffer)
     for (_, _, shape, kind_there, start), array in zip(places, arrays):
         np.copyto(np.ndarray(shape, kind_there, held, start), array, casting="unsafe")
-    return _unpack, (others, places, bytes(buffer) if inline else buffer)
+    return _unpack, (others, places, bytes(buffer) if isinstance(buffer, bytearray) else buffer)
+
+
+def _room_for(value: Tensor) -> bool:
+    """Does it move into shared memory, where torch's pickler puts it else?"""
+    try:
+        value.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        _say_full(error)
+        return False
+    return True
+
+
+def _buffer(size: int, *, shared: bool) -> Any:
+    """Memory for the tensors: of the message, unless shared memory is better and has room."""
+    if shared:
+        try:
+            return torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            _say_full(error)
+    return bytearray(size)
+
+
+def _say_full(error: RuntimeError) -> None:
+    remedy = "Give the machine more (docker run --shm-size=8g), or the loader fewer workers or a lower prefetch_factor."
+    text = f"no shared memory for a batch, which goes through the pipe, slower: {error}. {remedy}"
+    debug.say("shm", text, level=logging.WARNING)
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:

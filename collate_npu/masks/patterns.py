@@ -113,7 +113,7 @@ class Pattern:
         """A `Pattern`, or the name of one that needs no size."""
         if isinstance(pattern, Pattern):
             return pattern
-        if pattern in ("causal", "bidirectional"):
+        if isinstance(pattern, str) and pattern in ("causal", "bidirectional"):
             return CAUSAL if pattern == "causal" else Bidirectional()
         rule = "Patterns by name are 'causal' and 'bidirectional'; the others carry a size."
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."

@@ -40,7 +40,7 @@ def test_recurrent_calls_are_judged_by_the_sizes_of_their_tensors() -> None:
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize(("segments", "keep_tail"), [(LEFT, False), (FLAT, False), (FLAT, True)])
 def test_attention_is_judged_by_the_sizes_of_its_tensors(layout: Any, segments: Segments, keep_tail: bool) -> None:
-    kwargs = fusion_attention_kwargs(segments, layout=layout, keep_tail=keep_tail)
+    kwargs = {"scale": 0.5, **fusion_attention_kwargs(segments, layout=layout, keep_tail=keep_tail)}
     T = segments.array.size if keep_tail else segments.num_tokens
     q = torch.zeros((*segments.shape, 4, 8) if layout == "BSND" else (T, 4, 8))
     call = {"query": q, "key": q[..., :2, :], "value": q[..., :2, :], "head_num": 4, **kwargs}

@@ -16,7 +16,7 @@ from torch import Tensor
 from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention import geometry
-from collate_npu.kernels.fusion_attention.operator_call import LISTS, AttentionCall
+from collate_npu.kernels.fusion_attention.operator_call import LISTS, TENSORS, AttentionCall
 from collate_npu.kernels.fusion_attention.refused import COMPRESSED
 
 MAX_SEQUENCES = 1024
@@ -35,6 +35,7 @@ def breaches(call: AttentionCall) -> Iterator[Breach]:
 
 def _found(call: AttentionCall) -> Iterator[Breach]:
     yield from _limits(call)
+    yield from _shapes(call)
     yield from _unused(call)
     if call.tnd:
         yield from _lists(call)
@@ -73,6 +74,21 @@ def _limits(call: AttentionCall) -> Iterator[Breach]:
             yield Breach("documented-limit", name, str(value), says, remedy, source)
 
 
+def _shapes(call: AttentionCall) -> Iterator[Breach]:
+    """The tensors of the call, where it has them, in the layout that it names; a value's head may be smaller (A:209)."""
+    for name, x in ((name, call.kwargs.get(name)) for name in TENSORS):
+        if not isinstance(x, Tensor):
+            continue
+        N, S, T = (call.N, call.Sq, call.Tq) if name == "query" else (call.Nkv, call.Skv, call.Tkv)
+        sizes = {"B": call.B, "S": S, "T": T, "N": N, "D": call.D, "H": N * call.D}
+        wanted = [sizes[axis] for axis in call.layout]
+        wanted[-1] = None if name == "value" else wanted[-1]
+        if len(wanted) != x.ndim or any(size not in (None, given) for size, given in zip(wanted, x.shape)):
+            says = f"As {call.layout} it is [{', '.join('.' if n is None else str(n) for n in wanted)}]."
+            remedy = "Name the layout that q, k and v are in, with head_num query heads."
+            yield Breach("tensor-shape", name, shape_of(x), says, remedy, "P:806-836")
+
+
 def _unused(call: AttentionCall) -> Iterator[Breach]:
     for name in ("padding_mask", "pse", "sink", "dropout_mask"):
         if call.arguments[name] is not None:
@@ -84,9 +100,6 @@ def _unused(call: AttentionCall) -> Iterator[Breach]:
     if call.prefix is not None and call.mode not in (5, 6):
         says, remedy = "A prefix is read in modes 5 and 6 alone.", "Pass sparse_mode 5 or 6, or leave the prefix out."
         yield Breach("prefix-unread", "prefix", f"{call.prefix[:8]} in sparse_mode {call.mode}", says, remedy, "PD:181, D")
-    if not call.tnd and any(ends is not None for ends in call.ends):
-        says, remedy = "Length lists are read under layout TND alone.", "Pass input_layout='TND' and packed tensors."
-        yield Breach("lists-outside-tnd", "actual_seq_qlen", f"layout {call.layout}", says, remedy, "PD:47-53")
 
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:

@@ -25,7 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.kernels.breach import flag, here, of_segments
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED
@@ -57,7 +59,7 @@ def choose_form(
     >>> choose_form(Segments.from_lengths([3, 5])).name, choose_form(Segments.from_lengths([3, 5], side="left")).name
     ('triangle', 'dense')
     """
-    return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
+    return _choose(segments, _terms(of_segments(segments), Pattern.of(pattern), layout, causal_mode), layout)
 
 
 def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
@@ -90,12 +92,14 @@ def fusion_attention_kwargs(
 ) -> dict[str, Any]:
     """The mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch, as a plain dict.
 
-    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
+    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0, and
+    `check_contract` asks for `scale` beside these. Only
     arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
 
     `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
     end of one flat row as one more sequence. `causal_mode` 2 or 3 is transformers' `NPU_FA2_SPARSE_MODE`; here Sq = Skv
-    and both are the same attention. `_v3` takes its length lists as CPU tensors. Masks are built on `device`.
+    and both are the same attention. `_v3` (op-plugin 26.0 on: torch_npu 2.7.1.post4) takes its length lists as CPU tensors.
+    Masks are built on `device`.
 
     Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator
     documents or a sliding window over a sequence with holes; and where the mask, compressed ones included, would take
@@ -109,11 +113,12 @@ def fusion_attention_kwargs(
     >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
     [3, 8]
     """
-    if operator not in get_args(Operator):
+    if not isinstance(operator, str) or operator not in get_args(Operator):
         rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
         raise CollateError(explain("operator", repr(operator), rule, remedy))
-    pattern = Pattern.of(pattern)
-    terms = _terms(segments, pattern, layout, causal_mode)
+    pattern, device = Pattern.of(pattern), here(device)
+    max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
+    terms = _terms(of_segments(segments), pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
     if form.name in ("shared", "dense"):
@@ -191,10 +196,10 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
 
 
 def _check(segments: Segments, layout: str, causal_mode: int) -> None:
-    if layout not in RANKS:
+    if not isinstance(layout, str) or layout not in RANKS:
         rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Name the layout of q, k and v."
         raise CollateError(explain("layout", repr(layout), rule, remedy))
-    if causal_mode not in (2, 3):
+    if not isinstance(causal_mode, int) or causal_mode not in (2, 3):
         rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
         raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
     if not segments.num_tokens:
@@ -212,7 +217,7 @@ def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, kee
     lengths = list(segments.sequence_lengths)
     if terms.chunk:
         lengths = [int(n) for places in offsets for n in np.bincount(places // terms.chunk) if n]
-    tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
+    tail = varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[segments.num_sequences + 1 :]
     ends = [*np.cumsum(lengths).tolist(), *tail]
     limits = {"sequences": MAX_SEQUENCES} | ({"sequences with a prefix": MAX_PREFIX_ROWS} if terms.prefixes else {})
     for what, limit in limits.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.kernels.breach import Breach, refuse
+from collate_npu.arrays import whole_number
+from collate_npu.kernels.breach import Breach, flag, of_segments, refuse, require
 from collate_npu.kernels.fusion_attention import accepted_wrong, refused
 from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
 from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall
@@ -44,11 +46,14 @@ def contract_breaches(
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
     """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
-    follow = {} if segments is None else _sizes_of(segments, kwargs.get("input_layout") == "TND", keep_tail)
+    require("kwargs", kwargs, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
+    tnd = str(kwargs.get("input_layout")).upper() == "TND"
+    follow = {} if segments is None else _sizes_of(of_segments(segments), tnd, keep_tail)
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
-    if not found and segments is not None:
-        found += _against_segments(call, segments, Pattern.of(pattern), keep_tail)
+    if segments is not None:
+        found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
+        found += _beside_the_mask(call)
     return tuple(found)
 
 
@@ -70,15 +75,17 @@ def check_contract(
     """Raise `UnsupportedFormError`, with rule, remedy and source, unless the operator computes what the arguments say.
 
     `kwargs` are those of `npu_fusion_attention` or its `_v3`, `input_layout` among them. N query and Nkv key heads of
-    size D. With `segments`, what the call computes is compared with what they and `pattern` say at every real query: no
-    wrong call passes. Under TND the packed tensors are then those of `unpad`, or with `keep_tail` the whole flat row.
+    size D. With `segments`, what the call attends is compared with what they and `pattern` say at every real query; `scale`
+    must be given, of any size above 0, and nothing dropped. Under TND the packed tensors are then those of `unpad`, or with
+    `keep_tail` the whole flat row. Whether the tensors lie as `input_layout` says, their shapes tell, where query, key and
+    value are among `kwargs`: not where sizes are alike.
 
     Without `segments` the sizes must be given: B rows, Sq and Skv of the padded layouts; Tq and Tkv, the tokens of the
     packed tensors, under TND. The check is stricter than the operator where that says nothing, but it believes a legal
     mask: `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
 
     >>> left = Segments.from_lengths([3, 5], side="left")
-    >>> check_contract({"input_layout": "BSND", "sparse_mode": 3}, N=4, Nkv=2, D=64, segments=left)
+    >>> check_contract({"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}, N=4, Nkv=2, D=64, segments=left)
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
@@ -92,7 +99,7 @@ def check_contract(
 def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
     """The sizes of query and key that follow from the batch."""
     if tnd:
-        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[-1])
     B, S = segments.shape
     return {"B": B, "Sq": S, "Skv": S}
 
@@ -101,9 +108,21 @@ def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> 
     """One breach for each size that was given and is another than the one that follows."""
     remedy = "Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor)."
     for name, size in follow.items():
-        if given.get(name) not in (None, size):
+        if given.get(name) is not None and whole_number(name, given[name]) != size:
             says = f"By the segments it is {size}."
             yield Breach("sizes-differ", name, str(given[name]), says, remedy, "Segments", silent=True)
+
+
+def _beside_the_mask(call: AttentionCall) -> Iterator[Breach]:
+    """What makes the output of right scores another one."""
+    scale, keep = call.arguments["scale"], call.arguments["keep_prob"]
+    if "scale" not in call.given or not 0 < scale < inf:
+        got, says = str(scale) if "scale" in call.given else "nothing", "Left out it is 1.0, which no model means."
+        yield Breach("scale", "scale", got, says, "Pass scale=D**-0.5, or the model's own.", "PD:36", silent=True)
+    if 0 < keep < 1:
+        says = "What dropout leaves of a sequence is another at every call."
+        remedy = "Pass keep_prob=1.0; or check the call without it, and know that no output can be compared."
+        yield Breach("dropout", "keep_prob", str(keep), says, remedy, "PD:15", silent=True)
 
 
 def _against_segments(call: AttentionCall, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[Breach]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import UnsupportedFormError, explain, shape_of
+from collate_npu.kernels.breach import here
 from collate_npu.kernels.fusion_attention.operator_call import AttentionCall
 
 TRIANGLE = (2048, 2048)
@@ -38,7 +39,7 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
     >>> triangle().shape, triangle()[:3, :3].int().tolist()
     (torch.Size([2048, 2048]), [[0, 1, 1], [0, 0, 1], [0, 0, 0]])
     """
-    return outside_band(*TRIANGLE, sum(TRIANGLE), 0).to(device)
+    return outside_band(*TRIANGLE, sum(TRIANGLE), 0).to(here(device))
 
 
 def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
@@ -48,7 +49,7 @@ def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
     """
     rows, K = PREFIX_TRIANGLE
     below = (torch.arange(K) >= K // 2).expand(rows - TRIANGLE[0], K)
-    return torch.cat([triangle(), below]).to(device)
+    return torch.cat([triangle(), below]).to(here(device))
 
 
 def outside_band(Q: int, K: int, before: int, after: int, shift: int = 0, queries: slice = EVERY) -> Tensor:

@@ -20,17 +20,20 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import NoneType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import once
+from collate_npu.arrays import once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.kernels.breach import require
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
 INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
+FLOATS = ("scale", "keep_prob")
+TENSORS = ("query", "key", "value")
 LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
 INTEGER_LISTS = ("prefix", *LISTS)
 DEFAULTS: dict[str, Any] = (
@@ -47,7 +50,8 @@ RANKS = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4, "TND": 3}
 def sizes_of(query: Any, key: Any, head_num: Any, input_layout: Any) -> dict[str, int]:
     """The sizes that the tensors of a call tell. Raises `UnsupportedFormError` for tensors that are not of this layout."""
     q, k = (tuple(x.shape) if isinstance(x, Tensor) else () for x in (query, key))
-    if len(q) != len(k) or not q or RANKS.get(str(input_layout)) != len(q) or int(head_num or 0) < 1:
+    input_layout = case_of(input_layout)
+    if len(q) != len(k) or not q or RANKS.get(str(input_layout)) != len(q) or whole_number("head_num", head_num or 0) < 1:
         got = f"{shape_of(query)}, {shape_of(key)} as {input_layout} of {head_num} heads"
         rule, remedy = "BSH, SBH and TND have 3 dimensions, BSND and BNSD 4.", "Name the layout of q, k and v."
         raise UnsupportedFormError(explain("query, key", got, rule, remedy))
@@ -64,6 +68,8 @@ def sizes_of(query: Any, key: Any, head_num: Any, input_layout: Any) -> dict[str
 class AttentionCall:
     """Arguments with the operator's defaults filled in, lists read as tuples of host numbers, and the sizes.
 
+    query, key and value may be among them, for their shapes.
+
     Sizes are None where nobody gave them: under TND the lists say B (sequences), Sq and Skv (the longest) as well.
     Raises `CollateError` for values that the operator's schema does not take.
     """
@@ -79,16 +85,19 @@ class AttentionCall:
     Tkv: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in self.kwargs.items() if name not in ("query", "key", "value", "head_num")}
+        require("kwargs", self.kwargs, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
+        for name in ("N", "Nkv", "D", "B", "Sq", "Skv", "Tq", "Tkv"):
+            if getattr(self, name) is not None or name in ("N", "Nkv", "D"):
+                setattr(self, name, whole_number(name, getattr(self, name)))
+        given = {name: value for name, value in self.kwargs.items() if name not in (*TENSORS, "head_num")}
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given
         arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
         arguments |= {name: _integer(name, arguments[name]) for name in INTEGERS}
-        mask = arguments["atten_mask"]
-        if not isinstance(mask, (Tensor, NoneType)):
-            got, rule = type(mask).__name__, "A mask is a tensor, True = blocked, or None."
-            raise CollateError(explain("atten_mask", got, rule, "Use dense(segments, polarity='masked')."))
-        self.layout = arguments["input_layout"]
+        arguments |= {name: _float(name, arguments[name]) for name in FLOATS}
+        mask, rule = arguments["atten_mask"], "A mask is a dense tensor, True = blocked, or None."
+        require("atten_mask", mask, Tensor | None, rule, "Use dense(segments, polarity='masked').")
+        self.layout = case_of(arguments["input_layout"])
         self.tnd = bool(self.layout == "TND")
         self.mode: int = arguments["sparse_mode"]
         # As given: mode 0 counts them from the top-left corner, modes 4, 7 and 8 from the bottom-right.
@@ -143,6 +152,17 @@ def _integers(name: str, values: Any) -> tuple[int, ...] | None:
         return tuple(_integer(name, n) for n in values)
     rule = "The operator takes a list of whole numbers on the host."
     raise CollateError(explain(name, type(values).__name__, rule, "Pass a list, or for _v3 an int64 tensor."))
+
+
+def case_of(layout: Any) -> Any:
+    """The layout in capitals: the operator reads small letters too, but judges a small tnd as padded (P:771-790)."""
+    return layout.upper() if isinstance(layout, str) and layout != "tnd" else layout
+
+
+def _float(name: str, value: Any) -> float:
+    if isinstance(value, (int, float, np.number)):
+        return float(value)
+    raise CollateError(explain(name, f"a {type(value).__name__}", "It is a number.", "Pass a float."))
 
 
 def _integer(name: str, value: Any) -> int:

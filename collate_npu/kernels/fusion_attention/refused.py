@@ -50,9 +50,17 @@ def _arguments(call: AttentionCall) -> Iterator[Breach]:
     if not 1 <= call.D <= MAX_HEAD_DIM:
         says, remedy = f"A head has 1 to {MAX_HEAD_DIM} elements.", "Use another attention kernel for this head size."
         yield Breach("head-size", "D", str(call.D), says, remedy, "A:442, T:1097")
-    if not 0 < (keep := float(call.arguments["keep_prob"])) <= 1:
+    if not 0 < (keep := call.arguments["keep_prob"]) <= 1:
         says, remedy = "keep_prob is in (0, 1].", "Pass 1 - dropout, and 1.0 for none."
         yield Breach("keep-prob", "keep_prob", str(keep), says, remedy, "P:743-795")
+    softmax = call.arguments["softmax_layout"]
+    if softmax not in ("", "TND") or (softmax and not call.tnd):
+        says, remedy = "It is '', or under TND 'TND'.", "Leave it out."
+        yield Breach("softmax-layout", "softmax_layout", repr(softmax)[:40], says, remedy, "P:761-769")
+    if not call.tnd and any(ends is not None for ends in call.ends):
+        says, remedy = "Length lists are read under layout TND alone.", "Pass input_layout='TND' and packed tensors."
+        source = "P:901-918, A:875; Ascend 950 takes them"
+        yield Breach("lists-outside-tnd", "actual_seq_qlen", f"layout {call.layout}", says, remedy, source)
 
 
 def _sequences(call: AttentionCall) -> Iterator[Breach]:

@@ -22,17 +22,20 @@ Legend: B rows, S width, T tokens of the flat row, N sequences, C tokens a chunk
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
-from collate_npu.errors import UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.kernels.breach import of_segments, require
 from collate_npu.masks.places import fitting_places, with_tail
 from collate_npu.segments import Segments, Values
 
 Padding = Literal["own", "behind"]
+MAX_CHUNKS = 1 << 24
+"""Pairs of a table: some 250 MiB, and 2**30 tokens in chunks of 64."""
 CONV_BLOCK = 64
 """fla's convolution works in blocks of 64, whatever the chunk of the rule (modules/conv/triton/ops.py:383-386)."""
 
@@ -55,7 +58,11 @@ def flat_offsets(
     Raises `UnsupportedFormError` without a real token; where padding that is kept stands inside a sequence; for `"behind"`
     where it stands before the first one; and for offsets that do not fit the row.
     """
-    if not segments.num_tokens:
+    how = "'own', 'behind', or the physical offsets of the row"
+    if isinstance(padding, str) and padding not in get_args(Padding):
+        raise CollateError(explain("padding", repr(padding), f"It is {how}.", "Name one of them."))
+    require("keep_padding", keep_padding, bool | None, "It is True, False or None.", "Leave it out.")
+    if not of_segments(segments).num_tokens:
         rule = "A recurrent kernel takes at least one token."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Drop batches without tokens."))
     if not isinstance(padding, str):
@@ -117,13 +124,20 @@ def chunk_indices(offsets: Sequence[int], chunk_size: int) -> Array:
            [1, 1]])
     """
     firsts = chunk_offsets(offsets, chunk_size)
+    if firsts[-1] > MAX_CHUNKS:
+        remedy = "Pass the offsets of one call."
+        raise CollateError(explain("offsets", f"{firsts[-1]} chunks", f"A table has at most {MAX_CHUNKS}.", remedy))
     sequence = np.repeat(np.arange(len(firsts) - 1), np.diff(firsts))
     return np.stack([sequence, np.arange(len(sequence)) - firsts[sequence]], axis=1)
 
 
 def chunk_offsets(offsets: Sequence[int], chunk_size: int) -> Array:
     """int64 `[N + 1]`: the number of the first chunk of each sequence, and of all chunks."""
-    chunks_N = -(-np.diff(np.asarray(offsets, np.int64)) // chunk_size)  # the last one may be short
+    array, size = host_array("offsets", offsets), whole_number("chunk_size", chunk_size, least=1)
+    if array.ndim != 1 or array.dtype.kind != "i" or len(array) < 2 or array[0] != 0 or (np.diff(array) < 0).any():
+        rule = "They are whole numbers: 0, then where each sequence ends, never falling."
+        raise CollateError(explain("offsets", str(array.tolist())[:80], rule, "Take them from flat_offsets(segments)."))
+    chunks_N = -(-np.diff(array.astype(np.int64)) // size)  # the last one may be short
     return np.concatenate([[0], np.cumsum(chunks_N)]).astype(np.int64)
 
 
@@ -147,7 +161,8 @@ def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
     >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
     [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    if tuple(hidden.shape[:2]) != segments.shape:
+    require("hidden", hidden, Tensor, "It is a tensor [B, S, ...].", "Pass the padded tensor, tokens second.")
+    if tuple(hidden.shape[:2]) != of_segments(segments).shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."
         raise UnsupportedFormError(explain("hidden", shape_of(hidden), rule, "Pass the padded tensor, tokens second."))
     check_one_sided(segments)

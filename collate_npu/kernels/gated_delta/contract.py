@@ -51,11 +51,12 @@ def check_gated_delta_contract(
     `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
     read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `stacks.OPERATORS`.
     B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
-    context parallelism T and the boundaries are those of the whole row; in packed rows zigzag is of each sequence.
+    context parallelism T and the boundaries are those of the whole row, and `check_recurrent_split` judges the layout.
 
-    With `segments` the sequences that the kernel reads are compared with the truth at every real token: no wrong call
-    passes. B and T tell whether the tensors are the rows, the rows one behind the other, or those of `unpad`. Without
-    `segments` the boundaries are believed, and those of another batch pass.
+    With `segments` the sequences that the kernel reads are compared with the truth at every real token, and `scale` must be
+    given to operators whose own default is 1.0. What stands in the tensors is not looked at. B and T tell whether the
+    tensors are the rows, the rows one behind the other, or those of `unpad`. Without `segments` the boundaries are believed,
+    and those of another batch pass.
 
     `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
     what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
@@ -95,21 +96,15 @@ def _ranks(call: Call) -> Iterator[Breach]:
     if cp is None or cp.size == 1:
         return
     scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    got, remedy = f"{cp.size} ranks, layout {cp.layout!r}", "Use ContextParallel(..., layout='ulysses')."
+    got = f"{cp.size} ranks, layout {cp.layout!r}"
     if scheme == "never":
         says = f"{call.operator.name} has no context parallelism."
         yield call.breach("ranks", "context_parallel", got, says, "Use one rank a row.")
         return
-    if scheme == "head_exchange" and cp.layout != "ulysses":
-        says = "The kernel expects the whole row behind a head all-to-all; others run states over wrong neighbours."
-        remedy += " Or pass states between contiguous slices: kernel='fla_cp'."
-        yield call.breach("ranks", "context_parallel", got, says, remedy, silent=True)
-        return
     flat = bool(call.where) or scheme == "state_passing"
     segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
-    split = cp.for_documents() if flat and scheme == "head_exchange_zigzag" else cp
     try:
-        check_recurrent_split(split, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
+        check_recurrent_split(cp, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
     except CollateError as error:
         remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
         yield call.breach("ranks", "context_parallel", got, str(error), remedy)
@@ -140,8 +135,10 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     if found:
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         got = "; ".join([*(text for _, text in found[:LISTED]), *["..."] * (len(found) > LISTED)])
-        remedy = f"Use gated_delta_kwargs(segments, kernel={call.operator.kernel!r}), or unpad() the batch and its tensors; "
-        remedy += "or pass the segments that this call is for."
+        remedy = (
+            f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the segments that "
+        )
+        remedy += "this call is for."
         yield Breach("differs-from-segments", where, got, "The segments say otherwise.", remedy, "Segments", silent=True)
 
 

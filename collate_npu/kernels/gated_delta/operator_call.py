@@ -4,9 +4,9 @@ One row an operator (`kernels`, `stacks`). Rules are judged for all of them alik
 `contract`): one that stands in `checks` is refused by the operator itself, any other is taken without a word. What is true
 of one family alone, a row names as its `own`.
 
-Releases read: fla 0.5.2 (bc3b101), flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1 (0d2252d), mamba
-e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, mcore-bridge 1.6.5, MindSpeed core_r0.15.3 to 0.18,
-MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
+Releases read: fla 0.5.2 (and bc3b101 after it), flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1
+(0d2252d), mamba e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, mcore-bridge 1.6.5, MindSpeed core_r0.15.3
+to 0.18, MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
 
 Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
 channels, W taps.
@@ -14,6 +14,7 @@ channels, W taps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.kernels.breach import Breach
+from collate_npu.kernels.breach import Breach, flag, of_segments, require
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed
@@ -37,10 +38,12 @@ FIELDS = (
 )
 """What is read of Megatron's `PackedSeqParams` and torchtitan's `VarlenMetadata`."""
 HOLDERS = ("packed_seq_params", "attention_masks", "masks")
+KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
 ALIASES = {"query": "q", "key": "k", "value": "v"}
 MAX_TAPS = 4
 """The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
 _ABSENT = ("none", "absent", "missing", "not installed")
+_BRANCHES = ("main", "master", "nightly", "dev")
 _SPELLINGS = {"flash_linear_attention": "fla", "fla_core": "fla", "megatron_core": "megatron", "hf": "transformers"}
 
 Rule = Callable[["Call"], Iterator[Breach]]
@@ -57,7 +60,7 @@ class Operator:
 
     name: str
     source: str
-    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
+    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments, "" where none is computed rightly
     offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
     # "offsets or ends": those without the leading 0 that end at T get one.
     form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths", "ends"] = "offsets"
@@ -66,6 +69,7 @@ class Operator:
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
     tables: Mapping[str, str] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()  # arguments without which boundaries are not taken; "copy" is any host copy
+    beside: frozenset[str] = frozenset()  # what such a dict holds besides, which it leaves alone where it has offsets
     reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
     host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
     chunk_sizes: tuple[int, ...] = ()
@@ -79,6 +83,13 @@ class Operator:
     limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "sequences", of "tokens" in one
     backward: bool = True
     ranks: RecurrentScheme | Literal["never"] = "head_exchange"
+
+    @property
+    def remedy(self) -> str:
+        """Where right arguments come from, to stand behind "Take them"."""
+        if self.kernel:
+            return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
+        return "out: give each sequence a row of its own, padded on the right."
 
     @property
     def package(self) -> str:
@@ -109,10 +120,13 @@ class Call:
 
     def __post_init__(self) -> None:
         given, example = self.arguments, {"transformers": NEWEST["transformers"]}
-        _check("kwargs", given, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
+        require("kwargs", given, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
         how = "Pass ContextParallel(size, rank, layout=...)."
-        _check("context_parallel", self.context_parallel, ContextParallel | None, "It is a ContextParallel.", how)
-        _check("versions", self.versions, Mapping | None, "Releases are a dict by package.", f"Pass {example}.")
+        require("context_parallel", self.context_parallel, ContextParallel | None, "It is a ContextParallel.", how)
+        require("versions", self.versions, Mapping | None, "Releases are a dict by package.", f"Pass {example}.")
+        self.training = flag("training", self.training)
+        if self.segments is not None:
+            of_segments(self.segments)
         self.named = _named(self.versions or {})
         self.arguments = arguments = by_own_names(given)
         for held in map(given.get, HOLDERS):
@@ -130,7 +144,7 @@ class Call:
 
     def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "", *, silent: bool | None = None) -> Breach:
         """A broken rule; silent where the operator's own host code does not check it."""
-        remedy = remedy or f"Take it from gated_delta_kwargs(segments, kernel={self.operator.kernel!r})."
+        remedy = remedy or f"Take it {self.operator.remedy}"
         told = rule not in self.operator.checks if silent is None else silent
         return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=told)
 
@@ -234,14 +248,13 @@ def is_whole_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_meta
 
 
-def _check(where: str, value: object, kind: Any, rule: str, remedy: str) -> None:
-    if not isinstance(value, kind):
-        raise CollateError(explain(where, type(value).__name__, rule, remedy))
-
-
 def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
     """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
     written = {str(package).replace("-", "_").lower(): str(version or "").strip() for package, version in versions.items()}
+    for name, version in written.items():
+        if not (re.search(r"\d", version) or version.lower() in ("", *_BRANCHES, *_ABSENT)):
+            rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
+            raise CollateError(explain(f"versions[{name!r}]", repr(version)[:60], rule, remedy))
     there = {name: version for name, version in written.items() if version.lower() not in _ABSENT}
     named = {_SPELLINGS.get(name, name): there.get(name) or None for name in written}
     if named.get("fla") and "transformers" in named:

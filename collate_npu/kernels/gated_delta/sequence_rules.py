@@ -39,7 +39,7 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 def _arguments(call: Call) -> Iterator[Breach]:
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS}
+    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS, *(row.beside if call.where else ())}
     for name, value in call.arguments.items():
         if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
@@ -61,7 +61,7 @@ def _arguments(call: Call) -> Iterator[Breach]:
 
 
 def _remedy(call: Call) -> str:
-    return f"take the boundaries from gated_delta_kwargs(segments, kernel={call.operator.kernel!r})."
+    return f"take the boundaries {call.operator.remedy}"
 
 
 def _containers(call: Call) -> Iterator[Breach]:
@@ -151,9 +151,6 @@ def _numbers(call: Call) -> Iterator[Breach]:
     if tuple(given.shape) != (call.B, call.T):
         remedy = "Pass it as [B, T]: seq_idx.reshape(B, T)."
         yield call.breach("numbers-shape", name, got, f"It is [{call.B}, {call.T}].", remedy)
-    elif not given.is_contiguous():
-        says, remedy = "It is read as contiguous memory.", "Call .contiguous()."
-        yield call.breach("strides", name, f"strides {given.stride()}", says, remedy, silent=False)
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -172,7 +169,7 @@ def _tables(call: Call) -> Iterator[Breach]:
 
 
 def _copy(call: Call, name: str) -> Iterator[Breach]:
-    copy, unreadable = call.row(name, host=name.endswith("_host"))
+    copy, unreadable = call.row(name, host=name.endswith(("_host", "_list")))
     if unreadable:
         yield call.breach("container", name, unreadable, "The copy lies on the host.", silent=False)
     elif copy != call.given:

@@ -17,7 +17,8 @@ from collate_npu import releases
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.kernels import CHAIN, KERNEL_ROWS, returning
+from collate_npu.kernels.gated_delta.kernels import KERNEL_ROWS, returning
+from collate_npu.kernels.gated_delta.npus import NPU_ROWS
 from collate_npu.kernels.gated_delta.operator_call import FIELDS, MAX_TAPS, Call, Operator, words
 
 _UNPACKED = "Pass rows padded on the right, or upgrade"
@@ -198,17 +199,17 @@ _MEGATRON = Operator(
 STACKS: tuple[Operator, ...] = (
     _GDN,
     replace(
-        _GDN, name="twinkle.qwen3_5_gdn", numbers="", own=(),
+        _GDN, name="twinkle.qwen3_5_gdn", numbers="", own=(), beside=words("seq_idx"),
         source="twinkle-kit 0.5.1, which patches the layer of Qwen3.5 for packed rows",
     ),
     replace(
         _GDN, name="veomni.qwen3_5_gdn", source="VeOmni d977449; #845, #1076", numbers="", own=(),
-        needs=words("cu_seq_lens_q"), checks=_GDN.checks | words("missing"), empties="never",
+        beside=words("seq_idx"), needs=words("cu_seq_lens_q"), checks=_GDN.checks | words("missing"), empties="never",
     ),
     replace(
         _GDN, name="mcore_bridge.Qwen3_5MoeGatedDeltaNet(USE_MCORE_GDN=0)",
         source="mcore-bridge 1.6.5 mm_gpts/qwen3_5.py:31, 48, 90", offsets=("cu_seq_lens_q", "cu_seqlens_q"), numbers="",
-        reads=_GDN.reads | set(FIELDS), own=(_bridged,), ranks="never", shapes={},
+        beside=words("seq_idx"), reads=_GDN.reads | set(FIELDS), own=(_bridged,), ranks="never", shapes={},
     ),
     _MEGATRON,
     replace(
@@ -226,12 +227,12 @@ STACKS: tuple[Operator, ...] = (
     ),
     Operator(
         "mindspeed_llm.qwen3_next", "MindSpeed-LLM c77308a qwen3_next_gated_deltanet_attention.py:51, 341-440",
-        kernel="megatron", offsets=(*_MEGATRON.offsets, "cu_seqlens", "actual_seq_len"), reads=_MEGATRON.reads,
+        kernel="", offsets=(*_MEGATRON.offsets, "cu_seqlens", "actual_seq_len"), reads=_MEGATRON.reads,
         own=(_mindspeed_llm,), masks="multiplied",
     ),
     Operator(
         "mindspeed_llm.qwen3_next_fsdp2",
-        "MindSpeed-LLM c77308a fsdp2 modeling_qwen3_next.py:409, 520, 842, 871-876", offsets=("actual_seq_len",),
+        "MindSpeed-LLM c77308a fsdp2 modeling_qwen3_next.py:409, 520, 842, 871-876", kernel="", offsets=("actual_seq_len",),
         form="ends", reads=words("attention_mask"), own=(_mindspeed_llm,), masks="multiplied", ranks="row_zigzag",
     ),
     Operator(
@@ -250,15 +251,15 @@ STACKS: tuple[Operator, ...] = (
 
 # --- names
 
-OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *STACKS)}
+OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *NPU_ROWS, *STACKS)}
 KERNELS: dict[str, str] = {
     "transformers": "transformers.gdn_layer", "causal_conv1d": "causal_conv1d.causal_conv1d_fn",
     "fla": "fla.chunk_gated_delta_rule", "fla_conv": "fla.causal_conv1d", "fla_cp": "fla.build_cp_context",
+    "fla_npu_cumsum": "fla_npu.chunk_local_cumsum", "fla_npu_flash": "fla_npu.flash_gated_delta_rule",
     "fla_npu_conv": "fla_npu.causal_conv1d", "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
     "torch_npu": "torch_npu.npu_chunk_gated_delta_rule", "torchtitan": "torchtitan.qwen3_5_gdn",
     "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
     "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
-    **{f"fla_npu.{name}": "fla_npu.link" for name in CHAIN},
 }  # fmt: skip
 _PACKAGES = {"mamba_ssm": "mamba"}
 """Packages whose name is not that of the rows."""

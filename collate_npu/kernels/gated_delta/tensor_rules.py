@@ -18,8 +18,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_tensor
 from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.kernels import KDA_LAYOUTS
-from collate_npu.kernels.gated_delta.operator_call import Call, Operator
+from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, Call, Operator
 from collate_npu.masks.derive import derive_segments
 from collate_npu.releases import FLA_COUNTS_EMPTY, SINGLE_ROW_MASKED
 from collate_npu.segments import Segments
@@ -92,7 +91,7 @@ def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
 
 def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
     row, x, D, W = call.operator, call.get("x"), sizes.get("D"), sizes.get("W")
-    multiple = {"causal_conv1d": 8, "fla_npu": 16}.get(row.package)
+    multiple = {"causal_conv1d": 8 if _channels_last(call, x) else 1, "fla_npu": 16}.get(row.package)
     if D and multiple and D % multiple:
         remedy = "Pad the channels, or use another convolution."
         yield call.breach("channels", "x", f"{D} channels", f"Channels are a multiple of {multiple}.", remedy)
@@ -105,6 +104,12 @@ def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
             says = "With seq_idx the channels lie together: stride(1) is 1, the other strides are multiples of 8."
             remedy = "Pass x_BTD.contiguous().transpose(1, 2)."
             yield call.breach("strides", "x", f"strides {strides}", says, remedy)
+
+
+def _channels_last(call: Call, x: Any) -> bool:
+    """Does causal-conv1d take its kernel for channels that lie together (csrc/causal_conv1d.cpp:175-198)?"""
+    together = isinstance(x, Tensor) and x.ndim == 3 and x.stride(1) == 1 and x.stride(2) > 1
+    return together or "seq_idx" in call.arguments
 
 
 def _states(call: Call) -> Iterator[Breach]:

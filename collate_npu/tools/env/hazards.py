@@ -17,7 +17,7 @@ class Hazard:
 
     packages: str
     text: str
-    """A package in braces stands for its version."""
+    """A package in braces stands for its version, `{cann}` for the toolkit, `{wanted}` for the one torch_npu is made for."""
     when: Callable[[Environment], object] = lambda here: True
     """What else must be so."""
 
@@ -27,7 +27,7 @@ def hazards(here: Environment) -> Iterator[str]:
     for hazard in HAZARDS:
         fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
         if fits and hazard.when(here):
-            yield hazard.text.format_map(here.packages)
+            yield hazard.text.format_map({**here.packages, "cann": here.cann, "wanted": _wanted_cann(here)})
     for fact in vars(releases).values():
         if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
@@ -40,9 +40,20 @@ def _name(here: Environment, package: str) -> str:
 
 
 def _pair(here: Environment) -> bool:
-    """`{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch, which also names the CANN
-    release of each: torch_npu 2.7.1 takes CANN 8.3.RC1, 2.7.1.post2 CANN 8.5.0, 2.12.0 CANN 9.1.0."""
-    return numbers(here.packages["torch"])[:2] == numbers(here.packages["torch_npu"])[:2]
+    """`{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch."""
+    return numbers(here.packages["torch"]) == numbers(here.packages["torch_npu"])
+
+
+def _wanted_cann(here: Environment) -> str:
+    """The release of CANN that the installed torch_npu is made for, "" where the table does not say."""
+    ours = here.packages.get("torch_npu", "").partition("+")[0]
+    return next((cann for cann, made in releases.CANN_OF_TORCH_NPU.items() if ours in made), "")
+
+
+def _other_cann(here: Environment) -> bool:
+    """Is the toolkit of another release, as far as both are told?"""
+    wanted, found = _wanted_cann(here), re.match(r"\d+\.\d+", here.cann)
+    return bool(wanted and found) and not wanted.startswith(f"{found[0]}.")  # type: ignore[index]
 
 
 def _streams_differ(here: Environment) -> bool:
@@ -55,8 +66,10 @@ def _no_megatron_layer(here: Environment) -> bool:
 
 
 HAZARDS = (
-    Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same minor release of "
+    Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same release of "
            "both, the one made for this machine's CANN.", lambda here: not _pair(here)),
+    Hazard("torch_npu", "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install the one made for this "
+           "CANN, or that CANN (COMPATIBILITY.md of Ascend/pytorch).", _other_cann),
     Hazard("torch_npu", "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh. transformers imports it too "
            "when it builds a model, and fails: uninstall torch_npu for that.", lambda here: "does not load" in here.npu),
@@ -66,7 +79,8 @@ HAZARDS = (
     Hazard("torch_npu transformers", "transformers' flash attention on NPU drops sliding windows without an error "
            "(integrations/npu_flash_attention.py:54-104): use sdpa for models that have them."),
     Hazard("torch_npu fla_npu", "fla_npu beside torch_npu {torch_npu}: numbers may be wrong (streams out of step) before "
-           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade.", _streams_differ),
+           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade, to the post release that is made for your CANN: of 2.7.1 "
+           "those are made for CANN 9.1.", _streams_differ),
     Hazard("torch_npu triton !triton-ascend", "triton is installed without triton-ascend: an NPU needs the latter, which "
            "takes its place (fla's INSTALL.md)."),
     Hazard("fla triton", "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers "

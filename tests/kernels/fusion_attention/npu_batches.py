@@ -17,6 +17,7 @@ from collate_npu.masks import dense
 
 PADDED = ("BSND", "BNSD", "BSH", "SBH")
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
+SCALE = {"scale": HEAD_DIM**-0.5}
 
 
 COMPRESSED = {"causal", "bidirectional", "sliding", "chunked", "prefix"}
@@ -33,7 +34,7 @@ def right_calls(draw: st.DrawFn) -> tuple[Segments, Pattern, dict[str, Any], boo
     keep_tail = flat and draw(st.booleans())
     settings: Any = {"layout": layout, "operator": operator, "keep_tail": keep_tail}
     try:
-        return batch, pattern, fusion_attention_kwargs(batch, pattern=pattern, **settings), keep_tail
+        return batch, pattern, SCALE | fusion_attention_kwargs(batch, pattern=pattern, **settings), keep_tail
     except UnsupportedFormError:
         assert layout == "TND"
         holes = any(end - start != n for (_, start, end), n in zip(batch.spans, batch.sequence_lengths))
@@ -82,7 +83,7 @@ def computed(batch: Segments, kwargs: dict[str, Any], keep_tail: bool = False) -
         given = [in_layout(x, layout) for x in tensors]
     else:
         given = [x[0] if keep_tail else unpad(x, batch) for x in tensors]
-    out = reference_fusion_attention(*given, HEADS, scale=HEAD_DIM**-0.5, **kwargs)[0]
+    out = reference_fusion_attention(*given, HEADS, **kwargs)[0]
     if layout != "TND":
         return unpad(from_layout(out, layout), batch)
     return out[batch.keep[0]] if keep_tail else out

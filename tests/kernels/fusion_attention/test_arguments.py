@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from npu_batches import computed, right_calls, wanted
+from npu_batches import SCALE, computed, right_calls, wanted
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, triangle
@@ -25,7 +25,7 @@ class Dilated(Pattern):
 
 def test_a_pattern_nobody_told_the_operator_of_is_a_dense_mask() -> None:
     batch = Segments.from_lengths([3, 5], side="left")
-    kwargs = fusion_attention_kwargs(batch, pattern=Dilated())
+    kwargs = SCALE | fusion_attention_kwargs(batch, pattern=Dilated())
     assert kwargs["sparse_mode"] == 1
     torch.testing.assert_close(computed(batch, kwargs), wanted(batch, Dilated()), atol=1e-9, rtol=0)
 

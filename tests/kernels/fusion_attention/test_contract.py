@@ -167,7 +167,8 @@ SILENT: list[tuple[Any, ...]] = [
     ("empty-row", PADDED, {"atten_mask": torch.cat([zeros(2, 1, 6, 6), ~zeros()]), "sparse_mode": 1}),  # the last row alone
     ("empty-row", PACKED, {"atten_mask": ~TRIANGLE[:6, :6].flip(0), "sparse_mode": 1, "inner_precise": 2}),
     ("no-keys", PACKED, {"actual_seq_kvlen": [2, 2]}, {"Tkv": 2, "Skv": 2}),
-    ("lists-outside-tnd", PADDED, lists(2, 8)),
+    ("tensor-shape", PADDED, {"query": zeros(ROWS, HEADS, WIDTH, 8)}),
+    ("tensor-shape", PADDED, {"value": zeros(ROWS, WIDTH, HEADS, 8)}),
     ("not-contiguous", PADDED, {"atten_mask": causal_mask().mT, "sparse_mode": 1}),
     ("padding-mask", PADDED, {"padding_mask": torch.zeros(ROWS, WIDTH)}),
     ("pse", PADDED, {"pse": torch.zeros(1)}),
@@ -192,6 +193,10 @@ LOUD: list[tuple[Any, ...]] = [
     ("tnd-lists", PACKED, {"actual_seq_kvlen": [2, 4, 8]}),
     ("tnd-total", PACKED, {}, {"Tkv": 7}),
     ("argument", PADDED, {"pre_tokens": 1}),
+    ("lists-outside-tnd", PADDED, lists(2, 8)),
+    ("softmax-layout", PADDED, {"softmax_layout": "BSND"}),
+    ("softmax-layout", PADDED, {"softmax_layout": "TND"}),
+    ("layout", PADDED, {"input_layout": "tnd"}),
     ("layout", PADDED, {"input_layout": None}),
     ("sparse-mode", PADDED, {"sparse_mode": 7}),
     ("sparse-mode", PACKED, {"sparse_mode": 5}),
@@ -257,11 +262,11 @@ def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str
     for kwargs, dims in [*(call_of(*row) for row in (*SILENT, *LOUD)), *map(arguments, CASES)]:
         direct = {breach.rule for breach in contract_breaches(kwargs, **dims)}
         if not direct & SIZES:
-            call = kwargs | tensors(kwargs["input_layout"], dims)
+            call = tensors(kwargs["input_layout"], dims) | kwargs
             assert {breach.rule for breach in call_breaches("torch_npu.npu_fusion_attention", call)} == direct
             found |= direct
     for lengths in ([2, 6, 6], [2, 5, 5]):
-        call = tensors("BSND", DIMS) | {"input_layout": "BSND"}
+        call = tensors("BSND", DIMS) | {"input_layout": "BSND", "keep_prob": 0.5}
         breaches = call_breaches("npu_fusion_attention_v3", call, segments=Segments.from_lengths(lengths))
         found |= {breach.rule for breach in breaches}
     assert rules_of("fusion_attention") - found == SIZES
@@ -281,6 +286,9 @@ MANY = ({"input_layout": "TND", **lists(*range(2, 66, 2))}, PAIRS | {"Tq": 64, "
     ("base", "kwargs"),
     [
         (PADDED, {}),
+        (PADDED, {"input_layout": "bsnd"}),
+        (PACKED, {"softmax_layout": "TND"}),
+        (PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 4)}),
         (PADDED, {"pre_tockens": 65536, "next_tockens": 65536}),
         (PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH)}),
         (PADDED, {"atten_mask": causal_mask(), "next_tockens": 0}),
@@ -315,10 +323,10 @@ def test_documented_calls_pass(base: Any, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_with_the_segments_sizes_and_meaning_are_theirs(make: Any) -> None:
     heads, segments = {"N": HEADS, "Nkv": KEY_HEADS, "D": 8}, Segments.from_lengths([[2, 6]])
-    kwargs = LEADING[0] | {name: make([0, 2, 8]) for name in lists()} | MINDSPEED
+    kwargs = {"scale": 0.5} | LEADING[0] | {name: make([0, 2, 8]) for name in lists()} | MINDSPEED
     check_contract(kwargs | {"sparse_mode": 3}, **heads, segments=segments)
     future = {"sparse_mode": 4, "next_tockens": UNLIMITED}  # legal, and another attention
-    found = contract_breaches(PACKED[0] | MINDSPEED | future, **heads, segments=segments)
+    found = contract_breaches({"scale": 0.5} | PACKED[0] | MINDSPEED | future, **heads, segments=segments)
     assert [breach.rule for breach in found] == ["differs-from-segments"]
 
 
@@ -328,7 +336,7 @@ def test_sizes_that_the_lists_say_need_not_be_given_and_others_must() -> None:
     with pytest.raises(CollateError, match="Pass all three, or segments"):
         check_contract(PADDED[0] | causal, **heads, B=2, Sq=3)
     check_contract(PADDED[0] | causal, **heads, B=2, Sq=3, Skv=3)
-    check_contract(PADDED[0] | causal, **heads, segments=Segments.from_lengths([2, 3]))
+    check_contract({"scale": 0.5} | PADDED[0] | causal, **heads, segments=Segments.from_lengths([2, 3]))
 
 
 NO_VALUES: dict[str, list[Any]] = {
@@ -338,8 +346,16 @@ NO_VALUES: dict[str, list[Any]] = {
     "actual_seq_qlen": [[2.0, 8.0], torch.tensor([2.0, 8.0])],
     "actual_seq_kvlen": [8, torch.tensor([[2, 8]])],
     "prefix": ["12"],
+    "scale": ["0.5", None],
+    "keep_prob": [[0.5]],
     "atten_mask": [[[False]], TRIANGLE.numpy()],
 }
+
+
+@pytest.mark.parametrize("size", ["B", "Sq", "N", "D"])
+def test_sizes_are_whole_numbers_of_what_there_is(size: str) -> None:
+    with pytest.raises(CollateError, match=f"{size}: got -2"):
+        check_contract(PADDED[0], **PADDED[1] | {size: -2})
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_VALUES.items() for value in values])

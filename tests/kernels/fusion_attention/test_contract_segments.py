@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from live_bytes import peak_bytes
 from mutations import Kwargs, mutations
-from npu_batches import HEAD_DIM, HEADS, KEY_HEADS, computed, right_calls
+from npu_batches import HEAD_DIM, HEADS, KEY_HEADS, SCALE, computed, right_calls
 from torch import Tensor
 
 from collate_npu import CollateError, Pattern, Segments
@@ -25,6 +25,11 @@ from collate_npu.kernels.fusion_attention import (
 )
 
 SIZES = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
+
+
+def arguments(batch: Segments, **settings: Any) -> Kwargs:
+    """Those of a whole call but its tensors."""
+    return SCALE | fusion_attention_kwargs(batch, **settings)
 
 
 def refused(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool) -> bool:
@@ -75,7 +80,7 @@ def test_one_wrong_score_at_the_very_end_of_a_long_row_is_seen(layout: str) -> N
     batch = Segments.from_lengths([1500])
     lists = {"actual_seq_qlen": [1500], "actual_seq_kvlen": [1500]} if layout == "TND" else {}
     mask = triangle()[:1500, :1500].contiguous()
-    kwargs = {"input_layout": layout, "sparse_mode": 1, "atten_mask": mask, **lists}
+    kwargs = SCALE | {"input_layout": layout, "sparse_mode": 1, "atten_mask": mask, **lists}
     check_contract(kwargs, **SIZES, segments=batch)
     mask[1499, 0] = True
     assert only(batch, kwargs).got == "the query at (row, column) (0, 1499) does not attend (0, 0)"
@@ -98,10 +103,10 @@ WIDE: dict[str, tuple[Segments, Pattern, Any]] = {
 @pytest.mark.parametrize("name", WIDE)
 def test_max_mask_bytes_is_what_the_arguments_cost(name: str) -> None:
     batch, pattern, layout = WIDE[name]
-    size = fusion_attention_kwargs(batch, pattern=pattern, layout=layout).get("atten_mask", torch.empty(0)).numel()
+    size = arguments(batch, pattern=pattern, layout=layout).get("atten_mask", torch.empty(0)).numel()
 
     def make(limit: int) -> Any:
-        return fusion_attention_kwargs(batch, pattern=pattern, layout=layout, max_mask_bytes=limit)
+        return arguments(batch, pattern=pattern, layout=layout, max_mask_bytes=limit)
 
     assert peak_bytes(lambda: make(size)) <= 4 * size + 2**21  # and tables of some numbers a token
     if size:
@@ -114,7 +119,7 @@ def test_max_mask_bytes_is_what_the_arguments_cost(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: torch.dtype) -> None:
     batch, pattern, layout = WIDE[name]
-    kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
+    kwargs = arguments(batch, pattern=pattern, layout=layout)
     if "atten_mask" in kwargs:
         kwargs["atten_mask"] = kwargs["atten_mask"].to(dtype)
     seen = kwargs.get("atten_mask", torch.empty(0)).nbytes  # its views are counted, too
@@ -125,8 +130,8 @@ def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: to
 
 def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
     batch = Segments.from_lengths([900], width=1000)
-    masked = fusion_attention_kwargs(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)
-    kwargs, sizes = {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
+    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)
+    kwargs, sizes = SCALE | {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
     assert (
         peak_bytes(lambda: check_contract(kwargs, **sizes, segments=batch, pattern="bidirectional")) <= masked.nbytes + LIMIT
     )
@@ -137,7 +142,7 @@ def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
 
 def test_the_message_names_rows_queries_and_keys() -> None:
     batch = Segments.from_lengths([3, 2, 3], side="left")
-    kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 3, 3]), layout="BSND")
+    kwargs = arguments(Segments.from_lengths([3, 3, 3]), layout="BSND")
     with pytest.raises(UnsupportedFormError) as error:
         check_contract(kwargs, **SIZES, segments=batch)
     assert str(error.value) == (
@@ -150,16 +155,16 @@ def test_the_message_names_rows_queries_and_keys() -> None:
 
 @pytest.mark.parametrize("rows", [8, 9])
 def test_every_wrong_row_is_named_until_the_list_is_long(rows: int) -> None:
-    got = only(Segments.from_lengths([2] * rows, 3, "left"), fusion_attention_kwargs(Segments.from_lengths([3] * rows))).got
+    got = only(Segments.from_lengths([2] * rows, 3, "left"), arguments(Segments.from_lengths([3] * rows))).got
     assert [f"({b}, 1) attends ({b}, 0)" in got for b in range(9)] == [True] * 8 + [False]
     assert got.endswith("; ...") == (rows == 9)
     keys = "the query at (row, column) (0, 0) attends (0, 1), (0, 2), (0, 3) and 2 more"
-    assert only(Segments.from_lengths([6]), {"input_layout": "BSND"}).got == keys
+    assert only(Segments.from_lengths([6]), SCALE | {"input_layout": "BSND"}).got == keys
 
 
 def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
     batch = Segments.from_lengths([[3, 2]], width=9)
-    padded, packed = (fusion_attention_kwargs(batch, layout=layout) for layout in ("BSND", "TND"))
+    padded, packed = (arguments(batch, layout=layout) for layout in ("BSND", "TND"))
     check_contract(padded, **SIZES, segments=batch, B=1, Sq=9, Skv=9)
     check_contract(packed, **SIZES, segments=batch, B=2, Sq=3, Skv=3, Tq=5, Tkv=5)
     for kwargs, name, size in (
@@ -172,7 +177,7 @@ def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
         breach = only(batch, kwargs, **{name: size})
         assert (breach.rule, breach.where, breach.got, breach.silent) == ("sizes-differ", name, str(size), True)
     assert contract_breaches(packed, **SIZES, segments=batch, keep_tail=True)[0].rule == "unused-tail"
-    tail = fusion_attention_kwargs(batch, layout="TND", keep_tail=True)
+    tail = arguments(batch, layout="TND", keep_tail=True)
     check_contract(tail, **SIZES, segments=batch, keep_tail=True)
     assert contract_breaches(tail, **SIZES, segments=batch)[0].rule == "tnd-total"
 
@@ -187,7 +192,7 @@ def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
 def test_packed_rows_of_one_length_are_told_apart(lists: Any, said: list[str]) -> None:
     """Here a key's column alone says nothing: the same column of the other row is a key too."""
     batch = Segments.from_lengths([4, 4])
-    kwargs = fusion_attention_kwargs(batch, layout="TND", pattern="bidirectional") | lists
+    kwargs = arguments(batch, layout="TND", pattern="bidirectional") | lists
     got = only(batch, kwargs, pattern="bidirectional").got
     assert got.split("; ") == [f"the query at (row, column) {each}" for each in said]
 
@@ -197,5 +202,28 @@ def test_what_padding_attends_does_not_matter() -> None:
     batch = Segments.from_lengths([2, 4])
     keep = batch.keep
     blocked = triangle()[:4, :4] | ~keep[:, None, :, None] | ~keep[:, None, None]
-    kwargs = {"input_layout": "BSND", "atten_mask": blocked, "sparse_mode": 1, "inner_precise": 2}
+    kwargs = SCALE | {"input_layout": "BSND", "atten_mask": blocked, "sparse_mode": 1, "inner_precise": 2}
     check_contract(kwargs, **SIZES, segments=batch)
+
+
+# --- what right scores do not say
+
+
+def test_what_beside_the_mask_changes_an_output_is_refused() -> None:
+    """A forgotten scale, dropout, and tensors in another layout than the one that is named; with what each remedy says."""
+    batch = Segments.from_lengths([3, 5])
+    right = arguments(batch)
+    x = torch.zeros(2, 5, HEADS, HEAD_DIM)
+    k = x[:, :, :KEY_HEADS]
+    check_contract({**right, "query": x, "key": k, "value": k}, **SIZES, segments=batch)
+    for changed, rule in (
+        ({key: value for key, value in right.items() if key != "scale"}, "scale"),
+        ({**right, "scale": 0.0}, "scale"),
+        ({**right, "keep_prob": 0.5}, "dropout"),
+        ({**right, "input_layout": "BNSD", "query": x}, "tensor-shape"),
+        ({**right, "query": x.transpose(1, 2)}, "tensor-shape"),
+    ):
+        assert only(batch, changed).rule == rule
+        with pytest.raises(UnsupportedFormError, match=rule):
+            check_contract(changed, **SIZES, segments=batch)
+    check_contract({**right, "scale": 1.0}, **SIZES, segments=batch)  # whoever writes it may mean it

@@ -90,6 +90,7 @@ RULE, KDA, CONV, CONTEXT = "fla.chunk_gated_delta_rule", "fla.chunk_kda", "fla.c
 DECODE, LAYER, SHORT = "fla.fused_recurrent_gated_delta_rule", "fla.GatedDeltaNet", "fla.ShortConvolution"
 CC, MAMBA, HF = "causal_conv1d.causal_conv1d_fn", "mamba.mamba_chunk_scan_combined", "transformers.gdn_layer"
 WU, DHU, CUMSUM = "fla_npu.recompute_w_u_fwd", "fla_npu.chunk_gated_delta_rule_bwd_dhu", "fla_npu.chunk_local_cumsum"
+KKT, FLASH = "fla_npu.chunk_scaled_dot_kkt", "fla_npu.flash_gated_delta_rule"
 FWD_H, FWD_O, DV = "fla_npu.chunk_gated_delta_rule_fwd_h", "fla_npu.chunk_fwd_o", "fla_npu.chunk_bwd_dv_local"
 NPU_CONV, KDA_FWD, NPU_GDR = "fla_npu.causal_conv1d", "fla_npu.chunk_kda_fwd", "fla_npu.recurrent_gated_delta_rule"
 MG, MBR, MS = "megatron_core.GatedDeltaNet", "mcore_bridge.GatedDeltaNet", "mindspeed.GatedDeltaNet"
@@ -106,6 +107,7 @@ ROWS = {"B": 2, "T": 25}
 TABLE_32, TABLE_64 = (
     {"chunk_indices": gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tables=True)["chunk_indices"]} for n in (32, 64)
 )
+TABLE_16 = gated_delta_kwargs(PACKED, kernel="fla", chunk_size=16, tables=True)["chunk_indices"].reshape(-1).tolist()
 CU, HOST, TABLE = cu(0, 3, 73), host(0, 3, 73), [0, 0, 1, 0, 1, 1]
 PACK = [0, 3, 73, 75, 139]
 PACKED_TWICE = cu_q(*PACK) | numbered(3, 70, 2, 64)
@@ -193,7 +195,9 @@ CALLS = [
     known(MG, thd(0, 3, 73), OK, "MG gated_delta_net/common.py:469-493", versions=MAIN),
     known(MG, thd(0, 3, 73), REJECT, "MG common.py:480", T=80, versions=MAIN),
     known(MG, thd(0, 6, 12), SILENT, "MG common.py:586-618", T=12, versions=MAIN, **cp("zigzag")),
-    known(MG, thd(0, 8, 8, 16), OK, "MG common.py", T=16, versions=MAIN, **cp("zigzag")),
+    known(MG, thd(0, 8, 8, 16), OK, "MG common.py", T=16, versions=MAIN, **cp("document_zigzag")),
+    known(MG, thd(0, 8, 32), SILENT, "MG common.py _build_thd_cp_a2a_perm: each sequence's own", T=32, versions=MAIN,
+        **cp("zigzag")),
     known(MG, thd(0, 3, 73, deterministic_mode=True), REJECT, "MG gdn.py:138", versions=MAIN),
     known(MBR, thd(0, 3, 73), OK, "MBR modules/gated_delta_net.py:146-163,244-251"),
     known(MBR, thd(0, 3, 73), SILENT, "MBR modules/gated_delta_net.py:146-163,244-251", T=80),
@@ -212,11 +216,9 @@ CALLS = [
     known(TITAN, cu(0, 64, 128), REJECT, "TT model.py:414", T=64, B=2),
     known(TITAN, {"cu_seqlens": dev(0, 64, 128), "cu_seqlens_cpu": dev(0, 64, 128)}, OK, "TT model.py:398-430", T=64, B=2),
     known("fla_npu", HOST, REJECT, "FNPU recompute_w_u_fwd_tiling_processor.h:331"),
-    known("fla_npu", HOST | {"chunk_indices": [1, 0, 0, 0, 1, 1], "chunk_indices_out": TABLE[:4]}, REJECT, "FNPU ...:382"),
-    known("fla_npu", host(0, 3, 3, 73) | {"chunk_indices": [0, 0, 2, 0, 2, 1], "chunk_indices_out": [0, 0, 2, 0]}, REJECT,
-        "FNPU ...:360"),
-    known("fla_npu", HOST | {"chunk_indices": TABLE, "chunk_indices_out": TABLE[:4]}, REJECT, "FNPU ...bwd_full:410-417",
-        B=2),
+    known("fla_npu", HOST | {"chunk_indices": [1, 0, 0, 0, 1, 1]}, REJECT, "FNPU ...:382"),
+    known("fla_npu", host(0, 3, 3, 73) | {"chunk_indices": [0, 0, 2, 0, 2, 1]}, REJECT, "FNPU ...:360"),
+    known("fla_npu", HOST | {"chunk_indices": TABLE}, REJECT, "FNPU ...bwd_full:410-417", B=2),
     # rules
     known(HF, {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, "pair", right=BOTH, trap=1, versions=FULL),
     known(HF, {"seq_idx": BOTH["seq_idx"]}, "pair", right=BOTH, trap=1, versions=FULL),
@@ -273,8 +275,10 @@ CALLS = [
         versions=MAIN, **cp("document_zigzag")),
     known(CONTEXT, cu(0, 3, 64), "last", right=cu(0, 3, 73, 128), trap=18, T=128, **cp()),
     known(CONTEXT, cu(0, 3, 128), "ranks", right=cu(0, 3, 128), mended=cp(), trap=18, T=128, **cp("zigzag")),
-    known(RULE, cu(0, 3, 128), "ranks", right=cu(0, 3, 128), mended=cp("ulysses"), trap=18, T=128, **cp()),
-    known(MG, thd(0, 8, 16), "ranks", right=thd(0, 8, 16), mended=cp("zigzag"), trap=18, T=16, versions=MAIN, **cp()),
+    known(RULE, cu(0, 3, 128), "ranks", right=cu(0, 3, 128), mended=cp(), trap=18, T=128, **cp("zigzag")),
+    known(RULE, cu(0, 3, 128), OK, T=128, **cp("ulysses")),
+    known(MG, thd(0, 8, 16), "ranks", right=thd(0, 8, 16), mended=cp("document_zigzag"), trap=18, T=16, versions=MAIN,
+        **cp()),
     known(RULE, CU | {"q": meta(1, 4, 73, 128)}, "shape", right=CU | {"q": meta(1, 73, 4, 128)}, trap=19),
     known(NPU_CONV, starts(0, 3, 73) | LEARNING, "history", right=starts(0, 3, 73) | LEARNING, mended={"training": False},
         trap=20, B=None),
@@ -307,7 +311,29 @@ CALLS = [
     known(SHORT, CU | {"mask": ids(73).long() + 1}, "mask-and-offsets"),
     known(LAYER, {"attention_mask": padded()[:, None]}, "mask-rank", **ROWS),
     known(CC, numbered(3, 70) | {"weight": meta(16, 5)}, "taps"),
-    known(CC, {"seq_idx": torch.zeros(73, 2, dtype=torch.int32)[:, :1].T}, "strides"),
+    known(CC, numbered(3, 70) | {"x": meta(1, 16, 73)}, "strides"),
+    known(CC, {"seq_idx": torch.zeros(73, 2, dtype=torch.int32)[:, :1].T}, OK, "CC interface.py: .contiguous()"),
+    known(CC, {"x": meta(1, 12, 73)}, OK, "CC csrc/causal_conv1d.cpp:178: channels-last alone"),
+    known(CC, {"x": meta(1, 73, 12).transpose(1, 2)}, "channels"),
+    known(KKT, HOST | {"chunk_indices": TABLE_16}, OK, "FNPU chunk_scaled_dot_kkt_tiling.cpp:36", chunk_size=16),
+    known(KKT, HOST, REJECT, "FNPU chunk_scaled_dot_kkt_tiling.cpp:249-262"),
+    known(CUMSUM, HOST | {"chunk_indices_out": TABLE[:4]}, REJECT, "FNPU chunk_local_cumsum_tiling.cpp:277", chunk_size=512),
+    known(CUMSUM, HOST | {"chunk_indices": TABLE}, "unread"),
+    known(WU, HOST | {"chunk_indices": TABLE, "v": meta(1, 4, 73, 64)}, REJECT, "FNPU ..._processor.h:293"),
+    known(WU, HOST | {"chunk_indices": TABLE, "v": meta(1, 4, 73, 256)}, OK, "FNPU ..._processor.h:293"),
+    known(FWD_O, HOST, REJECT, "FNPU chunk_fwd_o_tiling_processor.h:108, 226"),
+    known("fla_npu.solve_tri", HOST | {"chunk_indices": TABLE}, SILENT, "FNPU solve_tri_tiling.cpp:89-90"),
+    known("fla_npu.solve_tri", HOST | {"chunk_indices": TABLE, "layout": "tnd"}, OK, "FNPU solve_tri_tiling.cpp:89-90"),
+    known("fla_npu.npu_prepare_wy_repr_bwd_da", HOST | {"chunk_indices": TABLE}, OK),
+    known("fla_npu.npu_prepare_wy_repr_bwd_full", HOST | {"chunk_indices": TABLE}, OK),
+    known("fla_npu.npu_chunk_bwd_dqkwg", HOST | {"chunk_indices": TABLE}, "scale",
+        right=HOST | {"chunk_indices": TABLE, "scale": 0.5}, segments=PACKED),
+    known(FLASH, CU | {"cu_seqlens_list": [0, 3, 73]}, OK, segments=PACKED),
+    known(FLASH, CU | {"chunk_indices": {"64": TABLE_64["chunk_indices"]}, "chunk_indices_list": {"64": TABLE}}, OK),
+    known(FLASH, CU | {"cu_seqlens_list": [0, 4, 73]}, "copy"),
+    known(FLASH, CU | {"chunk_indices_list": {"64": [0, 0, 1, 0]}}, "table"),
+    known(FLASH, {"cu_seqlens_list": [0, 3, 73]}, "alone"),
+    known(TORCH_NPU, lengths(3, 70), "scale", right=lengths(3, 70) | {"scale": 0.5}, training=False, segments=PACKED),
     known(MAMBA, numbered(70_000), "tokens", T=70_000),
     known(HF, {"position_ids": torch.cat([torch.arange(3), torch.arange(70)])[None]}, "positions-alone", versions=FULL),
     known(HF, BOTH | numbered(4, 69), "disagree", versions=FULL),

@@ -124,15 +124,27 @@ def _fla(kwargs: Kwargs, B: int, T: int, block: int) -> Offsets | None:
     return offsets
 
 
-def _npu(kwargs: Kwargs, B: int, T: int, chunk: int) -> Offsets | None:
-    only(kwargs, "cu_seqlens", "chunk_indices", "chunk_indices_out")
+def _npu(kwargs: Kwargs, B: int, T: int, name: str, block: int) -> Offsets | None:
+    only(kwargs, "cu_seqlens", name)
     if "cu_seqlens" not in kwargs:
         refuse_unless(not kwargs)
         return None
-    offsets, table, sums = (host(kwargs.get(name)) for name in ("cu_seqlens", "chunk_indices", "chunk_indices_out"))
+    offsets, table = host(kwargs["cu_seqlens"]), host(kwargs.get(name))
     refuse_unless(B == 1 and offsets[:1] == [0] and rising(offsets) and len({*offsets}) == len(offsets))
-    refuse_unless(table == [n for pair in pairs(offsets, chunk) for n in pair])
-    wild_unless(sums == [n for pair in pairs(offsets, {64: 2048, 128: 1024}[chunk]) for n in pair])
+    refuse_unless(table == [n for pair in pairs(offsets, block) for n in pair])
+    return offsets
+
+
+def _flash(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
+    """The vendor's rule, which builds its tables from both."""
+    only(kwargs, "cu_seqlens", "cu_seqlens_list")
+    if "cu_seqlens" not in kwargs:
+        wild_unless(not kwargs)  # a list alone is dropped
+        return None
+    offsets = ints(kwargs["cu_seqlens"])
+    refuse_unless(B == 1)
+    wild_unless(host(kwargs.get("cu_seqlens_list", offsets)) == offsets)
+    wild_unless(offsets[:1] == [0] and rising(offsets) and len({*offsets}) == len(offsets))
     return offsets
 
 
@@ -146,7 +158,8 @@ def _npu_conv(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
 
 
 def _lengths(kwargs: Kwargs, B: int, *, prefix: bool, longest: int) -> Offsets:
-    only(kwargs, "actual_seq_lengths")
+    only(kwargs, "actual_seq_lengths", "scale")
+    wild_unless("scale" in kwargs)
     given = ints(kwargs.get("actual_seq_lengths"), torch.int32)
     refuse_unless(B == 1 and len(given) > prefix)
     wild_unless(all(1 <= n <= longest for n in given[prefix:]))
@@ -211,7 +224,7 @@ def _unpadded(kwargs: Kwargs, x: Row, decay: Row, B: int, T: int) -> Row:
 def _numbers(kwargs: Kwargs, B: int, T: int, *dtypes: torch.dtype) -> np.ndarray[Any, Any]:
     given = kwargs.get("seq_idx", torch.zeros(B, T, dtype=torch.int32))
     refuse_unless(isinstance(given, Tensor) and given.dtype in dtypes)
-    refuse_unless(tuple(given.shape) == (B, T) and given.is_contiguous())
+    refuse_unless(tuple(given.shape) == (B, T))
     return given.numpy()
 
 
@@ -246,7 +259,9 @@ def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int,
         "fla": lambda: _fla(kwargs, B, T, chunk),
         "fla_conv": lambda: _fla(kwargs, B, T, 64),
         "fla_cp": lambda: _cp(kwargs, B, T),
-        "fla_npu": lambda: _npu(kwargs, B, T, chunk),
+        "fla_npu": lambda: _npu(kwargs, B, T, "chunk_indices", chunk),
+        "fla_npu_cumsum": lambda: _npu(kwargs, B, T, "chunk_indices_out", {64: 2048, 128: 1024}[chunk]),
+        "fla_npu_flash": lambda: _flash(kwargs, B, T),
         "fla_npu_conv": lambda: _npu_conv(kwargs, B, T),
         "fla_npu_recurrent": lambda: _lengths(kwargs, B, prefix=True, longest=8),
         "torch_npu": lambda: _lengths(kwargs, B, prefix=False, longest=10**9),

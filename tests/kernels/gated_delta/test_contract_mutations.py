@@ -68,7 +68,7 @@ class Spelled:
 
     def __init__(self, draw: random.Random, operator: str) -> None:
         kernel: Any = STACKS.get(operator, operator)
-        chunk = draw.choice({"fla": (16, 32, 64), "fla_npu": (64, 128)}.get(kernel, (64,)))
+        chunk = draw.choice({"fla": (16, 32, 64), "fla_npu": (64, 128), "fla_npu_cumsum": (64, 128)}.get(kernel, (64,)))
         self.kernel, self.chunk = operator, chunk if operator in KERNELS else 64
         self.batch = drawn(draw, DECODED if kernel == "fla_npu_recurrent" else draw.choice((8, 40, 150)))
         keep, padding, tables = draw.choice((None, None, False, True)), draw.choice(("own", "behind")), draw.random() < 0.5
@@ -80,6 +80,7 @@ class Spelled:
         else:
             more: Any = {"keep_padding": keep, "padding": padding, "tables": tables and operator in KERNELS}
             self.kwargs = gated_delta_kwargs(self.batch, kernel=kernel, chunk_size=chunk, **more)
+            self.kwargs |= {"scale": 0.5} if "actual_seq_lengths" in self.kwargs else {}
         rows = "attention_mask" in self.kwargs
         whole = rows or keep or (keep is None and B == 1)
         self.places = np.arange(B * S) if whole else np.flatnonzero(self.batch.array)
@@ -120,7 +121,7 @@ def calls(kernel: str, seed: int) -> Iterator[tuple[random.Random, Spelled]]:
 
 # --- wrong ones
 
-OFFSETS = ("cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q", "query_start_loc", "actual_seq_lengths")
+OFFSETS = ("cu_seqlens", "cu_seqlens_cpu", "cu_seqlens_list", "cu_seq_lens_q", "query_start_loc", "actual_seq_lengths")
 FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 HOLDERS: tuple[Callable[[list[int]], Any], ...] = (
     *(lambda row, dtype=dtype: torch.tensor(row, dtype=dtype) for dtype in (torch.int16, torch.int32, torch.int64)),
@@ -199,7 +200,11 @@ def _table(value: Any, flat: list[int]) -> Any:
 
 def _tables(call: Spelled, row: list[int]) -> Kwargs:
     """The tables that belong to a changed row, where there are any."""
-    blocks = {"chunk_indices": call.chunk, "chunk_indices_out": 2**17 // call.chunk} if row == sorted(row) and row else {}
+    blocks = (
+        {"chunk_indices": call.chunk, "chunk_indices_out": 2**17 // call.chunk}
+        if row == sorted(row) and row[:1] == [0] and row[1:]
+        else {}
+    )
     made = {name: chunk_indices(row, block).reshape(-1).tolist() for name, block in blocks.items() if name in call.kwargs}
     return {name: _table(call.kwargs[name], flat) for name, flat in made.items()}
 

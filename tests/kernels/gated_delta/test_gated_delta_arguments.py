@@ -24,7 +24,6 @@ def plain(kwargs):
 
 TAILED = {"cu_seqlens": [0, 3, 73, 80], "cu_seqlens_cpu": [0, 3, 73, 80]}
 NUMBERS = [[0] * 3 + [1] * 70 + [2] * 7]
-TABLES = {"chunk_indices": (0, 0, 1, 0, 1, 1, 2, 0), "chunk_indices_out": (0, 0, 1, 0, 2, 0)}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,9 @@ TABLES = {"chunk_indices": (0, 0, 1, 0, 1, 1, 2, 0), "chunk_indices_out": (0, 0,
         ("fla_conv", ROW, TAILED),
         ("fla_cp", ROW, {"cu_seqlens": [0, 3, 73, 80]}),
         ("causal_conv1d", ROW, {"seq_idx": NUMBERS}),
-        ("fla_npu", ROW, {"cu_seqlens": (0, 3, 73, 80), **TABLES}),
+        ("fla_npu", ROW, {"cu_seqlens": (0, 3, 73, 80), "chunk_indices": (0, 0, 1, 0, 1, 1, 2, 0)}),
+        ("fla_npu_cumsum", ROW, {"cu_seqlens": (0, 3, 73, 80), "chunk_indices_out": (0, 0, 1, 0, 2, 0)}),
+        ("fla_npu_flash", ROW, {"cu_seqlens": [0, 3, 73, 80], "cu_seqlens_list": [0, 3, 73, 80]}),
         ("fla_npu_conv", ROW, {"query_start_loc": (0, 3, 73, 80)}),
         ("fla_npu_recurrent", SHORT, {"actual_seq_lengths": [0, 3, 4, 1]}),
         ("torch_npu", ROW, {"actual_seq_lengths": [3, 70, 7]}),
@@ -51,7 +52,7 @@ def test_tables_are_built_on_request_and_the_convolutions_is_always_in_64():
         assert np.array_equal(table, chunk_indices([0, 3, 73, 80], chunk))
 
 
-DTYPES = {"fla": torch.int64, "fla_conv": torch.int64, "fla_cp": torch.int64}
+DTYPES = dict.fromkeys(("fla", "fla_conv", "fla_cp", "fla_npu_flash"), torch.int64)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
@@ -98,6 +99,26 @@ def test_transformers_takes_padded_rows_with_a_mask():
         with pytest.raises(UnsupportedFormError, match="keep_padding=False"):
             gated_delta_kwargs(bad, kernel="transformers")
         gated_delta_kwargs(bad, kernel="transformers", keep_padding=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"padding": "front"}, "'own', 'behind'"),
+        ({"segments": [[1, 1]]}, "Pass Segments"),
+        ({"device": "nowhere"}, "device of this machine"),
+        ({"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_settings_that_mean_nothing_are_named(wrong, message):
+    with pytest.raises(CollateError, match=message):
+        gated_delta_kwargs(**{"segments": ROW, "kernel": "fla", **wrong})
+
+
+@pytest.mark.parametrize(("offsets", "size"), [([0, 3], 0), ([0, 3], -1), ([3, 0], 64), ([3, 70], 64), ([0, 2**60], 64)])
+def test_tables_of_what_is_no_offsets_are_refused(offsets, size):
+    with pytest.raises(CollateError):
+        chunk_indices(offsets, size)
 
 
 @pytest.mark.parametrize(

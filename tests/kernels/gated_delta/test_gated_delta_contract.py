@@ -9,15 +9,16 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT, SILENT, cu
+from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT, SILENT, cu, i32
 
-from collate_npu import CollateError, ContextParallel, releases
+from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
-from collate_npu.kernels.gated_delta.kernels import CHAIN
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.stacks import KERNELS, OPERATORS, operator_named
+from collate_npu.parallel.layout import Layout
+from collate_npu.parallel.recurrent import check_recurrent_split
 
 ONE = {"kernel": "fla", "B": 1, "T": 73}
 
@@ -53,8 +54,50 @@ def test_each_operator_is_found_by_its_name_and_by_that_of_its_kernel() -> None:
         module, _, function = name.partition(".")
         assert "(" in name or not function or operator_named(f"{module}.some.module.{function}") is row
     assert {*get_args(Kernel)} <= KERNELS.keys() | OPERATORS.keys()
-    assert {operator_named(f"fla_npu.npu_{link}").name for link in CHAIN} == {"fla_npu.link"}
+    assert operator_named("fla_npu.npu_chunk_fwd_o").name == "fla_npu.chunk_fwd_o"
     assert not knows("fla.something_else")
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("lengths", [[8, 24], [32], [4, 8, 4]])
+def test_one_rule_says_who_may_share_a_row(layout: Any, lengths: list[int]) -> None:
+    """`check_recurrent_split` and no other: of packed rows zigzag is of the whole row, which no layer puts right."""
+    place, segments = ContextParallel(2, 0, layout=layout), Segments.from_lengths([lengths])
+    for kernel, scheme in (("fla", "head_exchange"), ("fla_cp", "state_passing"), ("megatron", "head_exchange_zigzag")):
+        kwargs = gated_delta_kwargs(segments, kernel=kernel)
+        says = {"kernel": kernel, "B": 1, "T": sum(lengths), "versions": MAIN, "segments": segments}
+        try:
+            check_recurrent_split(place, scheme, segments, padding_free=True)
+        except CollateError:
+            rules = ["ranks"]
+        else:
+            rules = []
+        assert [each.rule for each in gated_delta_breaches(kwargs, **says, context_parallel=place)] == rules
+        if kernel == "megatron" and len(lengths) > 1:
+            assert bool(rules) == (layout not in ("document_zigzag", "document_ulysses_ring"))
+
+
+OWN = {"scale": 0.5, "layout": "tnd"}
+"""What the remedies of some operators say besides."""
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_circle_of_remedies_ends(name: str) -> None:
+    """What a remedy says to take is taken as a whole, and computed as it is meant; where nothing is, no remedy says so."""
+    row, says = OPERATORS[name], {"kernel": name, "B": 1, "T": 8, "versions": FULL | MAIN | {"transformers": "5.12.0"}}
+    if not row.kernel:
+        found = gated_delta_breaches({row.offsets[0]: i32(3, 8)}, **says)
+        assert found
+        assert not any("gated_delta_kwargs" in breach.remedy for breach in found)
+        return
+    segments = Segments.from_lengths([[3, 4]], width=8)
+    right = gated_delta_kwargs(segments, kernel=row.kernel)
+    for truth in (None, segments):
+        found = gated_delta_breaches(right, **says, segments=truth, training=row.backward)
+        own = {breach.where: OWN[breach.where] for breach in found}
+        assert not gated_delta_breaches(right | own, **says, segments=truth, training=row.backward)
+        wrong = gated_delta_breaches({"cu_seqlen": 1}, **says, segments=truth, training=row.backward)
+        assert any(f"kernel={row.kernel!r}" in breach.remedy for breach in wrong)
 
 
 # --- names, values, messages
@@ -66,7 +109,8 @@ def test_each_operator_is_found_by_its_name_and_by_that_of_its_kernel() -> None:
         ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: .*fla_conv"), ({}, {"kernel": ""}, "Close to it"),
         ({}, {"T": 0}, "T"), ({}, {"B": 0}, "B"), ({}, {"T": 2.5}, "T"), ({}, {"chunk_size": "64"}, "chunk_size"),
         ({}, {"context_parallel": 2}, "context_parallel"), ({}, {"versions": "0.5.2"}, "versions"),
-        ({}, {"versions": ["fla"]}, "versions"), ([("cu_seqlens", 3)], {}, "kwargs"),
+        ({}, {"versions": ["fla"]}, "versions"), ({}, {"versions": {"fla": "banana"}}, "versions"),
+        ([("cu_seqlens", 3)], {}, "kwargs"),
     ],
 )  # fmt: skip
 def test_names_sizes_and_types_that_are_not_known_are_refused(kwargs: Any, says: dict[str, Any], message: str) -> None:
@@ -79,8 +123,8 @@ def test_the_message_names_tokens_and_releases() -> None:
         check_gated_delta_contract(cu(0, 4, 73), segments=PACKED, **ONE)
     assert str(error.value) == (
         "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) reads (0, 2), and is the first of "
-        "its sequence. The segments say otherwise. Use gated_delta_kwargs(segments, kernel='fla'), or unpad() the batch and "
-        "its tensors; or pass the segments that this call is for. (Segments)"
+        "its sequence. The segments say otherwise. Take the boundaries from gated_delta_kwargs(segments, kernel='fla'). Or "
+        "unpad() the batch and its tensors, or pass the segments that this call is for. (Segments)"
     )
     (breach,) = gated_delta_breaches(BOTH, **ONE | {"kernel": "transformers"}, versions={"transformers": "5.9.1"})
     assert "transformers 5.9.1" in breach.says

@@ -19,9 +19,9 @@ LIBHCCL = "torch_npu does not load: libhccl.so: gone"
 FLA_ALONE = {**TORCH, "flash-linear-attention": "0.6.0", "transformers": "5.23.0"}
 
 
-def told(packages, settings=(), devices="cpu only", npu="torch_npu loads"):
+def told(packages, settings=(), devices="cpu only", npu="torch_npu loads", cann=""):
     found = Environment(
-        system="", packages=packages, settings=dict(settings), cann="", devices=devices, npu=npu, runs={}, refused={}
+        system="", packages=packages, settings=dict(settings), cann=cann, devices=devices, npu=npu, runs={}, refused={}
     )
     return " ".join(hazards(found))
 
@@ -29,6 +29,8 @@ def told(packages, settings=(), devices="cpu only", npu="torch_npu loads"):
 ROWS = [
     ("torch 2.13.0+cpu and torch_npu 2.7.1 are not a pair", ({**TORCH, "torch_npu": "2.7.1"},), (NPU,)),
     ("are not a pair", ({"torch": "2.7.1", "torch_npu": "2.8.0"},), ({"torch": "2.7.1", "torch_npu": "2.7.1.post2"},)),
+    ("2.7.0 and torch_npu 2.7.1 are not a pair", ({"torch": "2.7.0", "torch_npu": "2.7.1"},),
+     ({"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post4"},)),
     ("TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU", (NPU, {}, "", LIBHCCL), (NPU,)),
     ("the causal triangle to the top left", (NPU, {"NPU_FA2_SPARSE_MODE": "2"}), (NPU, {"NPU_FA2_SPARSE_MODE": "3"})),
     ("drops sliding windows", ({**NPU, "transformers": "5.23.0"},), ({**TORCH, "transformers": "5.23.0"},)),
@@ -51,6 +53,25 @@ ROWS = [
 def test_a_hazard_is_told_where_it_is_and_nowhere_else(text, here, elsewhere):
     assert text in told(*here)
     assert text not in told(*elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "cann", "wanted"),
+    [
+        ("2.7.1", "8.3.RC1 in /usr/local/Ascend", ""),
+        ("2.7.1", "8.3.T12 in /usr/local/Ascend", ""),
+        ("2.7.1", "8.5.0 in /usr/local/Ascend", "8.3.RC1"),
+        ("2.7.1.post4", "9.0.0 in /opt", ""),
+        ("2.7.1.post4", "9.1.0 in /opt", "9.0.0"),
+        ("2.7.1.post3", "9.1.0 in /opt", ""),
+        ("2.12.0", "none: ASCEND_HOME_PATH is not set", ""),
+        ("2.12.0", "version not told in /opt", ""),
+    ],
+)
+def test_cann_is_compared_with_the_table_of_torch_npu(torch_npu, cann, wanted):
+    said = told({"torch": torch_npu[:6].rstrip("."), "torch_npu": torch_npu}, cann=cann)
+    assert (f"is made for CANN {wanted}, and here is {cann}" in said) == bool(wanted)
+    assert ("COMPATIBILITY.md" in said) == bool(wanted)
 
 
 @pytest.mark.parametrize(
