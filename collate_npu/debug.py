@@ -10,6 +10,8 @@ import logging
 import os
 from collections.abc import Hashable
 
+from collate_npu.errors import printable
+
 ON = os.environ.get("COLLATE_NPU_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
 
 _LOGGER = logging.getLogger("collate_npu")
@@ -26,7 +28,7 @@ def say(what: Hashable, text: str) -> None:
         _LOGGER.addHandler(_handler())
         _LOGGER.propagate = False  # else an application's own handlers say it a second time
     _LOGGER.setLevel(logging.DEBUG)
-    _LOGGER.debug(text)
+    _LOGGER.debug(printable(text))
 
 
 def _handler() -> logging.Handler:

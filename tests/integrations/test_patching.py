@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import pickle
 import sys
@@ -161,3 +162,40 @@ def test_a_patch_is_in_place_while_somebody_holds_it_the_later_ones_on_top(histo
                 said = said.upper() if each is louder else said + ", please"
             assert home.greet("you") == friend.greet("you") == said
         assert home.greet is friend.greet is original
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_module_that_is_run_again_is_patched_again(tmp_path, monkeypatch, edited):
+    """`importlib.reload`: what the second install is for; everybody has ours again, and once only."""
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "reloaded_here.py"
+    source.write_text("def work(x): return x\n")
+    home = importlib.import_module("reloaded_here")
+    (friend,) = modules(monkeypatch, "reloaded_here.friend")
+    friend.work = home.work
+
+    def install():
+        for ours in (more, double):
+            patching.patch("one", home, "work", ours, everywhere="reloaded_here")
+
+    install()
+    assert (home.work(1), friend.work(1)) == (4, 4)
+    source.write_text("def work(x): return x + 10\n" if edited else source.read_text())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    importlib.reload(home)
+    for _ in range(2):
+        install()
+        assert [home.work(1), friend.work(1)] == [24 if edited else 4] * 2
+    patching.release("one")
+    assert home.work(1) == friend.work(1) == (11 if edited else 1)
+    assert home.work is friend.work
+    del sys.modules["reloaded_here"]
+
+
+def more(original, value):
+    return original(value) + 1
+
+
+def double(original, value):
+    return original(value) * 2

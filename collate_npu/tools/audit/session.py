@@ -18,7 +18,7 @@ from rich.text import Text
 from collate_npu import __version__
 from collate_npu.consumers.models import pattern_of
 from collate_npu.consumers.recurrent_kernels import kernel_calls
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.located import samples_of
 from collate_npu.proof.measure import Batch
 from collate_npu.testing import reference_kernels
@@ -112,7 +112,7 @@ class _Session:
     def audit(self, name: str, attn: str, count: str, console: Console) -> None:
         """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
         place, began = place_of(name, attn), monotonic()
-        shown = f"{count}{shortened(place, 60)}"
+        shown = printable(f"{count}{shortened(place, 60)}")
         with console.status(Text(shown)), self._told(place):
             model, tokenizer, pad_token_id = self.build(name, attn)
             with reference_kernels(model) if self.reference and kernel_calls(model) else nullcontext():
@@ -158,6 +158,8 @@ class _Session:
         """What does not build, does not run alone or cannot be compared is told in the report."""
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of a checkpoint's own may end the process
             ours = isinstance(error, CollateError)
             self.report.not_run[place] = " ".join(str(error).split()) if ours else said(error)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Option
 
 from collate_npu.tools.cli.console import Side, needs
@@ -93,7 +92,7 @@ def audit_command(
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.session import audit_all
     from collate_npu.tools.audit.terminal import page, print_report
-    from collate_npu.tools.paper import check_place
+    from collate_npu.tools.paper import check_place, screen
 
     if html:
         check_place(html)
@@ -103,13 +102,13 @@ def audit_command(
         models=model or [], data=data, batch=batch, tokenizer=tokenizer, trust=trust_remote_code,
         sides=sides, attentions=attn or [], collators=collator or [],
         kernels=kernels, device=device, dtype=dtype, batch_size=batch_size, batches=batches,
-        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=Console(stderr=True),
+        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=screen(stderr=True),
     )  # fmt: skip
     if html:
         html.write_text(page(report), encoding="utf-8")
     if as_json_:
-        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-            print_report(Console(), report, verbose=verbose)
+            print_report(screen(), report, verbose=verbose)
     raise typer.Exit(report.exit_code)
