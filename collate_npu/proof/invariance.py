@@ -16,7 +16,7 @@ from torch import Tensor
 from collate_npu.consumers.models import needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.proof.located import Located, keep_of, locate
-from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, predicts_next
+from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, alone, predicts_next
 from collate_npu.proof.noise import TIMES, Yardstick, measure_noise
 from collate_npu.segments import Segments, keep_array
 
@@ -29,7 +29,7 @@ Samples = Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
 def assert_padding_invariant(
     model: Any, collator: Collator, samples: Samples, *, tolerance: float | None = None, gradients: bool = True
 ) -> None:
-    """Assert that a batch of `collator` gives each sample the logits, loss and gradient that it has alone.
+    """Assert that a batch of `collator` gives each sample the logits, loss and gradient it has alone, by its own labels.
 
     `model` is a module of transformers: a decoder, a hybrid or an encoder, with a head or without. `collator` may pad on
     any side, permute rows or pack them: samples are found by their tokens. What passes is six times the rounding that is
@@ -48,15 +48,15 @@ def assert_padding_invariant(
     check_one_stack(model)
     check_unequal(features)
     located = collated(collator, features)
-    reference, mine = located.reference(None, model, gradients), located.numbers(model, gradients)
-    noise = measure_noise(model, [located.labelled()], [reference], gradients=gradients)
+    reference, mine = alone(model, features, gradients), located.numbers(model, gradients)
+    noise = measure_noise(model, [features], [reference], gradients=gradients)
     compared, astray = Compared.of([(mine, reference)]), Yardstick(noise).astray
     found = compared.worst
     right, limit = not astray(found), f"{TIMES * noise.logits:.1e} is rounding"
     if tolerance is not None:
         right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
         limit = f"the tolerance is {tolerance:g}"
-    if not right:
+    if not right or located.label_fault():
         lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
 
@@ -140,7 +140,7 @@ def advice(located: Located, model: Any, astray: Sequence[str]) -> str:
         lost = f"drops {lost_B[row]} of {int(real_BS[row].sum())} real tokens of row {row}"
         remedy = "make it from the lengths, not from ids != pad_token_id; tokens that a collator adds belong in the samples"
         return f"The 2D mask {lost} and keeps {added_B[row]} of padding: {remedy}."
-    faults = [_fault_of_masks(model, located.batch, located.segments) if "logits" in astray else ""]
+    faults = [_fault_of_masks(model, located.batch, located.segments) if "logits" in astray else "", located.label_fault()]
     if located.batch.get("labels") is not None and predicts_next(model):
         faults += _faults_of_labels(located.with_labels()["labels"], located.segments)
     remedy = "wrap_collator(your collator, consumer='transformers', model=model) emits what this model reads"

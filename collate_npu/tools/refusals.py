@@ -50,7 +50,7 @@ def refused(where: str, what: str, rule: str, remedy: str, *, folders: Sequence[
     """
     try:
         yield
-    except (CollateError, KeyboardInterrupt, GeneratorExit):
+    except (CollateError, KeyboardInterrupt):
         raise
     except BaseException as error:  # packages raise classes of their own, and some end the process
         why = f"{line_in(error, folders)}{said(error)}"

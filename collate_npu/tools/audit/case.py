@@ -58,7 +58,7 @@ class Finding:
     right: bool | None = None
     """By the yardstick; None where nothing was measured."""
     astray: tuple[str, ...] = ()
-    """What is not right by the yardstick: `logits`, `loss`, `gradient`."""
+    """What is not right by the yardstick: `logits`, `loss`, `gradient`; and `labels` that are not those of the samples."""
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
@@ -75,7 +75,7 @@ class Finding:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
         if self.logits is None:
             return self.refused
-        if tolerance is None:
+        if tolerance is None or "labels" in self.astray:
             return bool(self.right)
         measured = (self.logits, self.loss, self.gradient)
         return all(error is None or error <= tolerance for error in measured)
@@ -129,11 +129,14 @@ class Audit:
     def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
         """Batches that were given, judged like ours; they tell their side themselves."""
         asked = (self.subject.model, self._gradients)
-        found = _tried((case.numbers(*asked), case.reference(known, *asked)) for case, known in zip(cases, self._alone))
+        found = _tried((case.numbers(*asked), known) for case, known in zip(cases, self._alone))
         finding = self._judged(layout_of([case.segments for case in cases]), column, "yours", found)
+        if mislabelled := [case for case in cases if case.label_fault()]:
+            finding = replace(finding, right=False, astray=(*finding.astray, "labels"))
         if finding.right is False and not finding.note and isinstance(found, Compared):
             yardstick = Yardstick(self._noise)
-            wrong, each = next(pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]))
+            pairs = [pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]) or pair[0] in mislabelled]
+            wrong, each = pairs[0]
             return replace(finding, note=advice(wrong, self.subject.model, yardstick.astray(each)))
         return finding
 

@@ -20,7 +20,7 @@ from collate_npu.consumers.models import pattern_of
 from collate_npu.consumers.recurrent_kernels import kernel_calls
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.located import samples_of
-from collate_npu.proof.measure import Batch
+from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import reference_kernels
 from collate_npu.tools.audit.candidates import DEFAULT, build, candidates, check_named, place_of, resolved_kernels
 from collate_npu.tools.audit.case import DUMPED, Audit
@@ -125,7 +125,7 @@ class _Session:
         if self.dumped is None:
             samples = self.drawn(tokenizer)
         else:  # beside batches laid out as it is: rows of several samples beside flat rows
-            given = samples_of(self.dumped, pattern_of(model))
+            given = samples_of(self.dumped, pattern_of(model), next_token=predicts_next(model))
             samples = list(given.features)
             about |= {"batch_size": len(samples), "sides": ["packed"] if given.segments.packed else padded}
         case = Audit(model, samples, **about)
