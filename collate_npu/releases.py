@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
@@ -33,6 +35,22 @@ NEWEST: Mapping[str, str] = {
 }
 """The newest release whose source was read."""
 
+RUN: Mapping[str, tuple[str, str]] = {
+    "transformers": ("4.57.1", "5.23.0"),
+    "megatron-core": ("0.16.1", "0.19.2"),
+    "trl": ("0.24.0", "1.16.0"),
+    "accelerate": ("1.11.0", "1.15.0"),
+}
+"""The oldest and the newest release that is run, of what more than one is run of; of others `TESTED` of the integration."""
+PAGES: Mapping[str, str] = {
+    "mcore-bridge": "ms-swift",
+    "megatron-core": "megatron",
+    "twinkle-kit": "twinkle",
+    "accelerate": "own-loop",
+    "axolotl": "llamafactory-axolotl",
+}
+"""The page of the guide that says what was checked, where it is not called like the distribution."""
+
 UNKNOWN = "installed, version not known"
 """What stands for a version where the metadata of a package is broken."""
 _FOUND: dict[str, str] = {}
@@ -55,6 +73,24 @@ def _read(distribution: str) -> str:
     except Exception:  # no METADATA, or one that is no text: each release of Python raises something else
         return UNKNOWN
     return found or UNKNOWN
+
+
+def outside(package: str, tested: str = "", here: str | None = None) -> str:
+    """What is to be said of a release (default: the installed one) that is not among those that were run; else ""."""
+    here = installed(package) if here is None else here
+    oldest, newest = RUN.get(package, (tested, tested))
+    if not here or numbers(oldest) <= numbers(here) <= numbers(newest):
+        return ""
+    ran = newest if oldest == newest else f"{oldest} to {newest}"
+    page = PAGES.get(package, package)
+    return f"{package} {here} is not among the releases that were run ({ran}): `collate-npu guide {page}`"
+
+
+@cache
+def say_outside(package: str, tested: str = "") -> None:
+    """Warn of that, once a process."""
+    if text := outside(package, tested):
+        warnings.warn(f"collate_npu: {text} says what was checked. Run the audit, or guard the first batch.", stacklevel=3)
 
 
 def numbers(text: str) -> tuple[int, ...]:

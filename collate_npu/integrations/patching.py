@@ -1,7 +1,7 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
 A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
-patched over ours stays as it is, and ours then calls the original.
+patched over ours stays as it is, and ours then calls the original. A release of the trainer that was not run is said.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+
+from collate_npu.integrations import trainers
+from collate_npu.releases import say_outside
 
 _ABSENT = object()
 """The owner has no such name of its own: it inherits it."""
@@ -45,6 +48,7 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
             if _lost(known):
                 _put(known)
             return
+    _say_releases(holder, owner)
     made = _Patch(owner, name, ours, getattr(owner, name), None, everywhere)
     made.holders.add(holder)
 
@@ -56,6 +60,14 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
     made.wrapped = wrapped
     _put(made)
     _TABLE.append(made)
+
+
+def _say_releases(holder: str, owner: Any) -> None:
+    """Of who installs, and of the package that is patched."""
+    home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0].replace("_", "-")
+    for package, tested in trainers().values():
+        if package in (holder, home):
+            say_outside(package, tested)
 
 
 def _put(made: _Patch) -> None:

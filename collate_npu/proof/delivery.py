@@ -36,6 +36,7 @@ from collate_npu.proof.measure import OF_THE_LOSS, apart, run
 from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
+from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
 __all__ = ["Alone", "Delivery", "Received", "check_delivery", "guard_first_batch", "received_masks"]
@@ -131,6 +132,7 @@ def guard_first_batch(
         1, 3, 3] to 1 layer
     """
     inner = _known(model)
+    say_outside({"megatron": "megatron-core"}.get(kind := consumer_of(model), kind))
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 
