@@ -90,7 +90,7 @@ def _lost(made: _Patch) -> bool:
         now = patch.before
     while (patch := _patch_of(first)) is not None:
         first = patch.original
-    codes = [getattr(_function(each), "__code__", None) for each in (now, first)]
+    codes: list[Any] = [getattr(_function(each), "__code__", None) for each in (now, first)]
     same = None not in codes and len({(code.co_filename, code.co_name) for code in codes}) == 1
     return same or _function(now) is first
 

@@ -132,7 +132,7 @@ def guard_first_batch(
         1, 3, 3] to 1 layer
     """
     inner = _known(model)
-    say_outside({"megatron": "megatron-core"}.get(kind := consumer_of(model), kind))
+    say_outside("megatron-core" if consumer_of(model) == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 

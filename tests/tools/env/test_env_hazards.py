@@ -96,7 +96,7 @@ def test_torch_npu_beside_fla_npu(torch_npu, wrong):
     [
         ("ms-swift", "4.7.0", "ms-swift"),
         ("transformers", "5.24.0", "transformers"),
-        ("axolotl", "1.0", "llamafactory-axolotl"),
+        ("axolotl", "1", "llamafactory-axolotl"),
     ],
 )
 def test_a_release_that_was_not_run_is_told_with_its_page(package, version, page):
