@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,16 @@ def assert_padding_invariant(
     >>> collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
     >>> assert_padding_invariant(model, collator, samples)
     """
+    if not (isinstance(model, torch.nn.Module) and callable(collator)):
+        got = f"a {type(model).__name__} and a {type(collator).__name__}"
+        rule = "A module is run on what a function makes of features."
+        raise CollateError(explain("assert_padding_invariant", got, rule, "Pass model, collator, samples."))
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
+        raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     features = features_of(samples)
     check_one_stack(model)
     check_unequal(features)
+    check_vocabulary(model, [features])
     located = collated(collator, features)
     reference, mine = alone(model, features, gradients), located.numbers(model, gradients)
     noise = measure_noise(model, [features], [reference], gradients=gradients)
@@ -63,6 +70,9 @@ def assert_padding_invariant(
 
 def features_of(samples: Samples) -> list[Batch]:
     """Features with `input_ids` and `labels` (by default the same). Raises `CollateError` for what is no token ids."""
+    if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
+        rule = "Samples are lists of token ids, or mappings of input_ids and labels."
+        raise CollateError(explain("samples", f"a {type(samples).__name__}", rule, "Pass a list of them."))
     features, bad = [], []
     for n, sample in enumerate(samples):
         given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
@@ -98,6 +108,15 @@ def check_unequal(*batches: Sequence[Batch]) -> None:
     if all(len({len(feature["input_ids"]) for feature in batch}) < 2 for batch in batches):
         rule = "Without padding every mask is right, and a comparison would prove nothing."
         raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+
+
+def check_vocabulary(model: Any, batches: Sequence[Sequence[Batch]]) -> None:
+    """Refuse token ids that the model has no embedding for; on a card they end the process."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
+    if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:
+        remedy = "Name the model that the tokens were made for, and its tokenizer."
+        raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
 def collated(collator: Collator, features: Sequence[Batch]) -> Located:

@@ -113,6 +113,7 @@ def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
     there whole, where there are other tokens, or where tokens do not tell."""
     ids_BS = _tokens(batch)
     samples = [np.asarray(feature["input_ids"]) for feature in features]
+    batch = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()}
     starts = [_starts(ids_BS, sample) for sample in samples]
     whole = "tokens that are not in the batch, in one piece"
     if lost := [(n, f"{len(ids)} {whole}") for n, ids in enumerate(samples) if not starts[n]]:

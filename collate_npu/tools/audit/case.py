@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.proof.invariance import Collator, Samples, advice, check_one_stack, check_unequal, collated, features_of
+from collate_npu.proof.invariance import (
+    Collator,
+    Samples,
+    advice,
+    check_one_stack,
+    check_unequal,
+    check_vocabulary,
+    collated,
+    features_of,
+)
 from collate_npu.proof.located import Located
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
 from collate_npu.proof.noise import Yardstick, measure_noise
@@ -223,15 +232,6 @@ def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[
     if any(side != "packed" for side in sides):
         check_unequal(*batches)
     return batches
-
-
-def check_vocabulary(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> None:
-    """Refuse token ids that the model has no embedding for; on a card they end the process."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(max(feature["input_ids"]) for batch in batches for feature in batch)
-    if largest >= rows:
-        remedy = "Name the model that the tokens were made for, and its tokenizer."
-        raise CollateError(explain("samples", f"token id {largest}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
 def size(error: float) -> float:

@@ -119,7 +119,7 @@ def _row(where: str, record: Any) -> Row:
 
 def _tokens(ids: Any, labels: Any) -> Batch | None:
     labels = ids if labels is None else labels
-    whole = all(isinstance(x, list) and x and all(type(n) is int for n in x) for x in (ids, labels))
+    whole = all(isinstance(x, list) and x and all(type(n) is int and abs(n) < 1 << 31 for n in x) for x in (ids, labels))
     return {"input_ids": ids, "labels": labels} if whole and len(ids) == len(labels) else None
 
 

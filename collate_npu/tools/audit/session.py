@@ -85,7 +85,8 @@ def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batc
         raise CollateError(explain("--batch", "no --model", rule, "Name the model that it was made for."))
     dumped = batch_of_file(batch)
     ids = dumped.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+    dense = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_nested
+    if ids is None or not dense or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         rule = "A batch of samples has input_ids [B, S], whole numbers."
         raise CollateError(explain("--batch", f"{batch}: keys {', '.join(dumped)}", rule, RECIPE))
     return dumped

@@ -35,7 +35,7 @@ def show_command(
     side: Annotated[Side, Option(help="Padding side, of --lengths and --data.")] = "right",
     packed: Annotated[bool, Option("--packed", help="One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option(min=1, help="Lines of --data in the batch.")] = 4,
-    max_length: Annotated[int, Option(min=2, help="Longest line of --data, in tokens.")] = 96,
+    max_length: Annotated[int, Option(min=2, max=1 << 20, help="Longest line of --data, in tokens.")] = 96,
     row: Annotated[int | None, Option(min=0, help="Squares of this row alone.")] = None,
     consumer: Annotated[list[str] | None, Option(help="Who reads the batch. Repeatable; default: nobody yet.")] = None,
     model_type: Annotated[str, Option(help="Whose layers decide about attention_mask_2d.")] = "qwen3_next",
