@@ -86,11 +86,7 @@ def shape_of(tensor: object) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal does not obey: whatever moves its cursor, hides or turns letters round is written as its escape.
-
-    >>> printable("a\x1b[2Jb\u202e")
-    'a\\x1b[2Jb\\u202e'
-    """
+    """What a terminal does not obey: whatever moves its cursor, hides, or turns letters round is written as its escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)

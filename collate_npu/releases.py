@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "fla": ("fla-core", "flash-linear-attention"),
@@ -42,14 +43,6 @@ RUN: Mapping[str, tuple[str, str]] = {
     "accelerate": ("1.11.0", "1.15.0"),
 }
 """The oldest and the newest release that is run, of what more than one is run of; of others `TESTED` of the integration."""
-PAGES: Mapping[str, str] = {
-    "mcore-bridge": "ms-swift",
-    "megatron-core": "megatron",
-    "twinkle-kit": "twinkle",
-    "accelerate": "own-loop",
-    "axolotl": "llamafactory-axolotl",
-}
-"""The page of the guide that says what was checked, where it is not called like the distribution."""
 
 UNKNOWN = "installed, version not known"
 """What stands for a version where the metadata of a package is broken."""
@@ -82,8 +75,15 @@ def outside(package: str, tested: str = "", here: str | None = None) -> str:
     if not here or numbers(oldest) <= numbers(here) <= numbers(newest):
         return ""
     ran = newest if oldest == newest else f"{oldest} to {newest}"
-    page = PAGES.get(package, package)
-    return f"{package} {here} is not among the releases that were run ({ran}): `collate-npu guide {page}`"
+    return f"{package} {here} is not among the releases that were run ({ran}): `collate-npu guide {page_of(package)}`"
+
+
+def page_of(package: str) -> str:
+    """The page of the guide that says what was checked of a package: its title names it."""
+    pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
+    titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
+    named = [name for name, title in titles.items() if package in title]
+    return named[0] if named else "index"
 
 
 @cache

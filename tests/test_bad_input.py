@@ -185,7 +185,7 @@ PROVED = {
             lambda name=name: check_delivery(model(), OK, **{name: SETTINGS[name][0]}),
             f"{name}: got a",
         )
-        for name in ("segments", "context_parallel", "pattern", "forward")
+        for name in ("segments", "context_parallel", "forward")
     },
     "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got a int"),
     "no model": (lambda: proved(of="llama"), "got a str"),

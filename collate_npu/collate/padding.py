@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side, check_places, host_array, host_tensor
+from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Row = Sequence[Any] | Array | Tensor
@@ -133,7 +133,8 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
 
 
 def _check_size(key: str, total: int, fill: Any) -> None:
-    check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
+    if total > MOST_PLACES:
+        check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
     if not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63:
         rule = "What padding holds is a number of at most 64 bits."
         raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))

@@ -240,7 +240,8 @@ def test_so_does_one_of_the_package_that_is_patched(recwarn, has):
 def test_each_trainer_has_a_page_that_names_its_release():
     guide = Path(releases.__file__).parent / "guide"
     for package, tested in trainers().values():
-        page = (guide / f"{releases.PAGES.get(package, package)}.md").read_text(encoding="utf-8")
+        assert releases.page_of(package) != "index", package
+        page = (guide / f"{releases.page_of(package)}.md").read_text(encoding="utf-8")
         assert package in ("accelerate", "transformers") or tested in page, package
 
 

@@ -48,11 +48,7 @@ class _InstallsAfterwards(MetaPathFinder):
 
 
 def arm() -> None:
-    """Install ours in verl's Megatron engine: now where that is imported, else as soon as it is.
-
-    >>> from collate_npu.integrations.verl import plugin  # doctest: +SKIP
-    >>> plugin.arm()  # doctest: +SKIP
-    """
+    """Install ours in verl's Megatron engine: now where that is imported, else as soon as it is."""
     if _PACKAGE in sys.modules:
         engine.install()
     elif not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
