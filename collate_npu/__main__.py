@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import signal
 import sys
+
+if __name__ == "__main__" and "-m" in sys.orig_argv and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # `-m` puts the working directory there, and a platform.py of it is not what any import here means
 
 
 def main() -> None:
     """Run the command line, or say which extra it needs; `env` runs without any."""
+    import io
+    import signal
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was found by then is still said
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a letter that it cannot encode is written as its escape

@@ -46,6 +46,7 @@ PaddingSide = Literal["none", "left", "right", "mixed"]
 SIDES: tuple[Side, Side] = ("right", "left")
 
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOST_PLACES = 2**31 - 1
 _PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 
@@ -69,6 +70,7 @@ def host_tensor(name: str, value: Any) -> Tensor:
         what = "nested" if value.is_nested else "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
     if value.layout != torch.strided:
+        check_places(name, value.numel(), _REMEDY)
         value = value.to_dense()
     if value.is_floating_point() and value.element_size() == 1:
         value = value.float()
@@ -119,6 +121,13 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
         raise CollateError(explain(name, got, f"It is a whole number, at least {least}.", f"Pass {name} as an int."))
     return int(value)
+
+
+def check_places(name: str, places: int, remedy: str) -> None:
+    """Raise before memory is asked for that no batch needs: offsets of more places would not be int32."""
+    if places > MOST_PLACES:
+        rule = f"Offsets are int32, so a batch has at most {MOST_PLACES} places."
+        raise CollateError(explain(name, f"{places} places", rule, remedy))
 
 
 def one_run(keep_BS: Array, side: Side) -> list[int]:
@@ -237,8 +246,10 @@ def length_rows(lengths: Any) -> list[list[int]]:
     """One list of token counts for each row of the batch; raises for what is no count."""
     if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
         return [[n] for n in lengths]
-    if isinstance(lengths, (Tensor, np.ndarray)):
+    if not isinstance(lengths, (list, tuple)):
         lengths = host_array("lengths", lengths)
+        if lengths.ndim not in (1, 2):
+            raise CollateError(explain("lengths", shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
     rows: list[list[int]] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(lengths):

@@ -10,6 +10,8 @@ import logging
 import os
 from collections.abc import Hashable
 
+from collate_npu.errors import printable
+
 
 def asked(name: str) -> bool:
     """Is this switch of the environment on?"""
@@ -32,7 +34,7 @@ def say(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
         _LOGGER.addHandler(_handler())
         _LOGGER.propagate = False  # else an application's own handlers say it a second time
     _LOGGER.setLevel(logging.DEBUG)
-    _LOGGER.log(level, text)
+    _LOGGER.log(level, printable(text))
 
 
 def _handler() -> logging.Handler:

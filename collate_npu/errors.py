@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
+_HARMLESS = "\n\t\xa0\u3000\u200d"
+"""Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
 REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
 
 
@@ -64,17 +66,27 @@ class UnsupportedFormError(CollateError):
 
 def explain(where: str, got: str, rule: str, remedy: str) -> str:
     """One line of four facts, in the order a reader asks for them."""
-    return f"{where}: got {got}. {rule} {remedy}"
+    return printable(f"{where}: got {got}. {rule} {remedy}")
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str) -> str:
     """Like `explain`, for every bad row of one key at once."""
     listed = sorted(rows)
     head = f"{key}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
-    return "\n".join([head, *(f"  row {row}: got {got}" for row, got in listed), rule, remedy])
+    return printable("\n".join([head, *(f"  row {row}: got {got}" for row, got in listed), rule, remedy]))
 
 
 def shape_of(tensor: object) -> str:
     """`int64 [2, 8]`: what arrived, in the words of an error message."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
-    return f"{dtype} {list(getattr(tensor, 'shape', []))}"
+    try:
+        return f"{dtype} {list(getattr(tensor, 'shape', []))}"
+    except (RuntimeError, TypeError):  # a strided nested tensor has no shape; a stranger's may be anything
+        return f"{dtype} of no shape"
+
+
+def printable(text: str) -> str:
+    """What a terminal does not obey: whatever moves its cursor, hides, or turns letters round is written as its escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)

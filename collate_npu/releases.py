@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "fla": ("fla-core", "flash-linear-attention"),
@@ -32,6 +35,14 @@ NEWEST: Mapping[str, str] = {
     "mindspeed": "0.18",
 }
 """The newest release whose source was read."""
+
+RUN: Mapping[str, tuple[str, str]] = {
+    "transformers": ("4.57.1", "5.23.0"),
+    "megatron-core": ("0.16.1", "0.19.2"),
+    "trl": ("0.24.0", "1.16.0"),
+    "accelerate": ("1.11.0", "1.15.0"),
+}
+"""The oldest and the newest release that is run, of what more than one is run of; of others `TESTED` of the integration."""
 
 UNKNOWN = "installed, version not known"
 """What stands for a version where the metadata of a package is broken."""
@@ -55,6 +66,31 @@ def _read(distribution: str) -> str:
     except Exception:  # no METADATA, or one that is no text: each release of Python raises something else
         return UNKNOWN
     return found or UNKNOWN
+
+
+def outside(package: str, tested: str = "", here: str | None = None) -> str:
+    """What is to be said of a release (default: the installed one) that is not among those that were run; else ""."""
+    here = installed(package) if here is None else here
+    oldest, newest = RUN.get(package, (tested, tested))
+    if not here or numbers(oldest) <= numbers(here) <= numbers(newest):
+        return ""
+    ran = newest if oldest == newest else f"{oldest} to {newest}"
+    return f"{package} {here} is not among the releases that were run ({ran}): `collate-npu guide {page_of(package)}`"
+
+
+def page_of(package: str) -> str:
+    """The page of the guide that says what was checked of a package: its title names it."""
+    pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
+    titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
+    named = [name for name, title in titles.items() if package in title]
+    return named[0] if named else "index"
+
+
+@cache
+def say_outside(package: str, tested: str = "") -> None:
+    """Warn of that, once a process."""
+    if text := outside(package, tested):
+        warnings.warn(f"collate_npu: {text} says what was checked. Run the audit, or guard the first batch.", stacklevel=3)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -95,6 +95,7 @@ class Segments:
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
         if side not in ("left", "right"):
             raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
+        arrays.check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
         return ready(of_lengths(rows, width, side))
 
     @classmethod

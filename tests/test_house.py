@@ -13,20 +13,20 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1300, 1250),
-    "masks": (2450, 2400),
-    "parallel": (1330, 1450),
-    "kernels": (3300, 3400),
-    "consumers": (1970, 1950),
-    "collate": (1450, 1500),
-    "proof": (1210, 1250),
-    "integrations": (2700, 3000),
+    "ground": (1380, 1250),
+    "masks": (2520, 2400),
+    "parallel": (1520, 1450),
+    "kernels": (3470, 3400),
+    "consumers": (2110, 1950),
+    "collate": (1560, 1500),
+    "proof": (1280, 1250),
+    "integrations": (2760, 3000),
     "testing": (430, 450),
-    "tools": (3500, 3600),
-    "tests": (32600, 33000),
+    "tools": (3730, 3600),
+    "tests": (34420, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (17300, 12000)}
+WORDS = {"guide": (17650, 12000)}
 """Words of the guide's English pages, likewise."""
 
 

@@ -116,6 +116,8 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
                 rule = "A row of a batch is the input_ids of a sample, and no sample has any."
+                if "tokens" in held:
+                    raise CollateError(explain("input_ids", "samples of tokens", rule, "Rename the column to input_ids."))
                 remedy = "Wrap the collator that makes rows of these columns: wrap_collator(inner, model=model)."
                 got = f"samples of {', '.join(map(str, held)) or 'nothing'}"
                 raise CollateError(explain("input_ids", got, rule, remedy))
@@ -128,7 +130,9 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
-    return {key: on_host(column) if keys.get(key, SAMPLE).kind in _BY_TOKEN else column for key, column in columns.items()}
+    return {
+        key: on_host(key, column) if keys.get(key, SAMPLE).kind in _BY_TOKEN else column for key, column in columns.items()
+    }
 
 
 def _lengths(columns: dict[str, list[Any]]) -> list[int]:
@@ -137,7 +141,14 @@ def _lengths(columns: dict[str, list[Any]]) -> list[int]:
     if bad := [] if at_a_glance else [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
+    if bad := [(b, "values that are true or false") for b, row in enumerate(rows) if len(row) and _is_bool(row)]:
+        rule = "input_ids are whole numbers; a mask of them goes under attention_mask."
+        raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
     return [len(row) for row in rows]
+
+
+def _is_bool(row: Any) -> bool:
+    return row.dtype.kind == "b" if isinstance(row, np.ndarray) else type(row[0]) is bool
 
 
 def _is_flat(row: Any) -> bool:
@@ -154,6 +165,10 @@ def _kind(key: str, column: list[Any], ragged: bool, lengths: list[int], keys: M
     if known.kind not in ("tokens", "positions") or (known.role == "labels" and not ragged):
         return "sample"
     if known.role == "labels" and _is_targets(column, lengths):
+        if len({len(row) for row in column}) > 1:
+            bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)]
+            rule = "Targets of a sample are as many in each."
+            raise CollateError(explain_rows(key, bad, rule, "Give one number for each class."))
         return "targets"
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):
         _check_axes(key, column, lengths)
@@ -167,7 +182,7 @@ def _kind(key: str, column: list[Any], ragged: bool, lengths: list[int], keys: M
 
 def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
     """Multi-axis positions are `[axes, L]`, arrays or lists."""
-    shapes = [np.shape(row) for row in column]
+    shapes = [host_array(key, row).shape for row in column]
     told = [f"shape {list(shape)} beside {n} input_ids" for shape, n in zip(shapes, lengths)]
     bad = [(b, text) for b, text in enumerate(told) if shapes[b][-1] != lengths[b]]
     if bad or len({shape[0] for shape in shapes}) > 1:
@@ -179,7 +194,14 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
 def _is_targets(column: list[Any], lengths: list[int]) -> bool:
     """Float labels are one vector of targets a sample (multi-label classification), not labels of tokens."""
     looked_at = slice(_LOOKED_AT if list(map(len, column)) == lengths else None)
-    return all(len(row) and np.asarray(row[looked_at]).dtype.kind == "f" for row in column)
+    return all(len(row) and _holds_floats(row[looked_at]) for row in column)
+
+
+def _holds_floats(values: Any) -> bool:
+    try:
+        return host_array("labels", values).dtype.kind == "f"
+    except CollateError:  # said where they are laid out, with their row
+        return False
 
 
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
@@ -241,12 +263,26 @@ def _as_list(name: str, column: Any) -> list[Any]:
     if not is_ragged(column):
         remedy = "Pass a list of samples: one sample is a list of one."
         raise CollateError(explain(name, f"a {type(column).__name__}", "A column has one entry for each sample.", remedy))
-    return list(column)
+    return list(column.unbind() if isinstance(column, Tensor) else column)
 
 
 def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
+    try:
+        return _of_table(table, keys)
+    except CollateError:
+        raise
+    except Exception as error:  # whatever a producer raises, and pyarrow of what it produced
+        got = f"a {type(table).__name__} that cannot be read ({type(error).__name__}: {error})"
+        remedy = "Pass a list of samples, a dict of columns, or a pyarrow.Table."
+        raise CollateError(explain("features", got, _RULE, remedy)) from error
+
+
+def _of_table(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     pyarrow: Any = import_module("pyarrow")
     whole = table if isinstance(table, pyarrow.Table) else pyarrow.table(table)
+    if twice := sorted({name for name in whole.column_names if whole.column_names.count(name) > 1}):
+        rule = "A column has a name of its own."
+        raise CollateError(explain("features", f"{', '.join(twice)} more than once", rule, "Drop or rename one of them."))
     rows = {name: keys.get(name, SAMPLE).kind in _BY_TOKEN for name in whole.column_names}
     return {name: _arrow_rows(whole[name]) if rows[name] else whole[name].to_pylist() for name in whole.column_names}
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_array
-from collate_npu.collate.padding import check_lengths, is_ragged, rank_of
+from collate_npu.arrays import Array, host_array, renumber
+from collate_npu.collate.padding import check_lengths, is_ragged, pad_rows, rank_of
 from collate_npu.errors import CollateError, explain_rows
 
 
@@ -23,7 +23,8 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
 
 
 def own_segments(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
-    """Segment ids `[L]` of each sample by the keys of its truth; None where every sample is one sequence without holes."""
+    """Segment ids `[L]` of each sample by the keys of its truth, numbered 1, 2, ... in order; None where every sample is one
+    sequence without holes."""
     masks = [key for key in columns if key != "seq_lengths"]
     if all(_all_real(columns[key], lengths) for key in masks):
         masks = []
@@ -34,7 +35,9 @@ def own_segments(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[A
         return None
     _check_agreement(sources)
     rows = [np.stack(row) for row in zip(*sources.values())]
-    return [np.where((row > 0).all(axis=0), row.max(axis=0), 0) for row in rows]
+    ids = [np.where((row > 0).all(axis=0), row.max(axis=0), 0) for row in rows]
+    numbered_BS = renumber(pad_rows("attention_mask", ids, width=max(lengths, default=0)).numpy())
+    return [row[:n].astype(np.int32) for row, n in zip(numbered_BS, lengths)]
 
 
 def _all_real(column: list[Any], lengths: list[int]) -> bool:
@@ -93,9 +96,10 @@ def _is_ids(row: Array) -> bool:
 
 
 def _lengths_ids(column: list[Any], lengths: list[int]) -> list[Array]:
-    parts = [np.atleast_1d(np.asarray(row)) for row in column]
-    fits = [part.dtype.kind in "iu" and (part >= 0).all() and part.sum() == n for part, n in zip(parts, lengths)]
+    parts = [np.atleast_1d(host_array("seq_lengths", row)) for row in column]
+    counts = [part.ndim == 1 and (part.dtype.kind in "iu" or not part.size) for part in parts]
+    fits = [ok and all(0 <= m <= n for m in part) and part.sum() == n for ok, part, n in zip(counts, parts, lengths)]
     if bad := [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]:
         rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
         raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
-    return [np.repeat(np.arange(1, len(part) + 1, dtype=np.int32), part) for part in parts]
+    return [np.repeat(np.arange(1, len(part) + 1, dtype=np.int32), part.astype(np.int64)) for part in parts]

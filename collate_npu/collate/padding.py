@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side
-from collate_npu.errors import CollateError, explain_rows, shape_of
+from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor
+from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Row = Sequence[Any] | Array | Tensor
 
@@ -63,15 +63,15 @@ def are_flat(rows: Sequence[Any]) -> bool:
     return arrays and {row.ndim for row in rows} == {1} and {row.dtype.kind for row in rows} <= set("iubf")
 
 
-def on_host(rows: list[Any]) -> list[Any]:
-    """Tensors as the arrays they are, float32 for bfloat16; everything else as it is."""
+def on_host(key: str, rows: list[Any]) -> list[Any]:
+    """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
     kinds = set(map(type, rows))
     if kinds <= _LISTS or not any(issubclass(kind, Tensor) for kind in kinds):
         return rows
     try:
         return [row.numpy() if isinstance(row, Tensor) else row for row in rows]
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
-        return [_from_tensor(row) if isinstance(row, Tensor) else row for row in rows]
+        return [host_array(key, row) if isinstance(row, Tensor) else row for row in rows]
 
 
 def pad_rows(
@@ -94,7 +94,7 @@ def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0, 
 
 def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
     """Each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
-    return list(_arrays(key, on_host(list(rows)), whole=True))
+    return list(_arrays(key, on_host(key, list(rows)), whole=True))
 
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
@@ -110,6 +110,7 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
 
 def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: float, whole: bool) -> Array:
     """`[total, ...F]` with each row at its start, `fill` in between."""
+    _check_size(key, total, fill)
     lists = whole and are_lists(rows)
     arrays: Any = rows if lists else _arrays(key, rows, whole)
     out = np.empty(total, np.int64) if lists else np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
@@ -131,6 +132,14 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
     return out
 
 
+def _check_size(key: str, total: int, fill: Any) -> None:
+    if total > MOST_PLACES:
+        check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
+    if not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63:
+        rule = "What padding holds is a number of at most 64 bits."
+        raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
+
+
 def _pack(out: memoryview, start: int, row: Any) -> None:
     if len(row) <= STRUCT_LIMIT:
         partial(struct.pack_into, f"{len(row)}q", out, 8 * start)(*row)
@@ -144,7 +153,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(rows):
         try:
-            arrays.append(row if isinstance(row, np.ndarray) else _array(row, whole))
+            arrays.append(row if isinstance(row, np.ndarray) else _array(key, row, whole))
         except (ValueError, struct.error):
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
@@ -158,19 +167,14 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
     return arrays
 
 
-def _array(row: Sequence[Any] | Tensor, whole: bool) -> Array:
+def _array(key: str, row: Sequence[Any] | Tensor, whole: bool) -> Array:
     if isinstance(row, Tensor):
-        return _from_tensor(row)
+        return host_array(key, row)
     if not whole or (len(row) and is_ragged(row[0])):
         return np.asarray(row)
     packed = np.empty(len(row), np.int64)
     _pack(packed.data, 0, row)
     return packed
-
-
-def _from_tensor(row: Tensor) -> Array:
-    host = row.detach().cpu()
-    return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
 
 
 def _is_number(row: Array, whole: bool) -> bool:
@@ -207,7 +211,10 @@ def _first_bad(row: Any) -> str:
 def stack_values(values: Sequence[Any]) -> Any:
     """One value a sample: numbers and 0-d tensors become `[B]`, everything else a list of B."""
     numbers = [v.item() if isinstance(v, np.number) or (isinstance(v, _HELD) and v.ndim == 0) else v for v in values]
-    return torch.as_tensor(np.asarray(numbers)) if all(isinstance(v, (bool, int, float)) for v in numbers) else list(values)
+    if not all(isinstance(v, (bool, int, float)) for v in numbers):
+        return list(values)
+    array = np.asarray(numbers)
+    return list(values) if array.dtype == object else torch.as_tensor(array)  # an int beyond 64 bits
 
 
 def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Tensor:
@@ -215,10 +222,8 @@ def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Ten
 
     A value of rank `unit` is one image or clip, and becomes a row of its own.
     """
-    held = {
-        b: np.asarray(value) if isinstance(value, list) else value for b, value in enumerate(values) if value is not None
-    }
-    tensors = {b: torch.as_tensor(value) for b, value in held.items()}
+    held = {b: value for b, value in enumerate(values) if value is not None}
+    tensors = {b: value if isinstance(value, Tensor) else host_tensor(key, value) for b, value in held.items()}
     try:
         return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in tensors.values()])
     except RuntimeError as error:

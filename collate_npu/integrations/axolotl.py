@@ -13,6 +13,7 @@ from axolotl.integrations.base import BasePlugin
 from collate_npu import adapt
 from collate_npu.collate.wrapping import WrappedCollator, wrap_collator
 from collate_npu.consumers.models import needs_mask_2d, unwrap
+from collate_npu.releases import say_outside
 
 PACKAGE, TESTED = "axolotl", "0.19.0"
 
@@ -27,6 +28,7 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Wrap the collators of a trainer, or watch the forwards of one whose rows are made behind its collator."""
+        say_outside(PACKAGE, TESTED)
         if cfg.rl:
             for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
                 adapt(model)

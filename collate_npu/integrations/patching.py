@@ -1,7 +1,7 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
 A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
-patched over ours stays as it is, and ours then calls the original.
+patched over ours stays as it is, and ours then calls the original. A release of the trainer that was not run is said.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+
+from collate_npu.integrations import trainers
+from collate_npu.releases import say_outside
 
 _ABSENT = object()
 """The owner has no such name of its own: it inherits it."""
@@ -42,20 +45,54 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
     for known in _TABLE:
         if (known.owner, known.name, known.ours) == (owner, name, ours):
             known.holders.add(holder)
+            if _lost(known):
+                _put(known)
             return
-    original, before = getattr(owner, name), vars(owner).get(name, _ABSENT)
-    made = _Patch(owner, name, ours, original, before, everywhere)
+    _say_releases(holder, owner)
+    made = _Patch(owner, name, ours, getattr(owner, name), None, everywhere)
     made.holders.add(holder)
 
-    @wraps(original)
+    @wraps(made.original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs) if made.holders else original(*args, **kwargs)
+        return ours(made.original, *args, **kwargs) if made.holders else made.original(*args, **kwargs)
 
     wrapped.__collate_npu_patch__ = made  # type: ignore[attr-defined]
-    made.wrapped = staticmethod(wrapped) if isinstance(before, staticmethod) else wrapped
-    setattr(owner, name, made.wrapped)
-    _rebind(everywhere, original, wrapped)
+    made.wrapped = wrapped
+    _put(made)
     _TABLE.append(made)
+
+
+def _say_releases(holder: str, owner: Any) -> None:
+    """Of who installs, and of the package that is patched."""
+    home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0].replace("_", "-")
+    for package, tested in trainers().values():
+        if package in (holder, home):
+            say_outside(package, tested)
+
+
+def _put(made: _Patch) -> None:
+    """In place of what the owner has now, for everybody."""
+    made.original, made.before = getattr(made.owner, made.name), vars(made.owner).get(made.name, _ABSENT)
+    wrapped = _function(made.wrapped)
+    wrapped.__wrapped__ = made.original
+    made.wrapped = staticmethod(wrapped) if isinstance(made.before, staticmethod) else wrapped
+    setattr(made.owner, made.name, made.wrapped)
+    _rebind(made.everywhere, made.original, wrapped)
+
+
+def _lost(made: _Patch) -> bool:
+    """Has the owner the original again, or its lines run anew, as after `importlib.reload`? A stranger's patch over ours
+    is of other lines."""
+    now, first = vars(made.owner).get(made.name), made.original
+    while (patch := _patch_of(now)) is not None:
+        if patch is made:
+            return False
+        now = patch.before
+    while (patch := _patch_of(first)) is not None:
+        first = patch.original
+    codes: list[Any] = [getattr(_function(each), "__code__", None) for each in (now, first)]
+    same = None not in codes and len({(code.co_filename, code.co_name) for code in codes}) == 1
+    return same or _function(now) is first
 
 
 def release(holder: str) -> None:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.masks.sources import Sources
+from collate_npu.releases import say_outside
 
 PACKAGE, TESTED = "trl", "1.16.0"
 
@@ -34,6 +35,7 @@ def adapt(model: nn.Module, **settings: Any) -> RemovableHandle:
     torch.Size([2, 2, 257])
     >>> handle.remove()
     """
+    say_outside("transformers")
     adapter = BatchAdapter(model, **settings)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 

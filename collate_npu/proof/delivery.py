@@ -36,6 +36,7 @@ from collate_npu.proof.measure import OF_THE_LOSS, apart, run
 from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
+from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
 __all__ = ["Alone", "Delivery", "Received", "check_delivery", "guard_first_batch", "received_masks"]
@@ -96,6 +97,7 @@ def check_delivery(
     'attention_mask int64 [2, 3]'
     """
     inner = _known(model)
+    _check_settings(batch=batch, segments=segments, context_parallel=context_parallel, forward=forward)
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
         rule = "A stage of a pipeline runs by its schedule alone."
         remedy = "Pass forward=, or check the model with pipeline size 1."
@@ -131,6 +133,8 @@ def guard_first_batch(
         1, 3, 3] to 1 layer
     """
     inner = _known(model)
+    _check_settings(report=report, only=only, **settings)
+    say_outside("megatron-core" if consumer_of(model) == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 
@@ -154,6 +158,28 @@ def guard_first_batch(
     first = inner.register_forward_pre_hook(before, with_kwargs=True)
     held.callback(first.remove)
     return held.close
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "batch": (Mapping, "It is what the model is called with, a dict."),
+    "segments": (Segments, "It is Segments, of the whole rows: Segments.from_keep(mask) makes them of a 2D mask."),
+    "context_parallel": (ContextParallel, "It is ContextParallel(size, rank)."),
+    "pattern": ((str, Pattern), "It is a Pattern, or the name of one."),
+    "forward": (Callable, "It is called with the batch."),
+    "report": (Callable, "It is called with what was proved."),
+    "only": (Callable, "It is called with the arguments of a forward."),
+}
+"""What each setting is."""
+
+
+def _check_settings(**given: Any) -> None:
+    for name, value in given.items():
+        if name not in _KINDS:
+            remedy = f"Known are {', '.join(sorted({*_KINDS} - {'batch'}))}, and alone."
+            raise CollateError(explain("check_delivery", f"{name}=", "It has no such setting.", remedy))
+        kind, rule = _KINDS[name]
+        if not isinstance(value, kind) and (value is not None or name in ("batch", "report", "only")):
+            raise CollateError(explain(name, f"a {type(value).__name__}", rule, "Pass that, or leave it out."))
 
 
 def _known(model: Any) -> nn.Module:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from collate_npu.consumers.models import needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.proof.located import Located, keep_of, locate
-from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, predicts_next
+from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, alone, predicts_next
 from collate_npu.proof.noise import TIMES, Yardstick, measure_noise
 from collate_npu.segments import Segments, keep_array
 
@@ -29,7 +29,7 @@ Samples = Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
 def assert_padding_invariant(
     model: Any, collator: Collator, samples: Samples, *, tolerance: float | None = None, gradients: bool = True
 ) -> None:
-    """Assert that a batch of `collator` gives each sample the logits, loss and gradient that it has alone.
+    """Assert that a batch of `collator` gives each sample the logits, loss and gradient it has alone, by its own labels.
 
     `model` is a module of transformers: a decoder, a hybrid or an encoder, with a head or without. `collator` may pad on
     any side, permute rows or pack them: samples are found by their tokens. What passes is six times the rounding that is
@@ -44,25 +44,35 @@ def assert_padding_invariant(
     >>> collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
     >>> assert_padding_invariant(model, collator, samples)
     """
+    if not (isinstance(model, torch.nn.Module) and callable(collator)):
+        got = f"a {type(model).__name__} and a {type(collator).__name__}"
+        rule = "A module is run on what a function makes of features."
+        raise CollateError(explain("assert_padding_invariant", got, rule, "Pass model, collator, samples."))
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
+        raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     features = features_of(samples)
     check_one_stack(model)
     check_unequal(features)
+    check_vocabulary(model, [features])
     located = collated(collator, features)
-    reference, mine = located.reference(None, model, gradients), located.numbers(model, gradients)
-    noise = measure_noise(model, [located.labelled()], [reference], gradients=gradients)
+    reference, mine = alone(model, features, gradients), located.numbers(model, gradients)
+    noise = measure_noise(model, [features], [reference], gradients=gradients)
     compared, astray = Compared.of([(mine, reference)]), Yardstick(noise).astray
     found = compared.worst
     right, limit = not astray(found), f"{TIMES * noise.logits:.1e} is rounding"
     if tolerance is not None:
         right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
         limit = f"the tolerance is {tolerance:g}"
-    if not right:
+    if not right or located.label_fault():
         lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
 
 
 def features_of(samples: Samples) -> list[Batch]:
     """Features with `input_ids` and `labels` (by default the same). Raises `CollateError` for what is no token ids."""
+    if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
+        rule = "Samples are lists of token ids, or mappings of input_ids and labels."
+        raise CollateError(explain("samples", f"a {type(samples).__name__}", rule, "Pass a list of them."))
     features, bad = [], []
     for n, sample in enumerate(samples):
         given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
@@ -98,6 +108,15 @@ def check_unequal(*batches: Sequence[Batch]) -> None:
     if all(len({len(feature["input_ids"]) for feature in batch}) < 2 for batch in batches):
         rule = "Without padding every mask is right, and a comparison would prove nothing."
         raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
+
+
+def check_vocabulary(model: Any, batches: Sequence[Sequence[Batch]]) -> None:
+    """Refuse token ids that the model has no embedding for; on a card they end the process."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
+    if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:
+        remedy = "Name the model that the tokens were made for, and its tokenizer."
+        raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
 def collated(collator: Collator, features: Sequence[Batch]) -> Located:
@@ -140,7 +159,7 @@ def advice(located: Located, model: Any, astray: Sequence[str]) -> str:
         lost = f"drops {lost_B[row]} of {int(real_BS[row].sum())} real tokens of row {row}"
         remedy = "make it from the lengths, not from ids != pad_token_id; tokens that a collator adds belong in the samples"
         return f"The 2D mask {lost} and keeps {added_B[row]} of padding: {remedy}."
-    faults = [_fault_of_masks(model, located.batch, located.segments) if "logits" in astray else ""]
+    faults = [_fault_of_masks(model, located.batch, located.segments) if "logits" in astray else "", located.label_fault()]
     if located.batch.get("labels") is not None and predicts_next(model):
         faults += _faults_of_labels(located.with_labels()["labels"], located.segments)
     remedy = "wrap_collator(your collator, consumer='transformers', model=model) emits what this model reads"

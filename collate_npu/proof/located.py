@@ -23,7 +23,7 @@ from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
-from collate_npu.proof.measure import IGNORED, Batch, Numbers, alone, measure, uncached
+from collate_npu.proof.measure import IGNORED, Batch, Numbers, measure, uncached
 from collate_npu.segments import Segments, keep_array
 
 REMEDY_SAME_TOKENS = "Switch off what changes tokens (bos, eos, cutting, masking), or give samples as they are collated."
@@ -55,12 +55,33 @@ class Located:
         found = per_sequence(x, self.segments) if x.ndim > 2 else list(x.split(1))  # type: ignore[no-untyped-call]
         return [found[self.order.index(n)] for n in range(len(found))]
 
-    def labelled(self) -> list[Batch]:
-        """The samples with the labels that the batch gives their tokens. A first label predicts nothing: it stays."""
-        if self.batch.get("labels") is None:
-            return list(self.features)
-        pairs = zip(self.features, self.rows(_tensor(self.batch, "labels")[..., None]))
-        return [{**feature, "labels": [feature["labels"][0], *given[1:, 0].tolist()]} for feature, given in pairs]
+    def label_fault(self) -> str:
+        """How the labels of the batch differ from those of its samples, "" where they do not. Nothing predicts a first
+        label, which may be ignored; a batch without labels may leave them to others where they are the tokens."""
+        told, own = self._labels(), [feature["labels"] for feature in self.features]
+        if told is None:
+            asked = any(feature["labels"] != feature["input_ids"] for feature in self.features)
+            return "The batch has no labels, and those of the samples are not their tokens" if asked else ""
+        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(told, own)]
+        bad = [(n, t, *pair) for n, row in enumerate(pairs) for t, pair in row if pair[0] != pair[1]]
+        bad = [(n, t, given, mine) for n, t, given, mine in bad if t or given != IGNORED]
+        if not bad:
+            return ""
+        n, t, given, mine = bad[0]
+        count = f"{len(bad)} label{'s' * (len(bad) > 1)}"
+        where = f"{count} not as the samples have them: sample {n}, token {t} has {given} for {mine}"
+        after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
+        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
+            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
+        lost = sum(given == IGNORED for *_, given, _ in bad)
+        return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where
+
+    def _labels(self) -> list[list[int]] | None:
+        """What the batch gives the tokens of each sample; None where it has no labels of tokens."""
+        labels = None if self.batch.get("labels") is None else _tensor(self.batch, "labels")
+        if labels is None or tuple(labels.shape) != self.segments.shape:
+            return None
+        return [row[:, 0].tolist() for row in self.rows(labels[..., None])]
 
     def with_labels(self) -> Batch:
         """The batch, with its own tokens as labels where it has none."""
@@ -72,11 +93,6 @@ class Located:
     def numbers(self, model: Any, gradients: bool) -> Numbers:
         """What the model makes of the batch as it is."""
         return measure(model, uncached(model, self.with_labels()), self.rows, gradients)
-
-    def reference(self, known: Numbers | None, model: Any, gradients: bool) -> Numbers:
-        """What it makes of the samples alone, with the labels of the batch; `known` is that with their own labels."""
-        labelled = self.labelled()
-        return known if known and labelled == list(self.features) else alone(model, labelled, gradients)
 
 
 def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
@@ -97,6 +113,7 @@ def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
     there whole, where there are other tokens, or where tokens do not tell."""
     ids_BS = _tokens(batch)
     samples = [np.asarray(feature["input_ids"]) for feature in features]
+    batch = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()}
     starts = [_starts(ids_BS, sample) for sample in samples]
     whole = "tokens that are not in the batch, in one piece"
     if lost := [(n, f"{len(ids)} {whole}") for n, ids in enumerate(samples) if not starts[n]]:
@@ -112,11 +129,16 @@ def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
     return replace(_chosen(found, keep_BS), batch=batch, features=features)
 
 
-def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None) -> Located:
-    """The samples of a batch, with the labels it gives them, and where they stand. Raises what the door raises."""
+def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *, next_token: bool = False) -> Located:
+    """The samples of a batch, with the labels it gives them, and where they stand. Raises what the door raises.
+
+    What predicts the `next_token` moves the labels itself: there a label that is not ignored is its token.
+    """
     segments = segments_from_batch(batch, pattern=pattern)
     keys = ("input_ids", "input_ids" if batch.get("labels") is None else "labels")
     ids, labels = ([row.tolist() for row in per_sequence(batch[key], segments)] for key in keys)
+    if next_token:
+        labels = [[x if y != IGNORED else y for x, y in zip(*pair)] for pair in zip(ids, labels)]
     return Located.in_order(segments, batch, [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)])
 
 

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import host_tensor
 from collate_npu.consumers.routes import shape_said
-from collate_npu.errors import CollateError, shape_of
+from collate_npu.errors import CollateError, explain, printable, shape_of
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.hazards import hazards, reads
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
+
+_DEEPEST = 4
+"""Mappings in one another that are written out."""
 
 
 def describe(batch: Mapping[str, Any]) -> str:
@@ -37,13 +41,18 @@ def describe(batch: Mapping[str, Any]) -> str:
         known by position_ids: agrees; alone it does not say all
         no mask is not exact: padding stands on the left, so real tokens would attend it
     """
-    batch = Sources(batch)
+    if not isinstance(batch, Mapping):
+        rule = "A batch is a mapping of keys, as a collator returns it."
+        remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
+        raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+    sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
+    batch, segments, told = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None, []
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
         told = [f"padding: not known. {error}"]
-        return "\n".join([*_keys(batch, None), "", *told, *_hazards(batch, None)])
-    return "\n".join([*_keys(batch, segments), "", *_facts(batch, segments), *_hazards(batch, segments)])
+    facts = _facts(batch, segments) if segments is not None else told
+    return printable("\n".join([*_keys(batch, segments), "", *facts, *_hazards(batch, segments)]))
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
@@ -88,12 +97,12 @@ def _hazards(batch: Sources, segments: Segments | None) -> Iterator[str]:
     yield from (f"hazard: {text}" for text in found.values())
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, depth: int = 0) -> str:
     if isinstance(value, Tensor):
-        size = value.untyped_storage().nbytes()
+        size = value.untyped_storage().nbytes() if value.layout == torch.strided and not value.is_nested else 0
         return f"{shape_of(value)}, {size / 2**20:.1f} MiB" if size >= 2**20 else shape_of(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")

@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, printable
 
-WIDTH = 120
-"""Columns of a file."""
+WIDTH, NARROWEST = 120, 20
+"""Columns of a file, and of a terminal at least."""
 ENDINGS = (".png", ".svg", ".html", ".txt")
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
@@ -45,18 +45,25 @@ FONTS = ("DejaVu Sans Mono", "Noto Sans CJK SC", "Noto Sans SC", "Source Han San
 """Of a PNG: matplotlib's own, and for letters that it has not those that are installed, in this order."""
 
 
+def screen(**how: Any) -> Console:
+    """The terminal, of a width in which something can be drawn, whatever COLUMNS says."""
+    console = Console(**how)
+    return console if console.width >= NARROWEST else Console(**how, width=NARROWEST)
+
+
 def put(console: Console, *drawn: Text | Table) -> None:
-    """Print each on lines of its own; with signs of ASCII where the encoding of the console has not all of ours."""
+    """Print each on lines of its own; with signs of ASCII where the encoding of the console has not all of ours, and with
+    the escape of whatever a terminal would obey: names and texts come from files."""
     try:
         fine = bool("".join(map(chr, ASCII)).encode(console.encoding))
     except (UnicodeEncodeError, LookupError):
         fine = False
     for one in drawn:
-        if fine:
+        parts = [(text if fine else text.translate(ASCII), style or "") for text, style, _ in console.render(one)]
+        if fine and all(printable(text) == text for text, _ in parts):
             console.print(one)
         else:
-            parts = [(text.translate(ASCII), style or "") for text, style, _ in console.render(one)]
-            console.print(Text.assemble(*parts), end="")
+            console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
 
 
 def recorder() -> Console:
@@ -76,7 +83,10 @@ def _in_columns(found: re.Match[str]) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a file that could not be written, before anything is read or measured for it."""
+    """Refuse a file that could not be written, before anything is read or measured for it; and a link, behind which another
+    file would be."""
+    if path.is_symlink():
+        raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
     if path.is_dir() or not path.absolute().parent.is_dir():
         got = "a folder" if path.is_dir() else "no folder of that name"
         raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))

@@ -1,12 +1,16 @@
-"""Saved: a batch or a mask from a file, read without running anything that the file holds."""
+"""Saved: a batch or a mask from a file, read without running anything that the file holds.
+
+A file opens to at most `MOST_BYTES`, or to its own size where that is more: 4 MiB of an archive can hold 4 GiB of zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.masks.derive import MASK_KEY
 from collate_npu.tools.refusals import said
 
+MOST_BYTES = 1 << 30
 RECIPE = (
     "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
 )
@@ -46,12 +51,30 @@ def _loaded(path: Path) -> Any:
         rule = f"Files of tensors end with {', '.join(_LOADERS)}."
         raise CollateError(explain(str(path), repr(path.suffix), rule, RECIPE))
     try:
-        return _LOADERS[path.suffix](path)
+        _check_size(path, sum(each.file_size for each in ZipFile(path).infolist()) if is_zipfile(path) else 0)
+        held = _LOADERS[path.suffix](path)
+        _check_size(path, sum(x.numel() * x.element_size() for x in _tensors(held)))
+        return held
     except CollateError:
         raise
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
         raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
+
+
+def _check_size(path: Path, size: int) -> None:
+    most = max(MOST_BYTES, path.stat().st_size)
+    if size > most:
+        rule = f"A file opens to at most {MOST_BYTES >> 20} MiB, or to its own size."
+        remedy = "Save fewer rows, or attention_mask_2d without the 4D mask."
+        raise CollateError(explain(str(path), f"{size / 2**20:.0f} MiB in {most >> 20}", rule, remedy))
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """As many as their shapes say: one number can be expanded to any."""
+    values = list(held.values()) if isinstance(held, Mapping) else [held]
+    for value in values:
+        yield from (x for x in (value.values() if isinstance(value, Mapping) else [value]) if isinstance(x, Tensor))
 
 
 def _arrays(path: Path) -> Any:

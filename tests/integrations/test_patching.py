@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import pickle
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import given, strategies as st
 
-from collate_npu.integrations import patching
+from collate_npu import releases
+from collate_npu.integrations import patching, trainers
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +164,97 @@ def test_a_patch_is_in_place_while_somebody_holds_it_the_later_ones_on_top(histo
                 said = said.upper() if each is louder else said + ", please"
             assert home.greet("you") == friend.greet("you") == said
         assert home.greet is friend.greet is original
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_module_that_is_run_again_is_patched_again(tmp_path, monkeypatch, edited):
+    """`importlib.reload`: what the second install is for; everybody has ours again, and once only."""
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "reloaded_here.py"
+    source.write_text("def work(x): return x\n")
+    home = importlib.import_module("reloaded_here")
+    (friend,) = modules(monkeypatch, "reloaded_here.friend")
+    friend.work = home.work
+
+    def install():
+        for ours in (more, double):
+            patching.patch("one", home, "work", ours, everywhere="reloaded_here")
+
+    install()
+    assert (home.work(1), friend.work(1)) == (4, 4)
+    source.write_text("def work(x): return x + 10\n" if edited else source.read_text())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    importlib.reload(home)
+    for _ in range(2):
+        install()
+        assert [home.work(1), friend.work(1)] == [24 if edited else 4] * 2
+    patching.release("one")
+    assert home.work(1) == friend.work(1) == (11 if edited else 1)
+    assert home.work is friend.work
+    del sys.modules["reloaded_here"]
+
+
+def more(original, value):
+    return original(value) + 1
+
+
+def double(original, value):
+    return original(value) * 2
+
+
+# --- releases that were not run
+
+
+@pytest.fixture
+def has(monkeypatch):
+    """Packages of these versions."""
+    for known in (releases.say_outside, trainers):
+        known.cache_clear()
+    yield lambda **found: monkeypatch.setattr(releases, "_FOUND", {k.replace("_", "-"): v for k, v in found.items()})
+    releases.say_outside.cache_clear()
+
+
+SILENT, SAID = ("4.6.0", "4.6.0+local", "4.6.0.dev0", ""), ("4.6.1", "5.0", "3.9.3", "main", releases.UNKNOWN)
+
+
+@pytest.mark.parametrize("version", [*SILENT, *SAID])
+def test_an_install_says_once_that_a_release_was_not_run(recwarn, has, version):
+    has(ms_swift=version)
+    for ours in (louder, polite):
+        patching.patch("ms-swift", Base, "greet", ours)
+    patching.release("ms-swift")
+    texts = [str(warning.message) for warning in recwarn.list]
+    assert [f"ms-swift {version} is not among" in text for text in texts] == [True] * (version in SAID)
+    assert all("collate-npu guide ms-swift" in text and "4.6.0" in text for text in texts)
+
+
+def test_so_does_one_of_the_package_that_is_patched(recwarn, has):
+    has(ms_swift="4.6.0", mcore_bridge="9.0")
+    owner = type("Layer", (), {"__module__": "mcore_bridge.model", "forward": lambda self: None})
+    patching.patch("ms-swift", owner, "forward", lambda original, self: original(self))
+    patching.release("ms-swift")
+    assert "mcore-bridge 9.0" in str(recwarn.pop().message)
+
+
+def test_each_trainer_has_a_page_that_names_its_release():
+    guide = Path(releases.__file__).parent / "guide"
+    for package, tested in trainers().values():
+        assert releases.page_of(package) != "index", package
+        page = (guide / f"{releases.page_of(package)}.md").read_text(encoding="utf-8")
+        assert package in ("accelerate", "transformers") or tested in page, package
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.1", "5.23.0", "5.24.0", "4.56.0"])
+def test_the_guard_and_adapt_say_it_too(recwarn, has, version):
+    pytest.importorskip("transformers")
+    from collate_npu import adapt, guard_first_batch
+    from collate_npu.testing import tiny_model
+
+    model = tiny_model("llama", vocab_size=8)
+    has(transformers=version)
+    for _ in range(2):
+        guard_first_batch(model)()
+        adapt(model).remove()
+    said = [text for warning in recwarn.list if "is not among" in (text := str(warning.message))]
+    assert [f"transformers {version}" in text for text in said] == [True] * (version in ("5.24.0", "4.56.0"))

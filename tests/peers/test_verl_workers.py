@@ -51,7 +51,8 @@ LATE = f"""if True:
     import verl
     from verl_processes import ours
     told = {{"megatron before": "megatron.core" in sys.modules, **ours()}}
-    import {PLUGIN}
+    from verl.utils.import_utils import import_external_libs
+    import_external_libs(["{PLUGIN}"])
     print(json.dumps([told, ours()]))
 """
 MINDSPEED = {"__init__": "", "megatron_adaptor": "import sys\nprint('adaptor', 'megatron.core' in sys.modules)\n"}

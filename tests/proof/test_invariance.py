@@ -73,7 +73,7 @@ def both_ways(model):
 @pytest.mark.slow
 def test_right_ones_pass(model):
     ours = (PaddingCollator(pad_token_id=EOS, padding_side=side, **both_ways(model)) for side in ("left", "right"))
-    theirs = transformers.DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
+    theirs = transformers.DataCollatorForLanguageModeling(byte_tokenizer(pad_is_eos=False), mlm=False)
     for collator in (*ours, right, lambda rows: padded(rows[::-1], side="right", labels=False), theirs):
         assert_padding_invariant(model, collator, SAMPLES)
 
@@ -98,6 +98,44 @@ def test_no_mask_is_wrong_and_the_remedy_works(model):
 def test_labels_that_train_on_padding_are_told(collator, said):
     with pytest.raises(AssertionError, match=said):
         assert_padding_invariant(built("llama"), collator, SAMPLES)
+
+
+ANSWERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in SAMPLES]
+TAUGHT = [{"input_ids": ids, "labels": [-100, -100, *ids[2:]]} for ids in SAMPLES]
+
+
+def moved(labels):
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+
+
+RELABELLED = {
+    "moved twice": (moved, SAMPLES, "moved by a place"),
+    "dropped": (lambda labels: torch.full_like(labels, -100), SAMPLES, "10 labels .* 10 are ignored"),
+    "one dropped": (lambda labels: labels.where(labels != EOS, -100), SAMPLES, r"3 labels .* labels == pad_token_id"),
+    "first ones alone": (lambda labels: labels, ANSWERS, ""),
+    "prompts taught": (lambda labels: labels, TAUGHT, "3 labels .* token 1 has 2 for -100"),
+    "another token": (lambda labels: labels.where(labels != 4, 5), SAMPLES, "1 label .* sample 0, token 3 has 5 for 4"),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("kind", RELABELLED)
+def test_labels_are_those_of_the_samples(kind, gradients):
+    """Of a collator that makes them itself, and of one that changes those it is given."""
+    change, samples, said = RELABELLED[kind]
+
+    def collate(features):
+        batch = right([{**feature, "labels": feature["input_ids"]} for feature in features])
+        return {**batch, "labels": change(batch["labels"])}
+
+    for model in map(built, ("llama", "bert")):
+        if not said:
+            assert_padding_invariant(model, collate, samples, gradients=gradients)
+            continue
+        with pytest.raises(AssertionError, match=said):
+            assert_padding_invariant(model, collate, samples, gradients=gradients)
+    with pytest.raises(AssertionError, match="has no labels"):
+        assert_padding_invariant(built("llama"), lambda rows: padded(rows, side="right", labels=False), TAUGHT)
 
 
 @pytest.mark.slow

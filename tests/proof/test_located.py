@@ -82,10 +82,12 @@ def test_samples_of_one_token_end_in_words_and_not_in_hours():
         locate(batch(*[[PAD] * 40] * 8), features(*[[PAD] * n for n in range(20, 28)]))
 
 
-def test_labels_of_a_batch_are_those_of_its_tokens_and_are_made_where_it_has_none():
+def test_labels_of_a_batch_are_told_apart_from_those_of_its_samples_and_are_made_where_it_has_none():
     made, samples = batch([9, 4, 5], [1, 2, 3]), features([1, 2, 3], [4, 5])
     labelled = made | {"labels": torch.tensor([[-100, 4, 5], [-100, -100, 3]])}
-    assert [each["labels"] for each in locate(labelled, samples).labelled()] == [[1, -100, 3], [4, 5]]
+    assert "1 label not as the samples have them" in locate(labelled, samples).label_fault()
+    samples[0]["labels"][1] = -100
+    assert locate(labelled, samples).label_fault() == ""
     assert locate(made, samples).with_labels()["labels"].tolist() == [[-100, -100, 5], [-100, 2, 3]]
 
 

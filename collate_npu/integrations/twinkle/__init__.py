@@ -13,6 +13,7 @@ from collate_npu.integrations import patching
 from collate_npu.integrations.twinkle.stages import Stages, chunks_of
 from collate_npu.parallel import data_group, gather_objects
 from collate_npu.parallel.groups import is_gloo
+from collate_npu.releases import say_outside
 
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 
@@ -96,6 +97,7 @@ def _processors(model: Any) -> list[Any]:
 def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
     if _installed(processor) is not None:
         return
+    say_outside(PACKAGE, TESTED)
     ours = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d).by_name()
     if missing := set(ours) - {stage.__name__ for stage in processor.process_pipeline}:
         rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."

@@ -4,12 +4,16 @@ Ray hands the variable to no worker of a cluster that stands already (0.9.1 trai
 `runtime_env`, or name this module as a model's `external_lib`.
 
 Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
-`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it.
+`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it. Nor does
+it do that much where neither verl imports it (utils/import_utils.py `import_external_libs`) nor the variable names it, as
+where somebody looks through the modules of a package: it says so, and `arm` is there to be called.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -43,7 +47,23 @@ class _InstallsAfterwards(MetaPathFinder):
         return spec
 
 
-if _PACKAGE in sys.modules:
-    engine.install()
-elif not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
-    sys.meta_path.insert(0, _InstallsAfterwards())
+def arm() -> None:
+    """Install ours in verl's Megatron engine: now where that is imported, else as soon as it is."""
+    if _PACKAGE in sys.modules:
+        engine.install()
+    elif not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
+        sys.meta_path.insert(0, _InstallsAfterwards())
+
+
+def _asked_for() -> bool:
+    """Does the variable name this module, or is verl importing it?"""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != "verl":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None or __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").replace(" ", "").split(",")
+
+
+if _asked_for():
+    arm()
+else:
+    warnings.warn(f"collate_npu: {__name__} was not imported by verl, and changes nothing; call its arm().", stacklevel=2)

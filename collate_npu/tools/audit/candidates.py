@@ -22,6 +22,8 @@ from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, ti
 from collate_npu.tools.refusals import did_you_mean, refused
 
 DEFAULT = ("sdpa", "eager")
+MOST_IDS = 1 << 20
+"""Of a tiny model's embedding."""
 
 
 def build(
@@ -35,6 +37,9 @@ def build(
     if is_checkpoint(name):
         model, reader = load_checkpoint(name, trust=trust, **how), read_tokenizer(name, tokenizer, trust=trust)
     else:
+        if largest_id >= MOST_IDS:
+            rule = f"A tiny model is built for ids below {MOST_IDS}."
+            raise CollateError(explain("samples", f"token id {largest_id}", rule, "Name the checkpoint they were made for."))
         config = tiny_config(name, vocab_size=8)
         check_one_stack(config)
         reader = load_tokenizer(tokenizer, trust=trust) if tokenizer else byte_tokenizer(pad_is_eos=not is_encoder(config))

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.proof.invariance import Collator, Samples, advice, check_one_stack, check_unequal, collated, features_of
+from collate_npu.proof.invariance import (
+    Collator,
+    Samples,
+    advice,
+    check_one_stack,
+    check_unequal,
+    check_vocabulary,
+    collated,
+    features_of,
+)
 from collate_npu.proof.located import Located
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
 from collate_npu.proof.noise import Yardstick, measure_noise
@@ -58,7 +67,7 @@ class Finding:
     right: bool | None = None
     """By the yardstick; None where nothing was measured."""
     astray: tuple[str, ...] = ()
-    """What is not right by the yardstick: `logits`, `loss`, `gradient`."""
+    """What is not right by the yardstick: `logits`, `loss`, `gradient`; and `labels` that are not those of the samples."""
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
@@ -75,7 +84,7 @@ class Finding:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
         if self.logits is None:
             return self.refused
-        if tolerance is None:
+        if tolerance is None or "labels" in self.astray:
             return bool(self.right)
         measured = (self.logits, self.loss, self.gradient)
         return all(error is None or error <= tolerance for error in measured)
@@ -129,11 +138,14 @@ class Audit:
     def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
         """Batches that were given, judged like ours; they tell their side themselves."""
         asked = (self.subject.model, self._gradients)
-        found = _tried((case.numbers(*asked), case.reference(known, *asked)) for case, known in zip(cases, self._alone))
+        found = _tried((case.numbers(*asked), known) for case, known in zip(cases, self._alone))
         finding = self._judged(layout_of([case.segments for case in cases]), column, "yours", found)
+        if mislabelled := [case for case in cases if case.label_fault()]:
+            finding = replace(finding, right=False, astray=(*finding.astray, "labels"))
         if finding.right is False and not finding.note and isinstance(found, Compared):
             yardstick = Yardstick(self._noise)
-            wrong, each = next(pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]))
+            pairs = [pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]) or pair[0] in mislabelled]
+            wrong, each = pairs[0]
             return replace(finding, note=advice(wrong, self.subject.model, yardstick.astray(each)))
         return finding
 
@@ -220,15 +232,6 @@ def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[
     if any(side != "packed" for side in sides):
         check_unequal(*batches)
     return batches
-
-
-def check_vocabulary(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> None:
-    """Refuse token ids that the model has no embedding for; on a card they end the process."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(max(feature["input_ids"]) for batch in batches for feature in batch)
-    if largest >= rows:
-        remedy = "Name the model that the tokens were made for, and its tokenizer."
-        raise CollateError(explain("samples", f"token id {largest}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
 def size(error: float) -> float:

@@ -2,12 +2,14 @@
 Samples are token ids of such rows, drawn at random and cut to lengths that are drawn too.
 
 Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv are read by the
-`datasets` package, without a network and without a cache that stays. A table is read up to `MOST` rows.
+`datasets` package, without a network and without a cache that stays. Up to `MOST` rows are read, and of lines up to
+`MOST_BYTES`, so that a small archive cannot fill the memory.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import random
@@ -15,11 +17,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module, resources
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.measure import Batch
+from collate_npu.tools.bounded import bounded
 from collate_npu.tools.refusals import refused
 
 Row = str | list[dict[str, str]] | Batch
@@ -28,8 +32,14 @@ Row = str | list[dict[str, str]] | Batch
 COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
 """What is read of a row, the first that it has."""
 MOST = 20_000
+MOST_BYTES = 1 << 26
+"""Of lines, unpacked; a packed table that holds more is refused."""
 _LOOKED_AT = 2_000
 """Rows that are tokenized at most: of more, so many are drawn first."""
+_LETTERS = 1024
+"""Of a text for each token that it is cut to; no more of it are tokenized."""
+_SECONDS, _MEMORY = 5, 1 << 29
+"""Of a chat template, for one conversation."""
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 _RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
 
@@ -51,9 +61,10 @@ def read_rows(path: Path) -> list[Row]:
 def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
     with refused(name, "", _RULE, "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."):
-        data = sys.stdin.buffer.read() if name == "standard input" else path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig").splitlines()
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+        held = sys.stdin.buffer.read(MOST_BYTES) if name == "standard input" else _unpacked(path, MOST_BYTES)
+        whole = held if len(held) < MOST_BYTES else held[: held.rfind(b"\n") + 1]
+        lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST))
+    numbered = [(n, line.rstrip("\n")) for n, line in enumerate(lines, 1) if line.strip()]
     jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
     for n, line in numbered:
         if not jsonl:
@@ -65,13 +76,20 @@ def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
         yield _row(where, record)
 
 
+def _unpacked(path: Path, most: int) -> bytes:
+    """The first bytes of a file, of what is in it where it is an archive."""
+    with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as stream:
+        return stream.read(most)
+
+
 def _table(path: Path, reader: str) -> Iterator[Row]:
     with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
     with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
-        path.open("rb").close()
+        if len(_unpacked(path, MOST_BYTES)) == MOST_BYTES and path.suffix == ".gz":
+            raise ValueError(f"it unpacks to {MOST_BYTES >> 20} MiB or more")
         try:
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
                 table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
@@ -101,7 +119,7 @@ def _row(where: str, record: Any) -> Row:
 
 def _tokens(ids: Any, labels: Any) -> Batch | None:
     labels = ids if labels is None else labels
-    whole = all(isinstance(x, list) and x and all(type(n) is int for n in x) for x in (ids, labels))
+    whole = all(isinstance(x, list) and x and all(type(n) is int and abs(n) < 1 << 31 for n in x) for x in (ids, labels))
     return {"input_ids": ids, "labels": labels} if whole and len(ids) == len(labels) else None
 
 
@@ -145,6 +163,7 @@ def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
         rule = "Text becomes tokens by the tokenizer of the checkpoint."
         raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
     text = row if isinstance(row, str) else _spoken(row, tokenizer)
+    text = text[: _LETTERS * max_length]
     return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
 
 
@@ -154,6 +173,7 @@ def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         rule = "Rows of messages become text by the chat template of the tokenizer."
         raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
-    with refused("chat template", "", f"It does not take {str(messages)[:80]}.", remedy):
+    rule = f"It takes {str(messages)[:80]} in {_SECONDS} s and {_MEMORY >> 20} MiB."
+    with refused("chat template", "", rule, remedy), bounded(_SECONDS, _MEMORY):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     return text

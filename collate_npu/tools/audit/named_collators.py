@@ -1,11 +1,17 @@
-"""Collators by name: `module:function` or `file.py:function`, made ready for a model and its tokenizer."""
+"""Collators by name: `module:function` or `file.py:function`, made ready for a model and its tokenizer.
+
+While code of the user's runs, and only then, modules of the working directory and those beside a named file are found,
+behind all that is installed: no file there takes the place of a package. A file is run under a name of its own. Whatever
+that code raises is refused with its file and line.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -27,7 +33,27 @@ def named_collator(spec: str) -> Callable[..., Any]:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise CollateError(explain("--collator", spec, _RULE, "For example transformers:DataCollatorForSeq2Seq."))
-    found: Any = _module(spec, place)
+    remedy = "Write the path of its file, or run where Python finds the module."
+    with _theirs(spec, "It is imported from here, and does not load.", remedy):
+        return _found(spec, place, name)
+
+
+@contextmanager
+def _theirs(spec: str, rule: str, remedy: str) -> Iterator[None]:
+    """Code of the user's runs here."""
+    place = spec.rpartition(":")[0]
+    folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
+    added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    sys.path += added
+    try:
+        with refused("--collator", spec, rule, remedy, folders=folders):
+            yield
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry not in added]
+
+
+def _found(spec: str, place: str, name: str) -> Callable[..., Any]:
+    found: Any = _module(place)
     for part in name.split("."):
         if not hasattr(found, part):
             remedy = did_you_mean([part], dir(found), "Look at its spelling.")
@@ -43,19 +69,20 @@ def _callable(spec: str, found: Any, rule: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _module(spec: str, place: str) -> Any:
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    remedy = "Write the path of its file, or run where Python finds the module."
-    with refused("--collator", spec, "It is imported from here, and does not load.", remedy):
-        if not place.endswith(".py"):
-            return import_module(place)
-        file = spec_from_file_location(Path(place).stem, place)
-        assert file is not None
-        assert file.loader is not None
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        return import_module(place)
+    file = spec_from_file_location(f"--collator {Path(place).resolve()}", place)  # no import finds it by that
+    assert file is not None
+    assert file.loader is not None
+    if file.name not in sys.modules:
         module = sys.modules[file.name] = module_from_spec(file)
-        file.loader.exec_module(module)
-    return module
+        try:
+            file.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[file.name]
+            raise
+    return sys.modules[file.name]
 
 
 def ready_collators(
@@ -67,10 +94,11 @@ def ready_collators(
     by a tokenizer that pads there.
     """
     found = named_collator(spec)
-    arguments = list(inspect.signature(found).parameters)
+    with _theirs(spec, "Its arguments tell how it is made.", "Name a function of your own: def mine(tokenizer): ..."):
+        arguments = list(inspect.signature(found).parameters)
     taken = [name for name in arguments if name in GIVEN]
     if not inspect.isclass(found) and arguments and not taken:
-        return [found]
+        return [_guarded(spec, found)]
     by_side = tokenizer is not None and {"tokenizer", "processing_class"} & {*taken}
     rule = f"It is called with {', '.join(taken) or 'nothing'}, by the names of its arguments."
     made = []
@@ -79,6 +107,14 @@ def ready_collators(
         if side:
             mine.padding_side = side
         given = dict(zip(GIVEN, (mine, mine, model, pad_token_id, False)))
-        with refused("--collator", spec, rule, "Name a function of your own: def mine(tokenizer, model): return ..."):
+        with _theirs(spec, rule, "Name a function of your own: def mine(tokenizer, model): return ..."):
             made.append(found(**{name: given[name] for name in taken}))
-    return [_callable(spec, one, "It makes a collator, which is called with features.") for one in made]
+    return [_guarded(spec, _callable(spec, one, "It makes a collator, which is called with features.")) for one in made]
+
+
+def _guarded(spec: str, collator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(features: Any) -> Any:
+        with _theirs(spec, "It is called with features, a list of dicts.", "Mend it there."):
+            return collator(features)
+
+    return call

@@ -18,9 +18,9 @@ from rich.text import Text
 from collate_npu import __version__
 from collate_npu.consumers.models import pattern_of
 from collate_npu.consumers.recurrent_kernels import kernel_calls
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.located import samples_of
-from collate_npu.proof.measure import Batch
+from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import reference_kernels
 from collate_npu.tools.audit.candidates import DEFAULT, build, candidates, check_named, place_of, resolved_kernels
 from collate_npu.tools.audit.case import DUMPED, Audit
@@ -85,7 +85,8 @@ def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batc
         raise CollateError(explain("--batch", "no --model", rule, "Name the model that it was made for."))
     dumped = batch_of_file(batch)
     ids = dumped.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+    dense = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_nested
+    if ids is None or not dense or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         rule = "A batch of samples has input_ids [B, S], whole numbers."
         raise CollateError(explain("--batch", f"{batch}: keys {', '.join(dumped)}", rule, RECIPE))
     return dumped
@@ -112,7 +113,7 @@ class _Session:
     def audit(self, name: str, attn: str, count: str, console: Console) -> None:
         """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
         place, began = place_of(name, attn), monotonic()
-        shown = f"{count}{shortened(place, 60)}"
+        shown = printable(f"{count}{shortened(place, 60)}")
         with console.status(Text(shown)), self._told(place):
             model, tokenizer, pad_token_id = self.build(name, attn)
             with reference_kernels(model) if self.reference and kernel_calls(model) else nullcontext():
@@ -125,7 +126,7 @@ class _Session:
         if self.dumped is None:
             samples = self.drawn(tokenizer)
         else:  # beside batches laid out as it is: rows of several samples beside flat rows
-            given = samples_of(self.dumped, pattern_of(model))
+            given = samples_of(self.dumped, pattern_of(model), next_token=predicts_next(model))
             samples = list(given.features)
             about |= {"batch_size": len(samples), "sides": ["packed"] if given.segments.packed else padded}
         case = Audit(model, samples, **about)
@@ -158,6 +159,8 @@ class _Session:
         """What does not build, does not run alone or cannot be compared is told in the report."""
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of a checkpoint's own may end the process
             ours = isinstance(error, CollateError)
             self.report.not_run[place] = " ".join(str(error).split()) if ours else said(error)

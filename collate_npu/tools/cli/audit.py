@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Option
 
 from collate_npu.tools.cli.console import Side, needs
@@ -71,10 +70,10 @@ def audit_command(
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="In which dtype.")] = "float32",
     batch_size: Annotated[int, of_data(min=2, help="Samples in a batch, or in a flat row.")] = 4,
     batches: Annotated[int, of_data(min=1, help="Batches per model and side.")] = 2,
-    max_length: Annotated[int, of_data(min=2, help="Longest sample of text, in tokens.")] = 96,
+    max_length: Annotated[int, of_data(min=2, max=1 << 20, help="Longest sample of text, in tokens.")] = 96,
     gradients: Annotated[bool, of_run(help="Compare gradients too.")] = True,
     tolerance: Annotated[float | None, of_run(help="Error of ours that passes. Default: six times the noise here.")] = None,
-    seed: Annotated[int, of_data(min=0, help="Which lines are drawn, and the random weights.")] = 0,
+    seed: Annotated[int, of_data(min=0, max=(1 << 63) - 1, help="Which lines are drawn, and the random weights.")] = 0,
     verbose: Annotated[bool, Option("--verbose", "-v", help="The table of every model, and every reason.")] = False,
     as_json_: Annotated[bool, Option("--json", help="One JSON object in the place of the text; passed is first.")] = False,
     html: Annotated[Path | None, Option(help="Write a page too: tables, pictures, the error at each token.")] = None,
@@ -93,7 +92,7 @@ def audit_command(
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.session import audit_all
     from collate_npu.tools.audit.terminal import page, print_report
-    from collate_npu.tools.paper import check_place
+    from collate_npu.tools.paper import check_place, screen
 
     if html:
         check_place(html)
@@ -103,13 +102,13 @@ def audit_command(
         models=model or [], data=data, batch=batch, tokenizer=tokenizer, trust=trust_remote_code,
         sides=sides, attentions=attn or [], collators=collator or [],
         kernels=kernels, device=device, dtype=dtype, batch_size=batch_size, batches=batches,
-        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=Console(stderr=True),
+        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=screen(stderr=True),
     )  # fmt: skip
     if html:
         html.write_text(page(report), encoding="utf-8")
     if as_json_:
-        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-            print_report(Console(), report, verbose=verbose)
+            print_report(screen(), report, verbose=verbose)
     raise typer.Exit(report.exit_code)

@@ -14,7 +14,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import typer
 
-from collate_npu.errors import CollateError
+from collate_npu.errors import CollateError, printable
+from collate_npu.tools.refusals import said
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Side = Literal["left", "right"]
@@ -39,8 +40,8 @@ def needs(*packages: str) -> Callable[[Command], Command]:
                 stop("INTERRUPTED: nothing was measured.", INTERRUPTED)
             except CollateError as error:
                 stop(str(error))
-            except Exception as error:  # a fault, here or in a package: the exit code must not say that the audit failed
-                stop(f"{type(error).__name__}: {error}")
+            except BaseException as error:  # a fault, here or elsewhere: the code must say neither pass nor fail
+                stop(said(error))
 
         return checked  # type: ignore[return-value]
 
@@ -51,11 +52,11 @@ def _import(packages: Sequence[str]) -> None:
     for package in packages:
         try:
             import_module(package)
-        except Exception as error:  # torch raises RuntimeError where it cannot load torch_npu
-            stop(f"{package} does not load: {type(error).__name__}: {error} `collate-npu env` says more.")
+        except (Exception, SystemExit) as error:  # torch raises RuntimeError where it cannot load torch_npu
+            stop(f"{package} does not load: {said(error)} `collate-npu env` says more.")
 
 
 def stop(message: str, code: int = 2) -> NoReturn:
     """End with a line on stderr."""
-    typer.echo(f"collate-npu: {message}", err=True)
+    typer.echo(printable(f"collate-npu: {message}"), err=True)
     raise typer.Exit(code)

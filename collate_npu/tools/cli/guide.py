@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.tools.cli.console import needs
+from collate_npu.tools.paper import screen
 
 GUIDE = Path(__file__).parents[2] / "guide"
 
@@ -22,7 +22,7 @@ EXAMPLES = "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide 
 @needs()
 def guide_command(name: Annotated[str, typer.Argument(help="A page; without one: the list of pages.")] = "") -> None:
     """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
-    text, console = page(name) if name else listed(), Console()
+    text, console = page(name) if name else listed(), screen()
     if console.is_terminal:
         console.print(Markdown(text))
     else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from rich.text import Text
 from typer import Option
 
@@ -35,13 +35,13 @@ def show_command(
     side: Annotated[Side, Option(help="Padding side, of --lengths and --data.")] = "right",
     packed: Annotated[bool, Option("--packed", help="One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option(min=1, help="Lines of --data in the batch.")] = 4,
-    max_length: Annotated[int, Option(min=2, help="Longest line of --data, in tokens.")] = 96,
+    max_length: Annotated[int, Option(min=2, max=1 << 20, help="Longest line of --data, in tokens.")] = 96,
     row: Annotated[int | None, Option(min=0, help="Squares of this row alone.")] = None,
     consumer: Annotated[list[str] | None, Option(help="Who reads the batch. Repeatable; default: nobody yet.")] = None,
     model_type: Annotated[str, Option(help="Whose layers decide about attention_mask_2d.")] = "qwen3_next",
-    cp: Annotated[int | None, Option(min=2, help="What each of so many ranks holds.")] = None,
+    cp: Annotated[int | None, Option(min=2, max=1024, help="What each of so many ranks holds.")] = None,
     layout: Annotated[str, Option(help="How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
-    ulysses: Annotated[int, Option(min=1, help="Ulysses ranks in a ring, with ulysses_ring.")] = 1,
+    ulysses: Annotated[int, Option(min=1, max=1024, help="Ulysses ranks in a ring, with ulysses_ring.")] = 1,
     out: Annotated[Path | None, Option(help="Write a figure too: .html, .svg, .txt, or .png (matplotlib).")] = None,
 ) -> None:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
@@ -91,8 +91,9 @@ def _print(sheet: Sheet, words: str, out: Path | None) -> None:
     from collate_npu.tools import paper
     from collate_npu.tools.show import drawing
 
-    console = Console()
-    paper.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
+    console = paper.screen()
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        paper.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
     if out is not None:
         drawing.save(sheet, out)
         paper.put(console, Text(f"written: {out}"))

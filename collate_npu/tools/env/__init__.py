@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from collate_npu.errors import printable
 from collate_npu.tools.env import machine, probe
 from collate_npu.tools.env.hazards import hazards
 from collate_npu.tools.env.machine import Environment
@@ -62,7 +63,8 @@ def written(*, as_json: bool = False) -> str:
 
 
 def masked(value: Any) -> Any:
-    """Without what is nobody else's business: home directories, passwords in addresses, tokens."""
+    """Without what is nobody else's business: home directories, passwords in addresses, tokens; each text on one line, with
+    nothing in it that a terminal obeys."""
     if isinstance(value, dict):
         return {key: masked(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,7 +73,7 @@ def masked(value: Any) -> Any:
         value = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", value)
     for pattern, instead in _PRIVATE:
         value = re.sub(pattern, instead, value, flags=re.IGNORECASE)
-    return value
+    return printable(value).replace("\n", "\\n")
 
 
 def _markdown(found: Environment) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from collate_npu import releases
+from collate_npu.integrations import trainers
 from collate_npu.releases import DISTRIBUTIONS, Since, numbers, post
 from collate_npu.tools.env.machine import Environment
 
@@ -23,7 +24,8 @@ class Hazard:
 
 
 def hazards(here: Environment) -> Iterator[str]:
-    """A line for each row of the table, and for each fault of the table of releases that is here."""
+    """A line for each row of the table, for each fault of the table of releases that is here, and for each trainer whose
+    release was not run."""
     for hazard in HAZARDS:
         fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
         if fits and hazard.when(here):
@@ -32,6 +34,9 @@ def hazards(here: Environment) -> Iterator[str]:
         if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
             yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
+    for package, tested in trainers().values():
+        if text := releases.outside(package, tested, here.packages.get(package, "")):
+            yield f"{text} says what was checked."
 
 
 def _name(here: Environment, package: str) -> str:

@@ -1,6 +1,7 @@
 """Probe: questions that import torch or more, each asked in a process of its own, which a library may crash alone.
 
-A driver or a half-installed package may raise, abort, or never come back: then the reason is the answer.
+A driver or a half-installed package may raise, abort, or never come back: then the reason is the answer. The process
+finds packages as any Python here does, but never in the working directory, which `python -c` puts first.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from collate_npu.tools.refusals import said
 
 SECONDS = 120
 """How long a process may take."""
-_ROOT = str(Path(__file__).resolve().parents[3])
-_CODE = "import sys; from collate_npu.tools.env.probe import answer; answer(sys.argv[1])"
+_PACKAGE = str(Path(__file__).resolve().parents[2] / "__init__.py")
+_CODE = """import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("collate_npu", sys.argv[2])
+sys.modules["collate_npu"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["collate_npu"])
+from collate_npu.tools.env.probe import answer
+answer(sys.argv[1])"""
+"""This package by its file: the folder around it, which may be the working directory, is no place to find others."""
 
 
 def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
     """The answer to one of `ANSWERS`, or `{"fails": why}`."""
-    path = [os.environ.get("PYTHONPATH", ""), *sys.path, _ROOT]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(path)))}
-    command = [sys.executable, "-c", _CODE, question]
+    command = [sys.executable, "-c", _CODE, question, _PACKAGE]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return {"fails": f"no answer within {seconds:.0f} s"}
     with suppress(ValueError):  # nothing, or half an answer

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.arrays import whole_number
+from collate_npu.errors import CollateError, explain, printable
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import SIGNS, Cell, Grid, block_for, row_grid
 from collate_npu.tools.show.sheet import Panel, Sheet, sheet_of
@@ -55,8 +56,10 @@ def picture(
         ⬚ ⬚ ■ ■ ■
         ■ ■ ■ ■ ■
     """
+    limit = whole_number("limit", limit, least=1)
     sheet = sheet_of(shown, row=row, tokenizer=tokenizer)
-    drawn = Picture("\n\n".join("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived))
+    panels = ("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived)
+    drawn = Picture(printable("\n\n".join(panels)))
     drawn.sheet = sheet
     return drawn
 

@@ -15,6 +15,9 @@ from collate_npu.tools.audit.data import encoded, read_rows
 MOST_PLACES = 1 << 28
 """Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
 
+MOST_TOKENS = 1 << 22
+"""Places of `--lengths`."""
+
 
 def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
     """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
@@ -22,6 +25,9 @@ def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
         rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
     except ValueError:
         raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
+    if len(rows) * max(map(sum, rows)) > MOST_TOKENS or min(map(min, rows)) < 0:
+        rule = f"Lengths are 0 or more, and at most {MOST_TOKENS} places are drawn."
+        raise CollateError(explain("--lengths", lengths[:80], rule, "Write shorter ones: a picture shows the same."))
     return [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
 
 

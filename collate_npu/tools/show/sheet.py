@@ -5,7 +5,7 @@ Legend: B batch, S width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor
+from collate_npu.arrays import Array, host_tensor, whole_number
 from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
@@ -38,12 +38,18 @@ class Tokens:
     def one(self, b: int, s: int) -> str:
         """The token at one place; where it is no text by itself, as a part of a letter is not, its id: `#228`."""
         number = int(self.input_ids[b, s])
-        text = self.decode([number]) if number >= 0 else LOST
+        text = self._read([number])
         return f"#{number}" if LOST in text or not text else escaped(text)
 
     def text(self, b: int, places: Sequence[int]) -> str:
         """Several tokens as one text."""
-        return escaped(self.decode([int(self.input_ids[b, s]) for s in places]))
+        return escaped(self._read([int(self.input_ids[b, s]) for s in places]))
+
+    def _read(self, numbers: list[int]) -> str:
+        try:
+            return self.decode(numbers) if min(numbers, default=0) >= 0 else LOST
+        except Exception:  # of a tokenizer that has no such id
+            return LOST
 
 
 def escaped(text: str) -> str:
@@ -87,11 +93,22 @@ class Sheet:
 def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Sheet:
     """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
-        panels = iter((Panel(facts=shape_said(shown), ids=shown.array), _attends(shown)))
+        panels: Iterable[Panel] = (Panel(facts=shape_said(shown), ids=shown.array), _attends(shown))
     else:
         panels = _batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown))
+    panels = _with_row(row, list(panels))
     asked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
     return Sheet(panels=tuple(asked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
+
+
+def _with_row(row: int | None, panels: list[Panel]) -> list[Panel]:
+    """The panels, where one of them has that row."""
+    held = {square.b for panel in panels for square in panel.squares}
+    held |= {b for panel in panels if panel.ids is not None for b in range(len(panel.ids))}
+    if row is not None and whole_number("row", row) not in held:
+        rule = f"The rows are 0 to {max(held)}." if held else "There is no row."
+        raise CollateError(explain("row", str(row), rule, "Name one of them, or leave it out for all."))
+    return panels
 
 
 def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:

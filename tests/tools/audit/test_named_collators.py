@@ -84,3 +84,52 @@ def test_the_classes_people_use(spec):
     (collator,) = ready_collators(spec, ["left"], tokenizer=byte_tokenizer(), model=None, pad_token_id=256)
     batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     assert batch["input_ids"].numel() in (5, 6)
+
+
+ENDS = {
+    "SystemExit(0)": "SystemExit: 0",
+    "BaseException('no')": "BaseException: no",
+    "GeneratorExit('no')": "GeneratorExit: no",
+    "Mute()": "Mute: no message: RuntimeError",
+}
+PLACES = {
+    "import": "{}",
+    "attribute": "def __getattr__(name):\n    {}",
+    "signature": "class C:\n    def __call__(s): ...\n    @property\n    def __signature__(s):\n        {}\ncollate = C()",
+    "construction": "class collate:\n    def __init__(self):\n        {}",
+    "call": "def collate(features):\n    {}",
+    "a later call": "def collate(features):\n    if len(features) > 1:\n        {}\n    return features",
+}
+
+
+@pytest.mark.parametrize("error", ENDS)
+@pytest.mark.parametrize("moment", PLACES)
+def test_whatever_a_file_raises_is_told_with_its_line(tmp_path, moment, error):
+    mute = "class Mute(Exception):\n    def __str__(self): raise RuntimeError\n"
+    lines = (mute + PLACES[moment]).format(f"raise {error}").splitlines()
+    (tmp_path / "theirs.py").write_text("\n".join(lines), encoding="utf-8")
+    line = 1 + next(n for n, text in enumerate(lines) if f"raise {error}" in text)
+
+    def used():
+        (ready,) = ready_collators("theirs.py:collate", ["left"], **GIVEN)
+        ready([])
+        ready([{}, {}])
+
+    with pytest.raises(CollateError) as refusal:
+        used()
+    assert f"theirs.py, line {line}: {ENDS[error]}" in str(refusal.value)
+
+
+def test_of_a_file_that_is_no_python_and_of_its_neighbour(tmp_path):
+    (tmp_path / "bad_syntax.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
+    with pytest.raises(CollateError, match=r"bad_syntax.py, line 2: SyntaxError"):
+        ready_collators("bad_syntax.py:f", ["left"], **GIVEN)
+    (tmp_path / "calls_it.py").write_text("import bad_module_here", encoding="utf-8")
+    with pytest.raises(CollateError, match=r"bad_module_here.py, line 1: RuntimeError: broken"):
+        ready_collators("calls_it:f", ["left"], **GIVEN)
+
+
+def test_an_interrupt_is_one(tmp_path):
+    (tmp_path / "theirs.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        ready_collators("theirs.py:collate", ["left"], **GIVEN)

@@ -32,6 +32,7 @@ def wrong(features):
     return {"input_ids": ids, "attention_mask": (ids != 256).long()}
 def cuts(features): return {"input_ids": torch.tensor([feature["input_ids"][:2] for feature in features])}
 def raises(features): raise KeyError("images")
+def ends(features): raise SystemExit(0)
 """
 QUICK = ["--batches", "1", "--batch-size", "3", "--no-gradients", "--max-length", "48"]
 
@@ -66,7 +67,14 @@ def test_a_collator_by_name_fails_the_audit_where_it_is_wrong(mine, name, code):
     assert ("make it from the lengths" in found["note"]) == (code == 1)
 
 
-@pytest.mark.parametrize(("name", "said"), [("cuts", "Switch off what changes tokens"), ("raises", "KeyError: 'images'")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cuts", "Switch off what changes tokens"),
+        ("raises", "mine_here.py, line 10: KeyError: 'images'"),
+        ("ends", "mine_here.py, line 11: SystemExit: 0"),
+    ],
+)
 def test_a_collator_that_cannot_be_compared_is_not_run_and_not_wrong(mine, name, said):
     ended, found, report = told("--model", "llama", "--collator", f"{mine}:{name}", "--side", "right")
     assert (ended, found) == (2, [])
@@ -119,6 +127,20 @@ def test_labels_of_a_dump_count_as_they_are(tmp_path):
         ended, (found,), _ = told("--model", "llama", "--batch", str(dumped(tmp_path, {**RIGHT, "labels": labels})))
         assert (ended, found["right"]) == (code, code == 0)
         assert note in found["note"]
+
+
+def test_labels_that_are_not_the_samples_own_are_wrong(tmp_path, mine):
+    """With any tolerance: of a dump that was moved already, and of a collator that forgets the labels of eos."""
+    moved = torch.nn.functional.pad(RIGHT["labels"][:, 1:], (0, 1), value=-100)
+    path = str(dumped(tmp_path, {**RIGHT, "labels": moved}))
+    for more in ([], ["--tolerance", "1e9"]):
+        ended, (found,), _ = told("--model", "llama", "--batch", path, *more)
+        assert (ended, found["right"], "labels" in found["astray"]) == (1, False, True)
+        assert "They are moved by a place" in found["note"]
+    spec = "transformers:DataCollatorForLanguageModeling"
+    ended, (found,), _ = told("--model", "llama", "--collator", spec, "--side", "right")
+    assert ended == 1
+    assert "3 are ignored, as where labels are made by labels == pad_token_id" in found["note"]
 
 
 @pytest.mark.parametrize(

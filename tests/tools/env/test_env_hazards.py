@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from collate_npu.integrations import trainers
 from collate_npu.releases import DISTRIBUTIONS, TORCH_NPU_STREAMS
 from collate_npu.tools.env.hazards import hazards
 from collate_npu.tools.env.machine import Environment
@@ -109,3 +110,18 @@ def test_torch_npu_beside_fla_npu(torch_npu, wrong):
     said = told({"torch": torch_npu[:6], "flash-linear-attention-npu": "26.9.1", "torch_npu": torch_npu})
     assert ("streams out of step" in said) == (TORCH_NPU_STREAMS[0] in said) == bool(wrong)
     assert "streams" not in told({"torch_npu": torch_npu})
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "page"),
+    [
+        ("ms-swift", "4.7.0", "ms-swift"),
+        ("transformers", "5.24.0", "transformers"),
+        ("axolotl", "1", "llamafactory-axolotl"),
+    ],
+)
+def test_a_release_that_was_not_run_is_told_with_its_page(package, version, page):
+    assert f"{package} {version} is not among the releases that were run" in told({**TORCH, package: version})
+    assert f"`collate-npu guide {page}` says what was checked." in told({**TORCH, package: version})
+    for ran in dict(trainers().values())[package], "":
+        assert "is not among" not in told({**TORCH, package: ran})

@@ -1,0 +1,230 @@
+"""Nothing runs, fills the memory or moves the cursor because of a file that merely lies there, is read or is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+from typer.testing import CliRunner
+
+import collate_npu
+import collate_npu.tools.cli as cli
+from collate_npu import CollateError, describe
+from collate_npu.errors import explain
+from collate_npu.testing import byte_tokenizer
+from collate_npu.tools import saved
+from collate_npu.tools.audit import data
+from collate_npu.tools.audit.data import encoded, read_rows
+from collate_npu.tools.env import masked
+from collate_npu.tools.show import picture
+
+ROOT = Path(collate_npu.__file__).parents[1]
+NAMES = ("platform", "signal", "torch", "numpy", "datasets", "tokenizers", "collate_npu", "kernels", "wandb", "helper", "re")
+MARK = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n"
+MINE = """
+import datasets, helper, tokenizers, collate_npu
+from collate_npu import PaddingCollator
+assert "lies" not in datasets.__file__ + tokenizers.__file__ + collate_npu.__file__
+def collate(tokenizer, model):
+    import later_helper
+    return PaddingCollator(tokenizer, model=model)
+"""
+
+
+ENTRY = "import sys; from collate_npu.__main__ import main; sys.exit(main())"
+"""As pip writes it into its bin folder."""
+
+
+def command(*args, cwd, entry):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *entry, *args], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ran(folder):
+    return sorted(path.stem for path in folder.rglob("*.ran"))
+
+
+@pytest.fixture
+def lies(tmp_path, monkeypatch):
+    """A folder in which files lie that are named like packages."""
+    folder = tmp_path / "lies"
+    (folder / "beside").mkdir(parents=True)
+    for name in NAMES:
+        (folder / f"{name}.py").write_text(MARK)
+        (folder / "beside" / f"{name}.py").write_text(MARK)
+    (folder / "beside" / "later_helper.py").write_text(MARK)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "collate-npu").write_text(ENTRY)
+    (folder / "beside" / "json.py").write_text(MINE)
+    (folder / "a.json").write_text(json.dumps([{"text": "word " * n} for n in range(3, 12)]))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [["../bin/collate-npu"], ["-m", "collate_npu"]])
+def test_no_command_runs_a_file_of_the_working_directory(lies, entry):
+    if "-m" in entry:
+        (lies / "collate_npu.py").unlink()  # that one was named
+    found = json.loads(command("env", "--json", cwd=lies, entry=entry))
+    assert "torch does not load" not in found["devices"]
+    assert found["runs"]
+    command("show", "--lengths", "3,5", cwd=lies, entry=entry)
+    assert ran(lies) == []
+
+
+@pytest.mark.slow
+@pytest.mark.models
+def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed(lies):
+    """It is called json.py, and hides no json."""
+    quick = ["--model", "llama", "--attn", "sdpa", "--batches", "1", "--batch-size", "3", "--no-gradients", "--json"]
+    mine = ["--collator", "beside/json.py:collate", "--data", "a.json"]
+    out = command("audit", *quick, *mine, cwd=lies, entry=["../bin/collate-npu"])
+    assert {f["right"] for f in json.loads(out)["findings"] if f["whose"] == "yours"} == {True}
+    assert ran(lies) == ["helper", "later_helper"]
+
+
+@pytest.mark.slow
+def test_looking_through_the_package_changes_nothing():
+    """Every module is imported, with verl's Megatron functions loaded or not; only its own import arms the plugin."""
+    code = """if True:
+        import pkgutil, signal, sys, types, warnings
+        import collate_npu, torch, transformers
+        if loaded := len(sys.argv) > 1:
+            for name in ("verl", "verl.models", "verl.models.mcore"):
+                sys.modules[name] = types.ModuleType(name)
+        from collate_npu.integrations import patching
+        from collate_npu.integrations.verl import engine
+        engine.install = lambda: patching._TABLE.append("verl")
+        before = list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)
+        warnings.simplefilter("ignore")
+        for module in pkgutil.walk_packages(collate_npu.__path__, "collate_npu."):
+            try:
+                __import__(module.name)
+            except ImportError:
+                pass  # of a trainer that is not installed
+        assert (list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)) == before
+        assert patching._TABLE == []
+        from collate_npu.integrations.verl import plugin
+        verl = types.ModuleType("verl.utils.import_utils")
+        exec("import importlib\\ndef libs(name): importlib.import_module(name)", vars(verl))
+        del sys.modules[plugin.__name__]
+        verl.libs(plugin.__name__)
+        assert (patching._TABLE == ["verl"]) == loaded
+        assert (list(sys.meta_path) != before[0]) == (not loaded)
+    """
+    for more in ([], ["loaded"]):
+        done = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+# --- text from files and names
+
+EVIL = "a\x1b[2J\x9b31mb\u202ec"
+RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+@pytest.fixture
+def evil(tmp_path):
+    ids = torch.tensor([[1, 2, 3]])
+    torch.save({"input_ids": ids, EVIL: ids, "attention_mask": {EVIL: torch.ones(1, 1, 3, 3)}}, tmp_path / f"{EVIL}.pt")
+    (tmp_path / f"{EVIL}.jsonl").write_text(json.dumps({EVIL: 1}))
+    (tmp_path / f"{EVIL}.py").write_text(f"raise ValueError({EVIL!r})")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["show", "--batch", f"{{}}/{EVIL}.pt"],
+        ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.txt"],
+        ["show", "--mask", f"{{}}/{EVIL}.pt"],
+        ["show", "--data", f"{{}}/{EVIL}.jsonl"],
+        ["show", "--lengths", EVIL],
+        ["show", "--lengths", "3", "--consumer", "transformers", "--model-type", EVIL],
+        ["show", "--lengths", "3", "--consumer", EVIL],
+        ["audit", "--model", "llama", "--batch", f"{{}}/{EVIL}.pt"],
+        ["audit", "--model", EVIL],
+        ["audit", "--model", "llama", "--collator", f"{{}}/{EVIL}.py:{EVIL}"],
+        ["guide", EVIL],
+    ],
+)
+def test_no_escape_sequence_reaches_the_screen(evil, args):
+    result = CliRunner().invoke(cli.app, [arg.replace("{}", str(evil)) for arg in args])
+    assert result.output
+    assert not RAW.search(result.output), repr(result.output)
+    assert not (evil / f"{EVIL}.txt").exists() or not RAW.search((evil / f"{EVIL}.txt").read_text())
+
+
+def test_nor_what_python_hands_out():
+    batch = {"input_ids": torch.ones(1, 3), EVIL: EVIL, "attention_mask": {EVIL: torch.ones(1, 1, 3, 3)}}
+    for text in (describe(batch), picture(batch), masked(EVIL), explain(EVIL, EVIL, "", "")):
+        assert not RAW.search(text), repr(text)
+    assert "\n" not in masked("a\nb")
+
+
+# --- what is small and unpacks to much
+
+
+def test_what_unpacks_to_more_than_is_said_is_refused_or_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(data, "MOST_BYTES", 1 << 16)
+    np.savez_compressed(tmp_path / "a.npz", input_ids=np.zeros((8, 4096), np.int64))
+    torch.save({"input_ids": torch.ones(1, 1).expand(4096, 4096)}, tmp_path / "a.pt")
+    for name in ("a.npz", "a.pt"):
+        with pytest.raises(CollateError, match="opens to at most 0 MiB, or to its own size"):
+            saved.batch_of_file(tmp_path / name)
+    torch.save({"input_ids": torch.ones(8, 4096)}, tmp_path / "b.pt")
+    assert saved.batch_of_file(tmp_path / "b.pt")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some\nwords\n" * 100_000))
+    assert len(read_rows(tmp_path / "a.txt.gz")) < 12_000
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1_000_000))
+    with pytest.raises(CollateError, match="got no rows"):
+        read_rows(tmp_path / "b.txt.gz")
+    (tmp_path / "many.txt").write_text("a\n" * 30_000)
+    assert len(read_rows(tmp_path / "many.txt")) == data.MOST
+    pytest.importorskip("datasets")
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 10_000))
+    with pytest.raises(CollateError, match="unpacks to"):
+        read_rows(tmp_path / "a.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "TimeoutError: not done in 0.2 s",
+        ),
+        ("{{ 'a' * 10000000000 }}", "MemoryError"),
+    ],
+)
+def test_a_chat_template_has_so_much_time_and_memory(monkeypatch, template, said):
+    monkeypatch.setattr(data, "_SECONDS", 0.2)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(CollateError, match=said):
+        encoded([{"role": "user", "content": "hi"}], tokenizer, 8)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert encoded([{"role": "user", "content": "hi"}], tokenizer, 8)["input_ids"] == [104, 105]
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "precious.txt")
+    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3", "--out", str(tmp_path / "a.txt")])
+    assert (result.exit_code, (tmp_path / "precious.txt").read_text()) == (2, "mine")
+    assert "Name that file itself" in " ".join(result.output.split())
