@@ -256,6 +256,15 @@ class Segments:
         return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
 
     @once
+    def _keep_BS(self) -> Array:
+        if self._side is None:
+            return self.array.astype(bool)
+        keep_BS = np.zeros(self._shape, bool)
+        for row_S, n in zip(keep_BS, self.row_lengths):
+            row_S[slice(n) if self._side == "right" else slice(len(row_S) - n, None)] = True
+        return keep_BS
+
+    @once
     def _indices_T(self) -> Array:
         return np.flatnonzero(self.array)
 
@@ -366,11 +375,7 @@ def ready(segments: Segments) -> Segments:
 
 def keep_array(segments: Segments) -> Array:
     """`keep` as a fresh numpy array, bool `[B, S]`."""
-    if segments._side is None:
-        return segments.array.astype(bool)
-    keep_BS = np.zeros(segments._shape, bool)
-    for row_S, n in zip(keep_BS, segments.row_lengths):
-        row_S[slice(n) if segments._side == "right" else slice(len(row_S) - n, None)] = True
+    keep_BS: Array = segments._keep_BS.copy()
     return keep_BS
 
 

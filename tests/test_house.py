@@ -17,7 +17,7 @@ LINES = {
     "masks": (2520, 2400),
     "parallel": (1520, 1450),
     "kernels": (3470, 3400),
-    "consumers": (2110, 1950),
+    "consumers": (2130, 1950),
     "collate": (1560, 1500),
     "proof": (1280, 1250),
     "integrations": (2760, 3000),
@@ -26,7 +26,7 @@ LINES = {
     "tests": (34420, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (17650, 12000)}
+WORDS = {"guide": (18050, 12000)}
 """Words of the guide's English pages, likewise."""
 
 

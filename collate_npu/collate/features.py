@@ -198,6 +198,8 @@ def _is_targets(column: list[Any], lengths: list[int]) -> bool:
 
 
 def _holds_floats(values: Any) -> bool:
+    if isinstance(values, list) and {*map(type, values)} <= {int}:
+        return False
     try:
         return host_array("labels", values).dtype.kind == "f"
     except CollateError:  # said where they are laid out, with their row

@@ -82,6 +82,8 @@ class Emitter:
     layout: Layout = field(default_factory=Layout)
     _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
     """Of the consumer named, or told by the model, which is not kept."""
+    _attends: Pattern = field(init=False, repr=False, compare=False)
+    """The attention the batch is for: declared, told by the model, or plain causal."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -100,13 +102,9 @@ class Emitter:
             raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
         settings: dict[str, Any] = {"consumer": self.consumer, "padding_free": self.padding_free, "pattern": self.pattern}
         settings |= {"keys": self.keys, "max_mask_bytes": self.layout.max_mask_bytes, "model_type": model_type}
-        settings |= {"labels_shifted": self.layout.labels_shifted}
-        object.__setattr__(self, "_adapter", BatchAdapter(model, **settings) if told else None)
-
-    @property
-    def _attends(self) -> Pattern:
-        """The attention the batch is for: declared, told by the model, or plain causal."""
-        return Pattern.of(self.pattern or "causal") if self._adapter is None else self._adapter.pattern
+        adapter = BatchAdapter(model, **settings) if told else None
+        object.__setattr__(self, "_adapter", adapter)
+        object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
 
     @property
     def _predicts_next(self) -> bool:

@@ -133,24 +133,35 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
-        return self._rendered(batch, self.context_parallel)[0]
+        return self._rendered(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
-        out, segments = self._rendered(batch, self.context_parallel)
+        out, segments = self._rendered(batch)
         return out, ready(segments)
 
-    @uncompiled
-    def _rendered(self, batch: Mapping[str, Any], cp: ContextParallel | None) -> tuple[dict[str, Any], Segments]:
-        with ranks_agree(cp, call="split"):
-            sources = Sources.of(batch)
-            segments = self.found(sources, polarity=self.polarity, padding_free=self.padding_free)
-            out = self._routed(sources, segments, None)
-            if debug.ON and self.padding_free and self.model.needs_mask_2d and self.context_parallel is None:
-                from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
+    def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
+        if self.context_parallel is not None:
+            return self._shared_out(batch, self.context_parallel)
+        out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
+        if debug.ON and self.padding_free and self.model.needs_mask_2d:
+            from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
 
-                say_batch(self.consumer.name, out, segments)
+            say_batch(self.consumer.name, out, segments)
         return out, segments
+
+    @uncompiled
+    def _shared_out(self, batch: Mapping[str, Any], cp: ContextParallel) -> tuple[dict[str, Any], Segments]:
+        with ranks_agree(cp, call="split"):
+            return self.mended(Sources.of(batch), padding_free=self.padding_free)
+
+    def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
+        """A stranger's batch routed, with the labels that a loss should see, and its Segments."""
+        segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
+        moves = self.consumer.counts_positions  # a transformers model moves labels itself
+        shifted = False if self.labels_shifted is None and moves else self.labels_shifted
+        labels = labels_for(sources, segments, self.pattern, shifted)
+        return self._routed(sources | labels if labels else sources, segments, padding_free), segments
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
@@ -189,14 +200,10 @@ class BatchAdapter:
         if case.model.pooling == "last_by_id" and isinstance(out.get("input_ids"), Tensor):  # else padding is its last token
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
-        shifted = self.labels_shifted
-        if shifted is None and self.consumer.counts_positions:
-            shifted = False  # transformers' models move them
-        out |= labels_for(batch, case, shifted=shifted)
         if self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            _drop_unread(out, alone=case.padding_free and case.recurrent and not segments.packed)
+            _drop_unread(out, alone=case.padding_free and not segments.packed and bool(self.model.boundaries_unread))
         chosen = self._route(case)
         out.pop("attention_mask", None)
         mask = out[self.consumer.key] = self._mask(chosen, case, device)

@@ -8,51 +8,58 @@ Legend: B rows, S width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+import numpy as np
+import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from collate_npu.consumers.consumer import Case
-from collate_npu.masks.patterns import Bidirectional
+from collate_npu.arrays import Array
+from collate_npu.masks.patterns import Bidirectional, Pattern
+from collate_npu.masks.sources import Sources
+from collate_npu.segments import Segments, keep_array
 
 IGNORED = -100
 
 
-def labels_for(batch: Mapping[str, Any], case: Case, *, shifted: bool | None) -> dict[str, Tensor]:
-    """`labels` and `shift_labels` int64 `[B, S]` of this batch as a loss should see them; those of whole samples are left.
+def labels_for(sources: Sources, segments: Segments, pattern: Pattern, shifted: bool | None) -> dict[str, Tensor]:
+    """`labels` and `shift_labels` int64 `[B, S]` of this batch where they must change; those of whole samples are left.
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """
-    held = {key: x for key in ("labels", "shift_labels") if isinstance(x := batch.get(key), Tensor) and x.ndim == 2}
-    if not held:
-        return {}
-    ids_BS = case.segments.ids
-    of_tokens = {key: x for key, x in held.items() if x.shape == ids_BS.shape and not x.is_floating_point()}
-    moved = {"labels": shifted, "shift_labels": True}
-    unread = {key: _unread(batch, x, ids_BS.to(x.device), case, moved[key]) for key, x in of_tokens.items()}
-    return {key: x.masked_fill(unread[key] & (x >= 0), IGNORED) for key, x in of_tokens.items()}
+    moved, out = {"labels": shifted, "shift_labels": True}, {}
+    for key in ("labels", "shift_labels"):
+        if not isinstance(labels := sources.get(key), Tensor) or labels.is_floating_point():
+            continue
+        wrong_BS = _unread(sources, sources.array(key), segments, pattern, moved[key])
+        if wrong_BS.any():
+            out[key] = labels.masked_fill(torch.from_numpy(wrong_BS).to(labels.device), IGNORED)
+    return out
 
 
-def _unread(batch: Mapping[str, Any], labels: Tensor, ids_BS: Tensor, case: Case, shifted: bool | None) -> Tensor:
-    """bool `[B, S]`: padding, and the first places of sequences, or their last where labels are moved."""
-    padding_BS = ids_BS == 0
-    if isinstance(case.pattern, Bidirectional):  # tokens are predicted in place
-        return padding_BS
-    first_BS = pad(ids_BS[:, :-1], (1, 0)) != ids_BS
-    first_BS[:, :1] = False  # which the shift drops
-    last_BS = pad(ids_BS[:, 1:], (0, 1)) != ids_BS
-    if shifted is None:
-        shifted = _are_moved(batch.get("input_ids"), labels, padding_BS | first_BS, padding_BS | last_BS)
-    return padding_BS if shifted is None else padding_BS | (last_BS if shifted else first_BS)
+def _unread(sources: Sources, labels_BS: Array, segments: Segments, pattern: Pattern, shifted: bool | None) -> Array:
+    """bool `[B, S]`: labels of padding, and of the first places of sequences, or of their last where labels are moved."""
+    unread_BS = ~keep_array(segments)
+    if labels_BS.shape != unread_BS.shape:
+        return np.zeros(0, bool)
+    rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
+    if shifted is None and sources.named["tokens"] == ("input_ids",):
+        shifted = _are_moved(sources.array("input_ids"), labels_BS, rows_N, first_N, ends_N - 1)
+    if shifted is not None and not isinstance(pattern, Bidirectional):  # tokens are predicted in place there
+        unread_BS[rows_N, ends_N - 1 if shifted else first_N] = shifted | (first_N > 0)  # the shift drops a row's first
+    unread_BS &= labels_BS >= 0
+    return unread_BS
 
 
-def _are_moved(tokens: Any, labels: Tensor, first_BS: Tensor, last_BS: Tensor) -> bool | None:
-    """Do all labels equal the next token, or all their own? None where both do, or neither."""
-    if not isinstance(tokens, Tensor) or tokens.shape != labels.shape:
+def _are_moved(tokens_BS: Array, labels_BS: Array, rows_N: Array, first_N: Array, last_N: Array) -> bool | None:
+    """Do the labels at both ends of each sequence equal the next token, or their own? None where both do, or neither."""
+    if tokens_BS.shape != labels_BS.shape:
         return None
-    tokens, counted_BS = tokens.to(labels.device), labels >= 0
-    own = bool((labels == tokens)[counted_BS & ~first_BS].all())
-    following = bool((labels == pad(tokens[:, 1:], (0, 1)))[counted_BS & ~last_BS].all())
+
+    def equal(at_N: Array, ahead: int) -> bool:
+        found_N = labels_BS[rows_N, at_N]
+        told_N = (found_N >= 0) & (at_N + ahead <= last_N)
+        return bool((found_N == tokens_BS[rows_N, np.minimum(at_N + ahead, last_N)])[told_N].all())
+
+    before_N = np.maximum(last_N - 1, first_N)
+    own = all(equal(at_N, 0) for at_N in (first_N, before_N, last_N))
+    following = all(equal(at_N, 1) for at_N in (first_N, before_N))
     return None if own == following else following

@@ -46,8 +46,7 @@ def adapt(model: nn.Module, **settings: Any) -> RemovableHandle:
         if _decodes(batch):
             return None
         flat = batch.get("attention_mask") is None and batch.shape()[0] == 1
-        segments = adapter.found(batch, polarity=adapter.polarity, padding_free=flat)
-        return (), adapter.render(batch, segments, padding_free=flat)
+        return (), adapter.mended(batch, padding_free=flat)[0]
 
     return model.register_forward_pre_hook(through_adapter, with_kwargs=True)
 

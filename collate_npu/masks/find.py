@@ -87,7 +87,8 @@ def agreed(
         raise CollateError(explain("input_ids", f"{shape[0]} rows", rule, remedy))
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth = _told(sources, shape, polarity, squares)
-    if truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS):
+    sources.counted = truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS)
+    if sources.counted:
         positions_BS = None  # as our own collators add them: they say nothing more
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
     if positions_BS is not None and known:

@@ -43,6 +43,8 @@ class Sources(dict[str, Any]):
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[str, tuple[Any, Any]] = {}
+        self.counted = False
+        """Are its positions those that follow from its Segments, at every place? The door says so."""
         listed = [name for name, value in self.items() if value is not None and name in _ROLES]
         for name in sorted(listed, key=_ORDER.__getitem__):
             self.named[_ROLES[name]] += (name,)
@@ -54,7 +56,7 @@ class Sources(dict[str, Any]):
 
     def __or__(self, changed: Mapping[str, Any]) -> Sources:  # type: ignore[override]
         made = Sources({**self, **changed})
-        made._held = self._held
+        made._held, made.counted = self._held, self.counted
         return made
 
     def array(self, name: str) -> Array:

@@ -62,7 +62,7 @@ def settings_of(kind="causal", flash=True, impl="transformer_engine", cp=1, widt
 
 
 def rules(layer, masked, segments, flat=False):
-    kwargs = layer.kwargs(masked, segments, flat=flat)
+    kwargs = {"scale": D**-0.5, **layer.kwargs(masked, segments, flat=flat)}
     return [breach.rule for breach in contract_breaches(kwargs, N=HEADS, Nkv=HEADS, D=D, segments=segments)]
 
 
