@@ -26,7 +26,8 @@ TEXT_KEY = "text_position_ids"
 def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | None:
     """`position_ids` of this batch for this consumer; None where they are left out."""
     given, rule = sources.get(KEY), case.model.positions
-    kind = "derived" if given is None or sources.counted else _kind(torch.from_numpy(sources.array(KEY)), case)
+    counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
+    kind = "derived" if given is None or counted else _kind(torch.from_numpy(sources.array(KEY)), case)
     if kind == "places":
         given = None
     elif given is not None and not isinstance(given, Tensor):

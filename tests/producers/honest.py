@@ -77,6 +77,13 @@ def _visible_padding(case: Case, entry: Entry) -> bool:
     return getattr(case.mask, "ndim", 4) != 2 and case.packed and bool(case.keep.all()) and not told
 
 
+def _looks_padded(case: Case, entry: Entry) -> bool:
+    tokens = np.asarray(case.batch.get("input_ids", ()))
+    ends = tokens.ndim == 2 and tokens.shape[1] > 1
+    repeated = ends and bool(((tokens[:, 0] == tokens[:, 1]) | (tokens[:, -1] == tokens[:, -2])).any())
+    return not entry.with_2d and bool(case.keep.all()) and repeated
+
+
 def _says_nothing(case: Case, entry: Entry) -> bool:
     return not entry.with_2d or bool((case.keep[:, 1:] & ~case.keep[:, :-1]).any())
 
@@ -119,6 +126,8 @@ EVERYWHERE: dict[str, Reason] = {
     ),
     # Two neighbours of a row that no window of this size joins: one sequence with a hole, or two sequences.
     "hidden steps": _hidden_steps,
+    # A mask that shows no padding over rows that begin or end with one token again and again.
+    "looks padded": _looks_padded,
     # The samples show padding where the mask shows none.
     "samples against mask": _samples_against_mask,
 }

@@ -151,6 +151,7 @@ HOLDS = {
     "chunks": (made(FULL), DERIVE),
     "wide gap": (made(np.array([[1, 1, 0, 2]]), style="packed_gaps"), DERIVE),
     "hidden steps": (made(HOLE, attends=sliding(HOLE, 2), pattern=Pattern.sliding(2)), DERIVE),
+    "looks padded": (beside(made(ONES), input_ids=torch.tensor([[9, 9, 1], [1, 2, 3]])), MEGATRON),
     "samples against mask": (made(ROWS, silent=True), WRAP),
     "either polarity": (made(ROWS), DERIVE),
     "key row": (made(ROWS), DERIVE),
