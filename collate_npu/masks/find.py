@@ -191,10 +191,10 @@ def _with_dense(
     """The truth with what a dense mask says of it; the mask must be that of the pattern."""
     polarity, pattern = declared
     full = _one_head(key, full, polarity)
-    if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and truth is None and pattern is None:
+    if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
         asked = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
-        missing = {name: what for (name, what), said in zip(asked.items(), declared) if said is None}
-        rule = f"One row of keys for all queries says neither by itself: {' nor '.join(missing.values())}."
+        missing = {name: what for (name, what), said in zip(asked.items(), (polarity or truth, pattern)) if said is None}
+        rule = f"One row of keys for all queries does not say {' nor '.join(missing.values())}."
         remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
     if full.shape[-1] != shape[1]:

@@ -371,10 +371,13 @@ def test_lengths_of_other_stacks_are_read():
     assert segments_from_batch({**ones, "input_lengths": torch.tensor([5, 5])}) == Segments.from_lengths([5, 5])
 
 
-def test_one_row_of_keys_is_padding_where_the_rest_tells_what_is_real():
+def test_one_row_of_keys_is_refused_once():
     told = Segments.from_lengths([2, 4], side="left")
     rows = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": told.keep[:, None, None]}
-    assert segments_from_batch({**rows, "attention_mask_2d": told.keep}) == told
+    beside = {**rows, "attention_mask_2d": told.keep}
+    with pytest.raises(AmbiguousMaskError, match=r"whether queries attend to both sides\. Declare pattern=\."):
+        segments_from_batch(beside)  # the 2D mask says what is real, and not who attends it
+    assert segments_from_batch(beside, pattern="causal") == told
     with pytest.raises(AmbiguousMaskError, match=r"Declare polarity= and pattern=") as refused:
         segments_from_batch(rows)
     assert segments_from_batch(rows, polarity="keep", pattern="causal") == told
