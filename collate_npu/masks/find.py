@@ -35,6 +35,7 @@ from collate_npu.masks.offsets import (
     check_positions,
     parted_by_positions,
     segments_from_offsets,
+    unless_in_doubt,
     without_tail,
 )
 from collate_npu.masks.patterns import Pattern
@@ -97,8 +98,9 @@ def agreed(
     if positions_BS is not None and truth is not None and (truth.name == "position_ids" or truth.name in sources.offsets):
         truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
     told = truth is not None
+    parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
-        truth = _with_dense(key, full, truth, positions_BS, shape, (polarity, declared), own)
+        truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared), own)
     if truth is None:
         return _refuse_unknown(sources, padding_free)
     if positions_BS is not None:
@@ -216,7 +218,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
             told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
-            if told is None or not told[1] or 1 in told[0].sequence_lengths:  # a sequence, or padding at position 0
+            if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])
     elif truth.parted:

@@ -155,6 +155,17 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
     return of_lengths([lengths[: len(lengths) - tail]], segments.shape[1]) if tail else segments
 
 
+def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
+    """The positions, where they can tell sequences from padding: a token alone at position 0 that nobody learns may be
+    either."""
+    alone_BS = positions_BS == 0
+    alone_BS[:, :-1] &= positions_BS[:, 1:] == 0
+    labels_BS = sources.array("labels") if sources.named["labels"] else None
+    if labels_BS is not None and labels_BS.shape == alone_BS.shape:
+        alone_BS &= labels_BS < 0
+    return None if alone_BS.any() else positions_BS
+
+
 def check_positions(positions_BS: Array, segments: Segments) -> None:
     """Rows whose positions restart must restart where their sequences begin."""
     keep_BS = keep_array(segments)
