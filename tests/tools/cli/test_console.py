@@ -53,8 +53,12 @@ def test_an_interrupted_audit_says_what_it_found(name):
 
 def test_before_there_is_anything_to_report_nothing_was_measured(monkeypatch, capsys):
     monkeypatch.setattr("collate_npu.tools.cli.console.import_module", lambda package: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(typer.Exit) as end:
-        needs("torch")(lambda: None)()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have switched Ctrl-C off
+    try:
+        with pytest.raises(typer.Exit) as end:
+            needs("torch")(lambda: None)()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert end.value.exit_code == 130
     assert "INTERRUPTED: nothing was measured" in capsys.readouterr().err
 
