@@ -25,6 +25,8 @@ FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert
 
 def classifier(name):
     """A random one, or a skip where it does not build tiny."""
+    if name not in NAMES:
+        pytest.skip("this transformers has none")
     kind = NAMES[name] if isinstance(NAMES[name], str) else NAMES[name][0]
     torch.manual_seed(0)
     try:

@@ -90,6 +90,7 @@ def test_no_command_runs_a_file_of_the_working_directory(lies, entry):
 @pytest.mark.models
 def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed(lies):
     """It is called json.py, and hides no json."""
+    pytest.importorskip("datasets")
     quick = ["--model", "llama", "--attn", "sdpa", "--batches", "1", "--batch-size", "3", "--no-gradients", "--json"]
     mine = ["--collator", "beside/json.py:collate", "--data", "a.json"]
     out = command("audit", *quick, *mine, cwd=lies, entry=["../bin/collate-npu"])
