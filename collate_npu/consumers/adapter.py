@@ -17,7 +17,7 @@ from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, 
 from collate_npu.consumers.labels import labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import consumer_of, recurrent_heads, text_config, unwrap, windows
+from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -267,9 +267,9 @@ class BatchAdapter:
 
 
 def _own_patterns(config: Any) -> frozenset[Pattern]:
-    """What a transformers model makes of a 2D mask in some of its layers: its windows, or chunks of that size."""
-    sizes = windows(config)
-    return frozenset(kind(size) for size in sizes for kind in (Pattern.sliding, Pattern.chunked))
+    """What a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
+    found = attention_windows(config).items() if windows(config) else ()
+    return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 
 
 def _reader(model: Any, model_type: str | None) -> str:

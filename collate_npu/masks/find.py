@@ -95,7 +95,8 @@ def agreed(
     if positions_BS is not None and known:
         found = parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)
         truth = truth if found is None else _Truth("position_ids", *found)
-    if positions_BS is not None and truth is not None and (truth.name == "position_ids" or truth.name in sources.offsets):
+    alone = not sources.named["keep"] and not sources.masks  # a mask says itself what of a row is real
+    if positions_BS is not None and alone and truth and (truth.name == "position_ids" or truth.name in sources.offsets):
         truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
     told = truth is not None
     parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)

@@ -171,6 +171,9 @@ def test_a_mask_of_the_models_own_window_is_taken():
     window = dense(segments, polarity="keep", pattern=Pattern.sliding(model.config.sliding_window))
     batch = {**padded(rows, "left", "none"), "attention_mask": window}
     alone = numbers(model, [padded([row], "right", "none") for row in rows])
+    chunks = dense(segments, polarity="keep", pattern=Pattern.chunked(model.config.sliding_window))
+    with pytest.raises(CollateError, match=r"Pattern\.chunked\(8\)"):  # of the same size, and another pattern
+        BatchAdapter(model)({**batch, "attention_mask": chunks})
     for door in ("adapter", "wrapped", "adapt"):
         for mine, reference in zip(through(door, model, batch, rows), alone):
             assert float((mine - reference).norm() / reference.norm()) <= 1e-4

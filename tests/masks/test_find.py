@@ -346,6 +346,10 @@ def test_the_tail_of_a_flat_row_is_no_sequence(tail):
     assert segments_from_batch(batch, padding_free=True) == told
     offsets = torch.tensor([0, 3, 5, 5 + tail], dtype=torch.int32)
     assert segments_from_batch({**batch, "cu_seq_lens_q": offsets}, padding_free=True) == told
+    with pytest.raises(CollateError, match="position_ids"):  # a mask that calls the tail real speaks against it
+        segments_from_batch(
+            {**batch, "cu_seq_lens_q": offsets, "attention_mask_2d": torch.ones(1, 5 + tail, dtype=torch.bool)}
+        )
     learned = {**batch, "labels": batch["input_ids"].clone()}  # then they are real
     assert segments_from_batch(learned, padding_free=True).lengths == ((3, 2, *[1] * tail),)
 
