@@ -173,7 +173,7 @@ def test_a_mask_of_the_models_own_window_is_taken():
     alone = numbers(model, [padded([row], "right", "none") for row in rows])
     chunks = dense(segments, polarity="keep", pattern=Pattern.chunked(model.config.sliding_window))
     with pytest.raises(CollateError, match=r"Pattern\.chunked\(8\)"):  # of the same size, and another pattern
-        BatchAdapter(model)({**batch, "attention_mask": chunks})
+        BatchAdapter(model)({**batch, "attention_mask": chunks, "attention_mask_2d": segments.keep})
     for door in ("adapter", "wrapped", "adapt"):
         for mine, reference in zip(through(door, model, batch, rows), alone):
             assert float((mine - reference).norm() / reference.norm()) <= 1e-4
