@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks import report
+from benchmarks import editions, report
 from benchmarks.measure import GROUPS, apart
 from benchmarks.timing import Absent, Pace, Row
 
@@ -17,6 +17,9 @@ QUICK = Pace(rounds=5, least=3, budget=0.4, turn=0.003)
 
 def main(given: list[str] | None = None) -> None:
     options = parse(given)
+    if options.against:
+        editions.show(editions.compare(options.against, options.only or GROUPS, options.rounds))
+        return
     pace = QUICK if options.quick else Pace(options.rounds, min(options.rounds, 5))
     start = perf_counter()
     rows: list[Row] = []
@@ -49,6 +52,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="at most; slow cases get fewer, never under 5")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure, and where it was measured")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="our own times beside those of another checkout")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     return parser.parse_args(given)
 
