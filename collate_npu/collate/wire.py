@@ -29,7 +29,6 @@ from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.sources import Sources
-from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import Segments
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
@@ -148,15 +147,6 @@ class Emitter:
             return None
         _warn_of_neutral_form()
         return dense(segments, polarity="masked", pattern=self._attends, max_mask_bytes=self.layout.max_mask_bytes)
-
-    def _labels_ignored(self, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-        """The labels of padding and the first of every sequence; targets that are not one a token stay as they are."""
-        labels = batch.get("labels")
-        if not isinstance(labels, Tensor) or not self._predicts_next:
-            return batch
-        if labels.is_floating_point() or tuple(labels.shape) != segments.shape:
-            return batch
-        return batch | {"labels": ignore_first_labels(labels, segments, ignore_index=self.label_pad_token_id)}
 
 
 @cache

@@ -20,6 +20,7 @@ from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, Layout, with_offsets
+from collate_npu.consumers.labels import labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, segments_from_batch
@@ -76,10 +77,15 @@ class WrappedCollator(Emitter):
         else:
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
             whole, segments = _flattened(batch, segments, self.keys) if flat else (batch, segments)
-        out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
+        out = self._finished(self._labels_ignored(Sources.of(whole), segments), segments, padding_free=flat)
         if self._adapter is not None:
             _check_second_rows(batch, out)
         return shipped(out)
+
+    def _labels_ignored(self, batch: Sources, segments: Segments) -> Sources:
+        shifted, ignored = self.layout.labels_shifted, self.label_pad_token_id
+        labels = labels_for(batch, segments, self._attends, shifted, ignored=ignored)
+        return batch | labels if labels else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Through the door, with what the samples tell as one more source where they stand whole in the batch."""

@@ -39,6 +39,15 @@ def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
     )
 
 
+def test_a_hole_ends_a_sequence_and_what_follows_it_is_predicted_from_padding():
+    hole = Segments([[1, 1, 0, 1, 1], [0, 1, 1, 0, 1]])
+    ids = IDS[:10].view(2, 5)
+    own = handed_over(hole, {"labels": ids.clone()})["labels"]
+    assert torch.equal(own, ignore_first_labels(ids, hole))
+    assert own[:, 3:].tolist() == [[-100, 24], [-100, -100]]
+    assert torch.equal(handed_over(hole, {"labels": torch.roll(ids, -1, 1)})["labels"], shift_labels(ids, hole))
+
+
 def test_shift_labels_are_moved_by_their_name():
     ids = IDS[:10].view(2, 5)
     found = handed_over(LEFT, {"labels": ids.clone(), "shift_labels": torch.roll(ids, -1, 1)})
