@@ -18,6 +18,7 @@ from collate_npu.consumers.leaks import rope_limit
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import repad, unpad
+from collate_npu.segments import Segments
 
 KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
@@ -27,7 +28,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
     """`position_ids` of this batch for this consumer; None where they are left out."""
     given, rule = sources.get(KEY), case.model.positions
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
-    kind = "derived" if given is None or counted else _kind(torch.from_numpy(sources.array(KEY)), case)
+    kind = "derived" if given is None or counted else kind_of(torch.from_numpy(sources.array(KEY)), case.segments)
     if kind == "places":
         given = None
     elif given is not None and not isinstance(given, Tensor):
@@ -63,9 +64,8 @@ def _by_ids(case: Case, sources: Sources) -> Tensor:
     return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
 
 
-def _kind(positions: Tensor, case: Case) -> Literal["derived", "places", "own"]:
+def kind_of(positions: Tensor, segments: Segments) -> Literal["derived", "places", "own"]:
     """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence?"""
-    segments = case.segments
     keep_BS, derived_BS = segments.keep, segments.position_ids
     if positions.shape != keep_BS.shape:
         return "own"

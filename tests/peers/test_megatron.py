@@ -27,12 +27,36 @@ def model(cpu):
     return build()
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), side=st.sampled_from(["left", "right"]))
-@settings(max_examples=12, deadline=None)
-def test_padded_batches_equal_samples_alone_in_logits_loss_and_gradients(model, lengths, side):
-    collator = PaddingCollator(pad_token_id=PAD, padding_side=side)
+def strangers(rows, side):
+    """As transformers' collators pad: a 2D mask, positions by place."""
+    batch = PaddingCollator(pad_token_id=PAD, padding_side=side)(rows)
+    places = torch.arange(batch["input_ids"].shape[1]).expand(batch["input_ids"].shape)
+    labels = batch["input_ids"].masked_fill(~batch["attention_mask_2d"], -100)  # the first of a row, too
+    return {**batch, "labels": labels, "attention_mask": batch.pop("attention_mask_2d").long(), "position_ids": places}
+
+
+def packed(rows, side):
+    """As packing trainers do: one row, packing ids for a mask, positions by place."""
+    ids = torch.tensor([[x for row in rows for x in row["input_ids"]]])
+    numbered = torch.tensor([[n for n, row in enumerate(rows, 1) for _ in row["input_ids"]]])
+    return {"input_ids": ids, "labels": ids, "attention_mask": numbered, "position_ids": torch.arange(ids.shape[1])[None]}
+
+
+def ours(rows, side):
+    return PaddingCollator(pad_token_id=PAD, padding_side=side)(rows)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    side=st.sampled_from(["left", "right"]),
+    laid=st.sampled_from([ours, strangers, packed]),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_batch_equals_its_samples_alone_in_logits_loss_and_gradients(model, lengths, side, laid):
+    """Law 15 at this door; the model's positions are learned, one by one."""
+    collator = PaddingCollator(pad_token_id=PAD)
     rows = samples(*lengths)
-    loss, logits, gradients = loss_and_gradients(model, [gpt_batch(collator(rows), model)])
+    loss, logits, gradients = loss_and_gradients(model, [gpt_batch(laid(rows, side), model)])
     alone = loss_and_gradients(model, [gpt_batch(collator([row]), model) for row in rows])
     assert max(float((x - y).abs().max()) for x, y in zip(logits, alone[1])) <= 1e-5
     assert abs(loss - alone[0]) <= 1e-5 * (1 + abs(alone[0]))
@@ -70,6 +94,13 @@ def test_labels_are_shifted_and_what_follows_padding_or_nothing_is_not_learned(m
     inputs, _ = gpt_batch(batch, model)
     assert inputs["labels"][0].tolist() == [0, 0, 6, 0]
     assert inputs["loss_mask"].tolist() == [[0, 0, 1, 0], [1, 1, 1, 0]]
+
+
+def test_labels_that_are_shifted_already_are_refused(model):
+    batch = strangers(samples(*LENGTHS), "left")
+    batch["labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    with pytest.raises(CollateError, match="these are moved already"):
+        gpt_batch(batch, model)
 
 
 def test_a_model_without_experts_gets_no_padding_mask(model):

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.arrays import host_tensor
+from collate_npu.arrays import host_array, host_tensor
+from collate_npu.consumers.labels import are_moved
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
+from collate_npu.consumers.positions import kind_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations import patching
@@ -138,15 +140,24 @@ def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str,
     device = row["input_ids"].device
     inputs: dict[str, Any] = {"input_ids": row["input_ids"], "attention_mask": None}
     positions = row.get("position_ids")
-    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
+    places = positions is not None and kind_of(positions.cpu(), segments) == "places"
+    inputs["position_ids"] = segments.position_ids.to(device) if positions is None or places else positions
     if "labels" in row:
-        shifted = shift_labels(row["labels"], segments)
+        shifted = _shifted(row, segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if (padding := router_padding_mask(segments, model)) is not None:
         inputs["padding_mask"] = padding.to(device)
     if _masked_by_layers(model):
         inputs[KEEP_KEY] = segments.keep.to(device)
     return inputs
+
+
+def _shifted(row: Mapping[str, Any], segments: Segments) -> Tensor:
+    if are_moved(host_array("input_ids", row["input_ids"]), host_array("labels", row["labels"]), segments):
+        rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
+        remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
+        raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
+    return shift_labels(row["labels"], segments)
 
 
 def _flat(
