@@ -15,8 +15,9 @@ Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
 Share = Literal["split", "replicate", "rows", "scope"]
 Role = Literal[
-    "tokens", "mask", "keep", "segment_ids", "lengths", "offsets", "padded_offsets", "longest", "sequence_index", "labels"
-]
+    "tokens", "mask", "keep", "segment_ids", "lengths", "offsets", "padded_offsets", "longest", "sequence_index", "labels",
+    "tail",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
     **dict.fromkeys(("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _PADDED),
     **dict.fromkeys(("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_kv"), _LONGEST),
+    "num_padding": Key(kind="offsets", share="replicate", role="tail", why="xtuner's: places at the end of a flat row"),
     "packed_seq_params": Key(kind="offsets", share="replicate", why="Megatron's object of the same offsets"),
     **dict.fromkeys(("pixel_values", "pixel_values_videos"), _vision(unit=3)),
     **dict.fromkeys(("image_grid_thw", "video_grid_thw", "image_sizes", "feature_attention_mask"), _vision(unit=1)),

@@ -81,23 +81,12 @@ def agreed(
     a mask of one of them says of padding what a plain causal one says."""
     declared = None if pattern is None else Pattern.of(pattern)
     shape = sources.shape()
-    positions_BS = sources.text_positions(shape)
     if padding_free and shape[0] != 1:
         rule = "padding_free means one flat row [1, T]; this batch is padded."
         remedy = "Collate with padding_free=True, or set it to False."
         raise CollateError(explain("input_ids", f"{shape[0]} rows", rule, remedy))
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
-    truth = _told(sources, shape, polarity, squares)
-    sources.counted = truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS)
-    if sources.counted:
-        positions_BS = None  # as our own collators add them: they say nothing more
-    known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if positions_BS is not None and known:
-        found = parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)
-        truth = truth if found is None else _Truth("position_ids", *found)
-    alone = not sources.named["keep"] and not sources.masks  # a mask says itself what of a row is real
-    if positions_BS is not None and alone and truth and (truth.name == "position_ids" or truth.name in sources.offsets):
-        truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    truth, positions_BS = _parted(sources, _told(sources, shape, polarity, squares), shape, padding_free)
     told = truth is not None
     parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
@@ -111,7 +100,7 @@ def agreed(
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
-        _refuse_inverted(sources, shape, truth.segments)
+        _refuse_inverted(sources, shape, truth.segments, empty=told and bool(squares))
     if debug.ON:
         say_hazards(hazards(sources, truth.segments))
     return truth.segments
@@ -170,6 +159,23 @@ def _told(
             rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
             raise CollateError(explain_rows(each.name, bad, rule, "Keep one of them, or rebuild both from the lengths."))
     return next(iter(parted or told), None)
+
+
+def _parted(
+    sources: Sources, truth: _Truth | None, shape: tuple[int, int], padding_free: bool
+) -> tuple[_Truth | None, Array | None]:
+    """The truth with what positions say of it, and the positions, where they may say more."""
+    positions_BS = sources.text_positions(shape)
+    sources.counted = truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS)
+    if positions_BS is None or sources.counted:  # as our own collators add them
+        return truth, None
+    known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
+    if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+        truth = _Truth("position_ids", *found)
+    alone = not sources.named["keep"] and not sources.masks  # a mask says itself what of a row is real
+    if alone and truth and (truth.name == "position_ids" or truth.name in sources.offsets):
+        truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    return truth, positions_BS
 
 
 def _repeats(full: Tensor, keep_BS: Array | None) -> bool:
@@ -275,13 +281,14 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
         raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy))
 
 
-def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments) -> None:
-    """A keep mask turned around leaves a row without a real token, or puts every label on padding."""
-    bad = dict.fromkeys(segments.empty_rows, "no real token")
+def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
+    """A keep mask turned around leaves a row without a real token (`empty`: a second mask says so too), or puts every label
+    on padding."""
+    bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")
     labels = sources.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == shape and not labels.is_floating_point():
         labels_BS = sources.array("labels")
-        if not bad and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
+        if not segments.empty_rows and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
             return  # a label on the last token of every sequence
         labelled_BS = labels_BS >= 0
         lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_array(segments)).any(axis=1)

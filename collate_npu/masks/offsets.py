@@ -38,11 +38,13 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, _REMEDY))
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
-    if np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
+    tail = int(sources[sources.named["tail"][0]]) if sources.named["tail"] else 0  # xtuner's last sequence
+    if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
     ids_S = np.zeros(S, np.int64)
     for n, (start, length) in enumerate(zip(starts_N[held].tolist(), real_N[held].tolist()), start=1):
         ids_S[start : start + length] = n
+    ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
 
 

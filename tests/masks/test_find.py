@@ -266,6 +266,10 @@ def test_one_row_turned_around_is_found_among_rows_that_are_right():
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels.where(keep, -100), "attention_mask_2d": keep}
     with pytest.raises(CollateError, match="row 1: got no real token"):
         segments_from_batch(batch)
+    twice = batch | {"attention_mask": dense(Segments.from_keep(keep), polarity="masked")}
+    assert segments_from_batch(twice).empty_rows == (1,)  # two masks say so
+    with pytest.raises(CollateError, match="row 1: got 2 labels, all on padding"):
+        segments_from_batch(twice | {"labels": labels})
 
 
 # --- any two sources that differ raise (law 11)
@@ -352,6 +356,19 @@ def test_the_tail_of_a_flat_row_is_no_sequence(tail):
         )
     learned = {**batch, "labels": batch["input_ids"].clone()}  # then they are real
     assert segments_from_batch(learned, padding_free=True).lengths == ((3, 2, *[1] * tail),)
+
+
+@pytest.mark.parametrize("positions", [None, [0, 1, 2, 0, 1, 0, 1, 2]])
+def test_the_padding_that_xtuner_counts_as_a_sequence_is_none(positions):
+    """Its SequenceContext: offsets to the end of the row, and `num_padding` places of it (v1/data_proto/sequence_context.py,
+    00d9f4a)."""
+    batch = {"input_ids": torch.tensor([[11, 12, 13, 14, 15, 0, 0, 0]]), "cu_seq_lens_q": torch.tensor([0, 3, 5, 8]).int()}
+    batch |= {} if positions is None else {"position_ids": torch.tensor([positions])}
+    told = Segments.from_lengths([[3, 2]], width=8)
+    assert segments_from_batch({**batch, "num_padding": 3}, padding_free=True) == told
+    assert segments_from_batch({**batch, "num_padding": 0}, padding_free=True).lengths == ((3, 2, 3),)
+    with pytest.raises(CollateError, match="got 5 real tokens, not 8"):
+        segments_from_batch({**batch, "num_padding": 3, "attention_mask_2d": told.keep | True}, padding_free=True)
 
 
 def test_positions_settle_no_doubt_that_they_cannot_settle():
