@@ -81,6 +81,8 @@ COLLATED = {
     "ragged axes": (lambda: one(position_ids=[[1, 2], [1]]), "unequal length"),
     "ragged labels": (lambda: one(labels=[[1], [2, 3]]), "labels"),
     "deep labels": (lambda: one(labels=nested_lists(99)), "labels"),
+    "a label of two kinds": (lambda: one(labels={1, 2}), "row 0: got a set"),
+    "a label by its name": (lambda: one(labels={"class": 3}), "row 0: got a dict"),
     "targets of two sizes": (
         lambda: collate([{"input_ids": [1], "labels": [0.5] * n} for n in (2, 3)]),
         "one number for each",

@@ -1,5 +1,5 @@
-"""Labels: those that no sample alone learns from are ignored: of padding, and the first of every sequence, which a batch
-would predict from padding or from the sequence before.
+"""Labels: those that no sample alone learns from are ignored: of padding; the first of every sequence, which a batch would
+predict from padding or from the sequence before; and, where labels are moved, the first token of the next sequence.
 
 A transformers model moves labels itself, and one of Megatron's kin takes them moved. Whose they are is told, or read off the
 tokens: each equals its own token, or the next one. Where neither holds, padding's alone are ignored. Costs O(B * S).
@@ -41,19 +41,21 @@ def labels_for(
 
 
 def _unread(sources: Sources, labels_BS: Array, segments: Segments, pattern: Pattern, shifted: bool | None) -> Array:
-    """bool `[B, S]`: padding, and the first places of sequences, or their last where labels are moved; a hole ends one."""
+    """bool `[B, S]`: padding, and the first places of sequences (a hole ends one); of moved labels the last, where it is the
+    token that stands next: any other is the sample's own."""
     ids_BS = segments.array if segments.packed else keep_array(segments)
     unread_BS: Array = ids_BS == 0
-    if shifted is None and sources.named["tokens"] == ("input_ids",):
-        shifted = are_moved(sources.array("input_ids"), labels_BS, segments)
+    tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
+    if shifted is None and tokens_BS is not None:
+        shifted = are_moved(tokens_BS, labels_BS, segments)
     if shifted is None or isinstance(pattern, Bidirectional):  # tokens are predicted in place there
         return unread_BS
     other_BS = ids_BS[:, 1:] != ids_BS[:, :-1]
-    if shifted:
-        unread_BS[:, :-1] |= other_BS
-        unread_BS[:, -1:] = True
-    else:  # the shift drops a row's first
+    if not shifted:  # the shift drops a row's first
         unread_BS[:, 1:] |= other_BS
+    elif segments.packed:
+        following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
+        unread_BS[:, :-1] |= other_BS & (ids_BS[:, 1:] > 0) & following
     return unread_BS
 
 

@@ -81,33 +81,6 @@ def test_offsets_come_together():
     assert out["max_length_q"] == out["max_length_k"] == 3
 
 
-@given(strategies.segments())
-def test_the_label_after_padding_or_a_neighbour_is_ignored(segments):
-    labels = torch.arange(segments.ids.numel()).view(segments.shape)
-    out = collator()._labels_ignored({"labels": labels}, segments)["labels"]
-    for b, row in enumerate(segments.ids.tolist()):
-        for s, label in enumerate(row):
-            follows = s == 0 or row[s - 1] == label
-            assert out[b, s] == (labels[b, s] if label and follows else -100)
-
-
-@pytest.mark.parametrize(
-    ("settings", "labels", "left"),
-    [
-        ({"pattern": "bidirectional"}, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),  # it predicts tokens in place, the first too
-        ({"layout": Layout(labels_shifted=True)}, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-        ({"label_pad_token_id": -1}, [[1, 2], [3, 4]], [[-1, -1], [3, 4]]),
-        ({}, [1, 2], [1, 2]),  # one a sample
-        ({}, [[0.5, 0.5], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]]),
-    ],
-)
-def test_labels_that_stay(settings, labels, left):
-    given = torch.tensor(labels)
-    out = collator(**settings)._labels_ignored({"labels": given}, Segments.from_lengths([1, 2], side="left"))
-    assert out["labels"].tolist() == left
-    assert given.tolist() == labels
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_settings_that_contradict_each_other(mode):
     if mode in ("auto", "omit"):

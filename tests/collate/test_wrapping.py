@@ -278,3 +278,40 @@ def test_padding_behind_each_sample_is_padding_whatever_its_id(rows, told):
     assert segments_from_batch(out) == segments_from_batch(inner(features))
     if len(rows) > 1 or told != "physical offsets alone":  # there one row's padding is a tail, as anywhere
         assert out["cu_seq_lens_q"].tolist() == [4 * n for n in range(len(rows) + 1)]
+
+
+# --- labels
+
+
+def labels_of(segments, labels, **settings):
+    """Those of an inner batch of these rows, behind the wrapper."""
+    given = torch.tensor(labels) if isinstance(labels, list) else labels
+    before = given.clone()
+    inner = {"input_ids": torch.ones(segments.shape, dtype=torch.long), "segment_ids": segments.ids, "labels": given}
+    out = wrap_collator(lambda _: inner, attention_mask="2d", **settings)([{}])["labels"]
+    assert torch.equal(given, before)
+    return out
+
+
+@given(strategies.segments().filter(lambda segments: not segments.empty_rows))
+def test_the_label_after_padding_or_a_neighbour_is_ignored(segments):
+    labels = torch.arange(segments.ids.numel()).view(segments.shape)
+    out = labels_of(segments, labels)
+    for b, row in enumerate(segments.ids.tolist()):
+        for s, label in enumerate(row):
+            follows = s == 0 or row[s - 1] == label
+            assert out[b, s] == (labels[b, s] if label and follows else -100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels", "left"),
+    [
+        ({"pattern": "bidirectional"}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),  # it predicts tokens in place
+        ({"layout": Layout(labels_shifted=True)}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),
+        ({"label_pad_token_id": -1}, [[1, 2], [3, 4]], [[-1, -1], [3, 4]]),
+        ({}, [1, 2], [1, 2]),  # one a sample
+        ({}, [[0.5, 0.5], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]]),
+    ],
+)
+def test_labels_that_stay(settings, labels, left):
+    assert labels_of(Segments.from_lengths([1, 2], side="left"), labels, **settings).tolist() == left

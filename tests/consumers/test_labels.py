@@ -26,14 +26,8 @@ def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
     ids = IDS[: segments.ids.numel()].view(segments.shape)
     own = handed_over(segments, {"labels": ids.clone()})["labels"]
     assert torch.equal(own, ignore_first_labels(ids, segments))
-    following = torch.roll(ids, -1, 1)
-    moved = handed_over(segments, {"labels": following})["labels"]
-    assert torch.equal(moved, shift_labels(ids, segments))
     strange = torch.full_like(ids, 7)
     assert torch.equal(handed_over(segments, {"labels": strange})["labels"], strange.masked_fill(~segments.keep, -100))
-    assert torch.equal(
-        handed_over(segments, {"labels": strange}, labels_shifted=True)["labels"], shift_labels(strange, segments)
-    )
     assert torch.equal(
         handed_over(segments, {"labels": strange}, labels_shifted=False)["labels"], ignore_first_labels(strange, segments)
     )
@@ -45,13 +39,29 @@ def test_a_hole_ends_a_sequence_and_what_follows_it_is_predicted_from_padding():
     own = handed_over(hole, {"labels": ids.clone()})["labels"]
     assert torch.equal(own, ignore_first_labels(ids, hole))
     assert own[:, 3:].tolist() == [[-100, 24], [-100, -100]]
-    assert torch.equal(handed_over(hole, {"labels": torch.roll(ids, -1, 1)})["labels"], shift_labels(ids, hole))
 
 
-def test_shift_labels_are_moved_by_their_name():
-    ids = IDS[:10].view(2, 5)
-    found = handed_over(LEFT, {"labels": ids.clone(), "shift_labels": torch.roll(ids, -1, 1)})
-    assert torch.equal(found["shift_labels"], shift_labels(ids, LEFT))
+def moved(segments, ids, end):
+    """As a dataset moves the labels of each sample, whose last token predicts `end`."""
+    labels = shift_labels(ids, segments)
+    labels.view(-1)[segments.last_indices] = end
+    return labels
+
+
+@pytest.mark.parametrize("key", ["labels", "shift_labels"])
+@pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
+def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples_own_end_is_not(segments, key):
+    ids = IDS[: segments.ids.numel()].view(segments.shape)
+    beside = {} if key == "labels" else {"labels": ids.clone()}
+    own = moved(segments, ids, 99)
+    assert torch.equal(handed_over(segments, {key: own} | beside)[key], own)
+    following = torch.roll(ids, -1, 1)  # of the whole row
+    found = handed_over(segments, {key: following} | beside)[key]
+    parts = segments.ids[:, :-1] != segments.ids[:, 1:]
+    wrong = ~segments.keep
+    wrong[:, :-1] |= parts & segments.keep[:, 1:]
+    assert torch.equal(found, following.masked_fill(wrong, -100))
+    assert bool((parts & segments.keep[:, 1:] & segments.keep[:, :-1]).any()) == segments.packed
 
 
 def test_labels_that_are_no_tokens_and_ignored_ones_stay():
