@@ -29,7 +29,9 @@ nox.options.reuse_existing_virtualenvs = True
 os.environ.setdefault("PIP_NO_COMPILE", "1")  # a third of an install's time; Python compiles what it imports
 TORCH = os.environ.get("COLLATE_NPU_TORCH", "torch==2.13.0")
 if index := os.environ.get("COLLATE_NPU_TORCH_INDEX"):
-    os.environ["PIP_EXTRA_INDEX_URL"] = " ".join([index, *os.environ.get("PIP_EXTRA_INDEX_URL", "").split()])
+    for name in ("PIP_EXTRA_INDEX_URL", "UV_INDEX"):
+        os.environ[name] = " ".join([index, *os.environ.get(name, "").split()])
+    os.environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # as pip looks
 TRANSFORMERS = "transformers==5.23.0"
 OLDEST_TORCH = os.environ.get("COLLATE_NPU_OLDEST_TORCH", "torch==2.6.0")
 """torch_npu 2.6 is the oldest beside CANN 8.2 and later (COMPATIBILITY.md of Ascend/pytorch)."""
@@ -222,7 +224,8 @@ def peers_megatron(session: nox.Session) -> None:
     It asks for Python 3.12 and uses nothing of it here.
     """
     install(session, "einops==0.8.1", "packaging", *TEST)
-    session.install("--no-deps", "--ignore-requires-python", "megatron-core==0.19.2")
+    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
+    session.install("--no-deps", *any_python, "megatron-core==0.19.2")
     session.run("pytest", "tests/peers/test_megatron_packed.py", "tests/peers/test_megatron_gated_delta.py", env=ENV)
 
 
