@@ -24,7 +24,7 @@ PROFILE = os.environ.setdefault("HYPOTHESIS_PROFILE", "full")
 # Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=30, **common)
-settings.register_profile("full", max_examples=100, **common)
+settings.register_profile("full", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=2500, **common)
 settings.load_profile(PROFILE)
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from strategies import laid_out
 from torch.utils.data import DataLoader
@@ -427,9 +427,9 @@ def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, need
     features = [{"input_ids": list(range(n))} for n in segments.sequence_lengths]
     shape = {"padding": (96,), "max_sequences": 12} if static else {}
     said = []
-    for settings in ({}, {"sequence_multiple": 4, **shape}):
-        neutral = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
-        neutral |= {} if settings else {"attention_mask_2d": segments.keep}
+    for fixed in ({}, {"sequence_multiple": 4, **shape}):
+        neutral = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(fixed))(features)
+        neutral |= {} if fixed else {"attention_mask_2d": segments.keep}
         adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
         try:
             out = adapter(neutral)
@@ -541,6 +541,7 @@ def test_law_8_the_meter_sees_a_square_tensor(name):
     assert peak_bytes(ones) >= WIDTH * WIDTH
 
 
+@settings(max_examples=8)  # each is measured three times
 @given(strategies.segments(), st.booleans())
 def test_law_8_an_adapter_that_is_given_the_truth_builds_no_square(segments, needs_2d):
     """Where None is exact, or the consumer reads 2D, the adapter stays below one mask of S * S bytes."""

@@ -1,4 +1,4 @@
-"""A trainer with workers of every size of batch, that is killed while they wait: prints their process ids and stays."""
+"""A trainer with a worker for every size of batch, that is killed while they wait: prints their process ids and stays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def loader(size, start_method):
     rows, tokens = ROWS[size]
     data = [{"input_ids": list(range(1, 1 + min(tokens, 30_000))) * max(1, tokens // 30_000)}] * (rows * 64)
     collator = PaddingCollator(pad_token_id=0)
-    return DataLoader(data, rows, num_workers=2, collate_fn=collator, multiprocessing_context=start_method)
+    return DataLoader(data, rows, num_workers=1, collate_fn=collator, multiprocessing_context=start_method)
 
 
 if __name__ == "__main__":
     running = [iter(loader(size, sys.argv[1])) for size in ROWS]
     for batches in running:
-        next(batches), next(batches)  # one of each worker
+        next(batches)
     print(*(worker.pid for batches in running for worker in batches._workers), flush=True)
     time.sleep(120)

@@ -223,7 +223,8 @@ LOADERS |= {name: {"multiprocessing_context": name} for name in ("spawn", "forks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_two_workers_bring_what_none_does(name):
-    for collator in (OURS, wrap_collator(OURS), partial(changed, OURS)):
+    collators = (partial(changed, OURS), OURS, wrap_collator(OURS))
+    for collator in collators[: 1 if "multiprocessing_context" in LOADERS[name] else None]:  # each imports torch again
         here, there = loaded(collator, Ragged(23)), loaded(collator, Ragged(23), num_workers=2, **LOADERS[name])
         if not LOADERS[name].get("in_order", True):
             here, there = (sorted(batches, key=lambda batch: batch["input_ids"].tolist()) for batches in (here, there))
