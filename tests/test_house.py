@@ -14,16 +14,16 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1380, 1250),
-    "masks": (2530, 2400),
+    "masks": (2540, 2400),
     "parallel": (1520, 1450),
     "kernels": (3460, 3400),
-    "consumers": (2120, 1950),
+    "consumers": (2130, 1950),
     "collate": (1560, 1500),
     "proof": (1270, 1250),
-    "integrations": (2760, 3000),
+    "integrations": (2770, 3000),
     "testing": (430, 450),
     "tools": (3730, 3600),
-    "tests": (34480, 33000),
+    "tests": (34560, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18050, 12000)}

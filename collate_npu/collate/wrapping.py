@@ -73,11 +73,12 @@ class WrappedCollator(Emitter):
         masked = any(key in batch for key in of_kind(KEYS, "truth"))
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
-            whole, flat = with_offsets(batch, segments), True
+            whole, flat = batch | with_offsets(batch, segments), True
         else:
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
-            whole, segments = _flattened(batch, segments, self.keys) if flat else (batch, segments)
-        out = self._finished(self._labels_ignored(Sources.of(whole), segments), segments, padding_free=flat)
+            flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
+            whole = Sources(flattened) if flat else batch
+        out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
             _check_second_rows(batch, out)
         return shipped(out)

@@ -27,36 +27,42 @@ def labels_for(
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """
-    moved, out = {"labels": shifted, "shift_labels": True}, {}
-    for key in ("labels", "shift_labels"):
-        if not isinstance(labels := sources.get(key), Tensor) or labels.is_floating_point():
-            continue
-        if tuple(labels.shape) != segments.shape:
-            continue
-        learned_BS = sources.array(key) >= 0
-        wrong_BS = learned_BS & _unread(sources, sources.array(key), segments, pattern, moved[key])
-        if wrong_BS.any():
-            out[key] = labels.masked_fill(torch.from_numpy(wrong_BS).to(labels.device), ignored)
+    out = {}
+    for key, moved in (("labels", shifted), ("shift_labels", True)):
+        if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
+            wrong_BS = _wrong(sources, key, segments, pattern, moved)
+            if wrong_BS.any():
+                out[key] = labels.masked_fill(torch.from_numpy(wrong_BS).to(labels.device), ignored)
     return out
 
 
-def _unread(sources: Sources, labels_BS: Array, segments: Segments, pattern: Pattern, shifted: bool | None) -> Array:
-    """bool `[B, S]`: padding, and the first places of sequences (a hole ends one); of moved labels the last, where it is the
-    token that stands next: any other is the sample's own."""
+def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, moved: bool | None) -> Array:
+    """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
     ids_BS = segments.array if segments.packed else keep_array(segments)
-    unread_BS: Array = ids_BS == 0
+    labels_BS = sources.array(key)
+    if labels_BS.shape != ids_BS.shape:
+        return np.zeros(0, bool)
     tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
-    if shifted is None and tokens_BS is not None:
-        shifted = are_moved(tokens_BS, labels_BS, segments)
-    if shifted is None or isinstance(pattern, Bidirectional):  # tokens are predicted in place there
-        return unread_BS
-    other_BS = ids_BS[:, 1:] != ids_BS[:, :-1]
-    if not shifted:  # the shift drops a row's first
-        unread_BS[:, 1:] |= other_BS
-    elif segments.packed:
-        following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
-        unread_BS[:, :-1] |= other_BS & (ids_BS[:, 1:] > 0) & following
+    if moved is None and tokens_BS is not None:
+        moved = are_moved(tokens_BS, labels_BS, segments)
+    unread_BS: Array = ids_BS == 0
+    if not isinstance(pattern, Bidirectional):  # tokens are predicted in place there
+        unread_BS |= _across(ids_BS, labels_BS, tokens_BS, moved)
+    unread_BS &= labels_BS >= 0
     return unread_BS
+
+
+def _across(ids_BS: Array, labels_BS: Array, tokens_BS: Array | None, moved: bool | None) -> Array:
+    """bool `[B, S]`: the first places of sequences (a hole ends one); of moved labels the last, where it is the token that
+    stands next: any other is the sample's own."""
+    across_BS = np.zeros(ids_BS.shape, bool)
+    other_BS = ids_BS[:, 1:] != ids_BS[:, :-1]
+    if moved:
+        following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
+        across_BS[:, :-1] = other_BS & (ids_BS[:, :-1] > 0) & (ids_BS[:, 1:] > 0) & following
+    elif moved is not None:  # the shift drops a row's first
+        across_BS[:, 1:] = other_BS
+    return across_BS
 
 
 def are_moved(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:

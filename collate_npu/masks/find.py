@@ -284,11 +284,12 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
     """A keep mask turned around leaves a row without a real token (`empty`: a second mask says so too), or puts every label
     on padding."""
-    bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")
+    empty_rows = segments.empty_rows
+    bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
     labels = sources.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == shape and not labels.is_floating_point():
         labels_BS = sources.array("labels")
-        if not segments.empty_rows and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
+        if not empty_rows and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
             return  # a label on the last token of every sequence
         labelled_BS = labels_BS >= 0
         lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_array(segments)).any(axis=1)

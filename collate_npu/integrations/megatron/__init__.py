@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.arrays import host_array, host_tensor
+from collate_npu.arrays import host_tensor
 from collate_npu.consumers.labels import are_moved
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
@@ -27,14 +27,15 @@ from collate_npu.integrations.megatron.experts import real_tokens_alone, router_
 from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
 from collate_npu.integrations.megatron.packed import flat_row_offsets, megatron_ranks, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.find import agreed
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
 from collate_npu.masks.polarity import Polarity
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import MEGATRON_PACKED
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, ready
 
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
@@ -83,10 +84,14 @@ def gpt_batch(
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
     _check_keys(batch)
-    segments = segments_from_batch(batch, polarity=polarity, padding_free=padding_free)
+    sources = Sources.of(batch)
+    segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
+    _check_labels(sources, segments)
     config = config_of(model)
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
     given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
+        del given["position_ids"]
     row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
     offsets, kernel = None, ""
     if padding_free:
@@ -135,29 +140,29 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
         raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
 
 
+def _check_labels(sources: Sources, segments: Segments) -> None:
+    if not sources.named["labels"]:
+        return
+    if are_moved(sources.array("input_ids"), sources.array("labels"), segments):
+        rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
+        remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
+        raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
+
+
 def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
     """The whole rows, before any rank takes its part."""
     device = row["input_ids"].device
     inputs: dict[str, Any] = {"input_ids": row["input_ids"], "attention_mask": None}
     positions = row.get("position_ids")
-    places = positions is not None and kind_of(positions.cpu(), segments) == "places"
-    inputs["position_ids"] = segments.position_ids.to(device) if positions is None or places else positions
+    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
     if "labels" in row:
-        shifted = _shifted(row, segments)
+        shifted = shift_labels(row["labels"], segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if (padding := router_padding_mask(segments, model)) is not None:
         inputs["padding_mask"] = padding.to(device)
     if _masked_by_layers(model):
         inputs[KEEP_KEY] = segments.keep.to(device)
     return inputs
-
-
-def _shifted(row: Mapping[str, Any], segments: Segments) -> Tensor:
-    if are_moved(host_array("input_ids", row["input_ids"]), host_array("labels", row["labels"]), segments):
-        rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
-        remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
-        raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
-    return shift_labels(row["labels"], segments)
 
 
 def _flat(
