@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lists
 import pytest
+import warm
 from rotation import rotating
 
 from collate_npu import Segments
@@ -79,20 +80,25 @@ def test_python_blocks_run_and_print_what_is_shown(code, tmp_path):
         pytest.skip("no older release hands boundaries to kernels")
     if "transformers" in code or "testing" in code or "model_type" in code:
         pytest.importorskip("transformers")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    env["ACCELERATE_USE_CPU"] = "true"
+    env = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
     script = tmp_path / "shard.py"
     script.write_text(code, encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if "torchrun" in before else []
-    command = [sys.executable, *torchrun, str(script)]
-    for _ in range(4):
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
-        if not (torchrun and GLOO_ABORT in done.stderr):
-            break
-    assert done.returncode == 0, done.stderr[-2000:]
+    code, printed, errors = torchrun(script, env) if "torchrun" in before else warm.run(script, env)
+    assert code == 0, errors[-2000:]
     if output:
-        assert_shown(output, done.stdout)
+        assert_shown(output, printed)
+
+
+def torchrun(script, env):
+    """Again where torch aborts behind it."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    settings = {"env": {**os.environ, **env, "PYTHONPATH": path}, "cwd": script.parent, "timeout": 300}
+    for _ in range(4):
+        done = subprocess.run(command, capture_output=True, text=True, **settings)
+        if GLOO_ABORT not in done.stderr:
+            break
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
