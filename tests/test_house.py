@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2770, 3000),
     "testing": (430, 450),
     "tools": (3730, 3600),
-    "tests": (34560, 33000),
+    "tests": (34590, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18050, 12000)}
