@@ -11,6 +11,7 @@ Legend: B batch rows, S width, T tokens without padding, N sequences in the whol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 
 import numpy as np
@@ -379,13 +380,20 @@ def keep_array(segments: Segments) -> Array:
     return keep_BS
 
 
+@lru_cache(maxsize=8)
+def _places(S: int) -> Array:
+    """int64 `[S]`: 0, 1, ..., never written to."""
+    return np.arange(S)
+
+
 def position_array(segments: Segments) -> Array:
     """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
     B, S = segments._shape
-    count_S, positions_BS = np.arange(S), np.empty(segments._shape, np.int64)
+    count_S, positions_BS = _places(S), np.empty(segments._shape, np.int64)
     if not segments.packed and segments.padding_side in ("none", "right"):
         positions_BS[:] = count_S
-        positions_BS[list(segments.empty_rows)] = 0
+        for b in segments.empty_rows:
+            positions_BS[b] = 0
         return positions_BS
     spans = segments.spans
     positions_BS[:, : max((start for _, start, _ in spans), default=0)] = 0
@@ -400,4 +408,4 @@ def position_array(segments: Segments) -> Array:
 def counts_as(segments: Segments, positions_BS: Array) -> bool:
     """Are these its `position_ids`, at every place?"""
     plain = not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
-    return bool((positions_BS == (np.arange(segments.shape[1]) if plain else position_array(segments))).all())
+    return bool((positions_BS == (_places(segments.shape[1]) if plain else position_array(segments))).all())

@@ -42,11 +42,12 @@ def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, mov
     labels_BS = sources.array(key)
     if labels_BS.shape != ids_BS.shape:
         return np.zeros(0, bool)
-    tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
-    if moved is None and tokens_BS is not None:
-        moved = are_moved(tokens_BS, labels_BS, segments)
     unread_BS: Array = ids_BS == 0
-    if not isinstance(pattern, Bidirectional):  # tokens are predicted in place there
+    behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
+    if behind and not isinstance(pattern, Bidirectional):  # tokens are predicted in place there
+        tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
+        if moved is None and tokens_BS is not None:
+            moved = are_moved(tokens_BS, labels_BS, segments)
         unread_BS |= _across(ids_BS, labels_BS, tokens_BS, moved)
     unread_BS &= labels_BS >= 0
     return unread_BS
