@@ -26,7 +26,8 @@ import nox
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 
-os.environ.setdefault("PIP_NO_COMPILE", "1")  # a third of an install's time; Python compiles what it imports
+os.environ.setdefault("PIP_NO_COMPILE", "1")  # a third of an install's time; Python compiles what it imports,
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # and keeps that: containers set this, and every process compiled anew
 TORCH = os.environ.get("COLLATE_NPU_TORCH", "torch==2.13.0")
 if index := os.environ.get("COLLATE_NPU_TORCH_INDEX"):
     for name in ("PIP_EXTRA_INDEX_URL", "UV_INDEX"):

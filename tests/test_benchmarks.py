@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command, agreement, measure, peers, report, timing
+from benchmarks import __main__ as command, agreement, editions, measure, peers, report, timing
 from benchmarks.groups import collate, dataloader, derive, growth
 from benchmarks.timing import Case, Contestant, Pace, Row
 
@@ -114,3 +116,31 @@ def test_a_dataloader_of_tiny_rows():
     pytest.importorskip("transformers")
     case = dataloader.case("numpy", 16, 8, "left", 0)
     assert [one.name for one in case.ready()][:2] == ["ours", "transformers Seq2Seq"]
+
+
+NAPS = """
+from pathlib import Path
+from benchmarks.timing import Case, Contestant
+
+def cases(quick):
+    def work(_):
+        with (Path(__file__).parents[3] / "calls").open("a") as calls:
+            calls.write(Path(__file__).parents[2].name)
+    for name in ("both", NAME):
+        yield Case("naps", name, Contestant("ours", work), [])
+"""
+
+
+@pytest.mark.slow
+def test_two_checkouts_take_turns_each_with_its_own_code(tmp_path, monkeypatch, capsys):
+    root = Path(__file__).parents[1]
+    for name in "ab":
+        shutil.copytree(root / "benchmarks", tmp_path / name / "benchmarks")
+        (tmp_path / name / "collate_npu").symlink_to(root / "collate_npu")
+        (tmp_path / name / "benchmarks/groups/naps.py").write_text(NAPS.replace("NAME", repr(f"only in {name}")))
+    monkeypatch.chdir(tmp_path / "a")
+    [(group, case, ours, theirs)] = found = editions.compare(tmp_path / "b", ["naps"], rounds=3)
+    assert (group, case, len(ours), len(theirs)) == ("naps", "both", 3, 3)
+    assert [letter for letter, _ in groupby((tmp_path / "calls").read_text())] == list("ababa")  # a b, b a, a b, b a
+    editions.show(found)
+    assert "naps: both" in capsys.readouterr().out

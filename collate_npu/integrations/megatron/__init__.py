@@ -89,11 +89,7 @@ def gpt_batch(
     _check_labels(sources, segments)
     config = config_of(model)
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
-    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
-    if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
-        del given["position_ids"]
-    row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
-    offsets, kernel = None, ""
+    row, offsets, kernel = _row(batch, sources, segments), None, ""
     if padding_free:
         row, segments, cp = _flat(row, segments, model, cp)
         offsets = torch.tensor(flat_row_offsets(segments))
@@ -147,6 +143,14 @@ def _check_labels(sources: Sources, segments: Segments) -> None:
         rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
         remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
         raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
+
+
+def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
+    """What the model reads of the batch; positions that count places over padding are left out, and counted again."""
+    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
+        del given["position_ids"]
+    return {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
 
 
 def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
