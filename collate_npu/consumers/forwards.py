@@ -18,7 +18,7 @@ from collate_npu.consumers.models import config_of, is_transformers, text_config
 from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
-Pooling = Literal["", "first", "last_by_id"]
+Pooling = Literal["", "first", "last_by_id", "pooler"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -78,15 +78,31 @@ def pooling(model: Any) -> Pooling:
 
     * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
     * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
+    * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
+      (DPR), and what predicts the next sentence from it.
     """
-    cls = type(unwrap(model))
-    if not is_transformers(unwrap(model)) or not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
+    whole = unwrap(model)
+    cls = type(whole)
+    if not is_transformers(whole):
         return ""
+    if not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
+        return "pooler" if any(map(_pools_first, whole.modules())) else ""
     if any("pad_token_id" in inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__):
         return "last_by_id"
     config = config_of(model)
     others = config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean"
     return "" if others or config.model_type in ("eurobert", "xlnet") else "first"  # xlnet sums up the last place
+
+
+def _pools_first(part: Any) -> bool:
+    """Does this part of a model take token ids, and pool the first place of a row?"""
+    if not is_transformers(part) or "input_ids" not in _parameters(type(part)):
+        return False
+    pooler = getattr(part, "pooler", "")
+    if pooler is None:  # add_pooling_layer=False
+        return False
+    code = inspect.getsource(type(part).forward) + (inspect.getsource(type(pooler)) if pooler else "")
+    return bool(re.search(r"pool\w* = .*\[:, 0\b|first_token_tensor = .*\[:, 0\b", code))
 
 
 def _classes(model: Any) -> list[type]:

@@ -149,8 +149,8 @@ def _pooled(case: Case) -> str:
     if not case.model.pooling:
         return ""
     if case.segments.packed:
-        return "a row holds several sequences, and it gives one answer a row"
-    if case.model.pooling == "first":
+        return "" if case.model.pooling == "pooler" else "a row holds several sequences, and it gives one answer a row"
+    if case.model.pooling in ("first", "pooler"):
         return "it takes the first place of a row, which is padding" if case.inside else ""
     untold = getattr(text_config(case.model.config), "pad_token_id", None) is None and case.segments.padding_side == "right"
     return "it takes the last place where config.pad_token_id is None" if untold else ""
@@ -230,10 +230,11 @@ TRANSFORMERS = Consumer(
             remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
         ),
         Refusal(
-            of="rows whose head pools another token: left padding on encoders' classifiers, packed rows, no pad_token_id",
+            of="rows whose head pools another token: left padding on encoders' classifiers and poolers, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model pools by place: {why}.",
-            remedy="Pad encoders right, one sequence a row; of a decoder set model.config.pad_token_id.",
+            remedy="Pad encoders right, one sequence a row, or build one whose pooler_output nobody reads with "
+            "add_pooling_layer=False; of a decoder set model.config.pad_token_id.",
         ),
         Refusal(
             of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "

@@ -87,6 +87,38 @@ def test_every_class_is_right_or_refused(name, side):
     compare(name, side, 57)
 
 
+def embedder(name, **settings):
+    torch.manual_seed(0)
+    kind = {"dpr": "DPRQuestionEncoder"}.get(name) or transformers.AutoModel.from_config(tiny_config(name)).__class__.__name__
+    model = getattr(transformers, kind)(tiny_config(name, vocab_size=VOCAB), **settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
+    return model
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "dpr"])
+def test_an_embedding_model_pools_as_alone_or_is_refused(name, side):
+    model, rows = embedder(name), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+    batch = {"input_ids": laid(rows, side, 57), "attention_mask": laid([[1] * len(row) for row in rows], side, 0)}
+    if side == "left":
+        with pytest.raises(CollateError, match="add_pooling_layer=False"):
+            BatchAdapter(model)(batch)
+        return
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([row])).pooler_output for row in rows])
+        assert torch.allclose(model(**BatchAdapter(model)(batch)).pooler_output, alone, atol=1e-5)
+
+
+def test_an_encoder_without_its_pooler_takes_left_padding():
+    model, rows = embedder("bert", add_pooling_layer=False), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+    batch = {"input_ids": laid(rows, "left", 57), "attention_mask": laid([[1] * len(row) for row in rows], "left", 0)}
+    with torch.no_grad():
+        found = model(**BatchAdapter(model)(batch)).last_hidden_state
+        assert torch.allclose(found[0, 3:], model(torch.tensor([rows[0]])).last_hidden_state[0], atol=1e-5)
+
+
 def test_a_decoder_that_knows_no_pad_id_is_refused_padded_right():
     model = classifier("llama")
     model.config.pad_token_id = None
