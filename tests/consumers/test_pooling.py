@@ -13,6 +13,7 @@ from collate_npu import BatchAdapter, CollateError
 transformers = pytest.importorskip("transformers")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BARE  # noqa: E402
 
 from collate_npu.testing import tiny_config  # noqa: E402
 
@@ -89,8 +90,7 @@ def test_every_class_is_right_or_refused(name, side):
 
 def embedder(name, **settings):
     torch.manual_seed(0)
-    kind = {"dpr": "DPRQuestionEncoder"}.get(name) or transformers.AutoModel.from_config(tiny_config(name)).__class__.__name__
-    model = getattr(transformers, kind)(tiny_config(name, vocab_size=VOCAB), **settings).eval()
+    model = getattr(transformers, BARE[name])(tiny_config(name, vocab_size=VOCAB), **settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2) if parameter.ndim > 1 else None
