@@ -15,18 +15,18 @@ TESTS = ROOT / "tests"
 LINES = {
     "ground": (1390, 1250),
     "masks": (2540, 2400),
-    "parallel": (1520, 1450),
+    "parallel": (1580, 1450),
     "kernels": (3460, 3400),
-    "consumers": (2130, 1950),
+    "consumers": (2150, 1950),
     "collate": (1560, 1500),
     "proof": (1270, 1250),
-    "integrations": (2770, 3000),
+    "integrations": (2785, 3000),
     "testing": (430, 450),
     "tools": (3730, 3600),
-    "tests": (34590, 33000),
+    "tests": (34800, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (18050, 12000)}
+WORDS = {"guide": (18090, 12000)}
 """Words of the guide's English pages, likewise."""
 
 

@@ -53,9 +53,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, mov
     return unread_BS
 
 
-def _across(
-    ids_BS: Array, padding_BS: Array, labels_BS: Array, tokens_BS: Array | None, moved: bool | None
-) -> Array:
+def _across(ids_BS: Array, padding_BS: Array, labels_BS: Array, tokens_BS: Array | None, moved: bool | None) -> Array:
     """bool `[B, S]`: the first places of sequences (a hole ends one); of moved labels the last, where it is the token that
     stands next: any other is the sample's own."""
     across_BS = np.zeros(ids_BS.shape, bool)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from threading import get_ident, main_thread
@@ -29,12 +29,12 @@ from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key
 from collate_npu.parallel.groups import mesh_group, timeout_of
 from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.meeting import Heard, meeting_of
+from collate_npu.parallel.meeting import Heard, RanksApartError, meeting_of
 from collate_npu.segments import Segments
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Call = Literal["block", "split", "gather", "backward"]
+Call = Literal["block", "split", "gather", "backward", "objects"]
 Facts = dict[str, str | Callable[[], str]]
 """What one rank holds, by name. A function is a digest: it is called where there is somebody to tell."""
 
@@ -45,8 +45,9 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
 
     Raises `CollateError` on every rank where two ranks differ, where one raised inside the block, and where one does not
     come in `timeout` (by default the group's own, of `init_process_group`). Inside another such block of the same thread
-    and ranks it adds to that one. `call` says what is done here: ranks do the same things in the same order. Does nothing
-    without a group, on a group of torch's fake backend, and in a dataloader worker, which is no rank.
+    and ranks it adds to that one, unless a collective follows it. `call` says what is done here: ranks do the same things
+    in the same order. Does nothing without a group, on a group of torch's fake backend, and in a dataloader worker, which
+    is no rank.
     """
     if cp is None or cp.group is None or cp.size == 1 or get_worker_info() is not None:
         yield {}
@@ -56,25 +57,35 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
         yield {}
         return
     meeting, timeout = meeting_of(group), timeout or timeout_of(group)
-    if here in meeting.open:
-        yield meeting.open[here]
+    outer = meeting.open.get(here)
+    if outer is not None and call in ("block", "split"):
+        yield outer
         return
     layout = f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}, block {cp.block}, ulysses {cp.ulysses}, 2D {cp.mask_2d}"
     facts: Facts = {"call": call, "layout": layout}
     stream = "main" if here == main_thread().ident and call != "backward" else call
-    meeting.greet(timeout)
+    meeting.greet(stream, timeout)
     meeting.open[here] = facts
     try:
         yield facts
         said = {name: value if isinstance(value, str) else value() for name, value in facts.items()}
     except Exception as error:
-        meeting.say(stream, {"raised": f"{type(error).__name__}: {error}"})
+        if not isinstance(error, RanksApartError):  # of a gather in this block: all have heard of it
+            meeting.say(stream, {"raised": f"{type(error).__name__}: {error}"})
         raise
     finally:
-        del meeting.open[here]
+        meeting.open.pop(here)
+        if outer is not None:
+            meeting.open[here] = outer
     number, heard = meeting.exchange(stream, said, timeout)
     _check(heard)
     facts["number"] = f"{stream} {number}"
+
+
+def turn_of(cp: ContextParallel) -> AbstractContextManager[Any]:
+    """One thread at a time agrees on a collective of this group and runs it: where ranks would run those of two threads in
+    another order, they wait for each other, and raise."""
+    return nullcontext() if cp.group is None or cp.size == 1 else meeting_of(mesh_group(cp.group)).data
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -97,15 +108,21 @@ def _eager(function: Callable[..., Any]) -> Any:
 
 
 def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Mapping[str, Key] = KEYS) -> Facts:
-    """What a whole batch is: the shape of each key, a digest of its truth, and one of each key of whole numbers a token."""
-    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    facts: Facts = {key: _kind(value) for key, value in tensors.items()}
-    facts.update({key: "None" for key, value in batch.items() if value is None})
+    """What a whole batch is: the shape of each key, a digest of its truth and masks, and one of each key of whole numbers a
+    token; numbers that are no tensors as they are."""
+    facts: Facts = {}
     if segments is not None:
         facts |= {"segments": str(list(segments.shape)), "truth": partial(digest, segments.array)}
-    for key, value in tensors.items():
-        if _is_compared(value, keys.get(key, TOKENS if value.ndim > 1 else SAMPLE), segments):
-            facts[f"the values of {key}"] = partial(digest, value)
+    for key, value in batch.items():
+        rule = keys.get(key)
+        parts = {f"{key}[{kind!r}]": part for kind, part in value.items()} if isinstance(value, Mapping) else {key: value}
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                facts[name] = _kind(part) if rule == KEYS.get(key) else f"{_kind(part)} as {rule}"
+                if _is_compared(name, part, rule or (TOKENS if part.ndim > 1 else SAMPLE), segments):
+                    facts[f"the values of {name}"] = partial(digest, part)
+            elif part is None or (rule is not None and isinstance(part, (int, float, list, tuple, np.ndarray))):
+                facts[name] = repr(part) if part is None or isinstance(part, (int, float)) else partial(digest, part)
     return facts
 
 
@@ -119,14 +136,22 @@ def digest(value: Any) -> str:
         return "not read"
 
 
+def digest_offsets(offsets: Tensor | Sequence[int] | None) -> str:
+    """The same for the same numbers, in whatever they stand."""
+    return "none" if offsets is None else digest(host_array("cu_seqlens", offsets).astype(np.int64))
+
+
 def _kind(value: Tensor) -> str:
     return f"jagged {shape_of(value.values())}" if value.is_nested else shape_of(value)
 
 
-def _is_compared(value: Tensor, key: Key, segments: Segments | None) -> bool:
-    """Whole numbers that belong to tokens. Vectors may differ in their last bits; `segments` say what a dense mask says."""
-    dense = key.role == "mask" and value.ndim > 2 and segments is not None
-    return not (value.is_floating_point() or dense) and key.kind in ("tokens", "positions", "truth", "offsets")
+def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) -> bool:
+    """Masks, and whole numbers that belong to tokens. Vectors may differ in their last bits; of a dense mask the `segments`
+    tell."""
+    if key.role == "mask" and value.ndim > 2 and segments is not None:
+        return False
+    of_tokens = key.kind in ("tokens", "positions", "truth", "offsets")
+    return of_tokens and ("mask" in name or not value.is_floating_point())
 
 
 def _check(heard: Heard) -> None:
@@ -134,12 +159,12 @@ def _check(heard: Heard) -> None:
     if raised:
         listed = "; ".join(f"rank {rank} raised {text}" for rank, text in raised.items())
         rule = "Ranks that share a row go on together or not at all."
-        raise CollateError(explain("context parallel", listed, rule, "Mend what that rank says."))
+        raise RanksApartError(explain("context parallel", listed, rule, "Mend what that rank says."))
     if apart := list(_apart(heard)):
         listed = apart[0] if apart[0].startswith("call ") else "; ".join(apart)
         rule = "Ranks that share a row make the same calls and hold one batch: keys, shapes, tokens, truth and layout."
         remedy = "Give these ranks the same samples (a sampler by data-parallel rank), settings and order of calls."
-        raise CollateError(explain("context parallel", listed, rule, remedy))
+        raise RanksApartError(explain("context parallel", listed, rule, remedy))
 
 
 def _apart(said: Mapping[int, Mapping[str, str]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.parallel.agreement import batch_facts, digest, ranks_agree, uncompiled
+from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
 from collate_npu.parallel.groups import check_group, gloo_group, mesh_group
 from collate_npu.parallel.layout import ContextParallel, indices, token_runs
@@ -55,18 +55,27 @@ def gather_sequence(
     >>> gather_sequence(torch.tensor([[4, 5, 6]]), ContextParallel(size=1, rank=0)).tolist()  # README runs it on two ranks
     [[4, 5, 6]]
     """
+    with turn_of(cp):
+        return _gathered(output, cp, segments, dim, cu_seqlens, loss)
+
+
+def _gathered(output: Tensor, cp: ContextParallel, segments: Segments | None, dim: int, offsets: Any, loss: Loss) -> Tensor:
     with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
+        if output.ndim == 0:
+            raise CollateError(
+                explain("output", "no dimension", "A rank holds its part of rows [B, S / size, ...].", "Pass it.")
+            )
         if loss not in ("same", "local"):
             rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
             raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
-        shard, dim, offsets = output, dim % output.ndim, cu_seqlens
+        shard, dim = output, dim % output.ndim
         if output.is_nested:
             shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
         _check_shape(output, shard.shape, cp, segments, dim)
         offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # one look at the device
         facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
         facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
-        facts["documents"] = partial(digest, [] if offsets is None else offsets)
+        facts["documents"] = partial(digest_offsets, offsets)
         pieces = _pieces(shard.shape[dim] * cp.size, cp, offsets)
         if cp.size > 1:
             check_group(cp.group, cp.size, cp.rank)
@@ -97,9 +106,11 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
     Without `group`: all that share out the data, over data and context parallelism.
     """
-    gloo = gloo_group(group)
-    values: list[Any] = [None] * dist.get_world_size(gloo)
-    dist.all_gather_object(values, value, group=gloo)
+    cp = ContextParallel.from_group(gloo_group(group))
+    with turn_of(cp):
+        with ranks_agree(cp, call="objects"):
+            values: list[Any] = [None] * cp.size
+        dist.all_gather_object(values, value, group=cp.group)
     return values
 
 
@@ -166,9 +177,10 @@ class _AllGather(torch.autograd.Function):
         (grad,) = grads
         if ctx.loss == "same":
             return grad[ctx.cp.rank], None, None, None
-        with ranks_agree(ctx.cp, call="backward") as facts:
-            facts |= {"the gather": ctx.number, "gradient": shape_of(grad)}
         total = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=mesh_group(ctx.cp.group))
+        with turn_of(ctx.cp):
+            with ranks_agree(ctx.cp, call="backward") as facts:
+                facts |= {"the gather": ctx.number, "gradient": shape_of(grad)}
+            reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=mesh_group(ctx.cp.group))
         return total, None, None, None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Lock
+from threading import Lock, RLock
 from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
@@ -24,6 +24,11 @@ import torch.distributed as dist
 from collate_npu.errors import CollateError, explain
 
 _PLACES = 2
+
+
+class RanksApartError(CollateError):
+    """What every rank of a group hears of: ranks that differ, one that raised, one that did not come."""
+
 
 Heard = dict[int, dict[str, Any]]
 """By rank, what it says of one call: its facts, or {"raised": why it does not go on}."""
@@ -39,24 +44,38 @@ class Meeting:
     streams: dict[str, Stream] = field(default_factory=dict)
     open: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By thread, what it is about to say."""
+    data: RLock = field(default_factory=RLock)
+    """Held from what is said of a collective to its end: those of one group have one order on all ranks."""
 
-    def greet(self, timeout: timedelta) -> None:
+    def greet(self, stream: str, timeout: timedelta) -> None:
         """Agree on a name that no earlier meeting in the same store had, so that ranks which were started again, and
-        groups which were made again, count from 1 together. Waits for the others, once in a world."""
+        groups which were made again, count from 1 together. Waits for the others, once in a world. A call that this rank
+        gave up here is told as soon as there is a name, so that those who come to it late do not take the next for it."""
         with self.turn, _store() as store:
             if self.session:
                 return
-            store.set(self._place("here", dist.get_rank()), uuid4().hex)
-            for last in _tries(timeout):
-                here = _found(store, [self._place("here", rank) for rank in self.ranks])
-                session = f"{zlib.crc32(b'-'.join(here)):08x}"
-                store.set(self._place("met", dist.get_rank()), session)
-                met = _found(store, [self._place("met", rank) for rank in self.ranks])
-                if all(here) and set(met) == {session.encode()}:
-                    self.session = session
-                    return
-                if last:
-                    raise _silent([rank for rank, seen in zip(self.ranks, met) if seen != session.encode()], timeout)
+            try:
+                self._meet(store, timeout)
+            except CollateError as error:
+                self._stream(stream).count += 1
+                self._stream(stream).missed = str(error)
+                raise
+            for name, held in self.streams.items():
+                for number in range(max(1, held.count - _PLACES + 1), held.count + 1):
+                    self._set(store, name, number, {"raised": held.missed})
+
+    def _meet(self, store: Any, timeout: timedelta) -> None:
+        store.set(self._place("here", dist.get_rank()), uuid4().hex)
+        for last in _tries(timeout):
+            here = _found(store, [self._place("here", rank) for rank in self.ranks])
+            session = f"{zlib.crc32(b'-'.join(here)):08x}"
+            store.set(self._place("met", dist.get_rank()), session)
+            met = _found(store, [self._place("met", rank) for rank in self.ranks])
+            if all(here) and set(met) == {session.encode()}:
+                self.session = session
+                return
+            if last:
+                raise _silent([rank for rank, seen in zip(self.ranks, met) if seen != session.encode()], timeout)
 
     def say(self, stream: str, message: Mapping[str, Any]) -> None:
         """Tell the others the next thing in a stream, and wait for nobody."""
@@ -113,6 +132,8 @@ class Stream:
 
     count: int = 0
     turn: Lock = field(default_factory=Lock)
+    missed: str = ""
+    """Why this rank gave up its last call, where that was before the meeting had a name."""
 
 
 _MEETINGS: WeakKeyDictionary[Any, dict[tuple[int, ...], Meeting]] = WeakKeyDictionary()
@@ -151,7 +172,7 @@ def _found(store: Any, keys: list[str]) -> list[bytes]:
     return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
-def _silent(ranks: list[int], timeout: timedelta) -> CollateError:
+def _silent(ranks: list[int], timeout: timedelta) -> RanksApartError:
     rule = f"Every rank says what it holds before data is exchanged, and these did not in {timeout}."
-    remedy = "Look at what they printed: they raised, or did not come to this step."
-    return CollateError(explain("context parallel", f"no word of ranks {ranks}", rule, remedy))
+    remedy = "Look at what they printed: they raised, did not come to this step, or another thread of theirs gathers now."
+    return RanksApartError(explain("context parallel", f"no word of ranks {ranks}", rule, remedy))

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from collate_npu.arrays import host_tensor
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
-from collate_npu.parallel.agreement import batch_facts, digest, ranks_agree, uncompiled
+from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
@@ -57,7 +59,7 @@ def split_batch(
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
         if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
             cu_seqlens = cu_seqlens.tolist()
-        facts["documents"] = partial(digest, [] if cu_seqlens is None else cu_seqlens)
+        facts["documents"] = partial(digest_offsets, cu_seqlens)
         shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
         out: dict[str, Any] = {}
         problems: list[CollateError] = []
@@ -135,7 +137,11 @@ class _Shard:
         """What this rank holds of one key, by its row of `KEYS`."""
         if rule is not None and rule.share == "rows":
             return self.of_mask(key, value)
-        if not isinstance(value, Tensor) or (rule is not None and rule.share == "replicate"):
+        if rule is not None and rule.share == "replicate":
+            return value
+        if isinstance(value, np.ndarray if rule is None else (list, tuple, np.ndarray)):
+            value = host_tensor(key, value)
+        if not isinstance(value, Tensor):
             return value
         if value.is_nested:
             return split_tensor(value, self.cp)

@@ -12,8 +12,10 @@ from collate_npu import BatchAdapter, CollateError
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BARE  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    MODEL_MAPPING_NAMES as BARE,
+)
 
 from collate_npu.testing import tiny_config  # noqa: E402
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
-from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_batch
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu.parallel import ContextParallel, gather_objects, gather_sequence, ranks_agree, split_batch
 
 ROWS = [1, 2, 3, 4, 5], [6, 7]
 
@@ -65,6 +66,9 @@ def said(by: str, batch: dict[str, Any], cp: ContextParallel) -> str:
 def entry(by: str, batch: dict[str, Any], cp: ContextParallel) -> None:
     if by == "adapter":
         BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp)(batch)
+        return
+    if by == "objects":
+        gather_objects(dist.get_rank())
         return
     segments = Segments.from_keep(batch["attention_mask_2d"])
     if by == "split":
@@ -246,3 +250,83 @@ def keys_in_the_store(calls: int) -> list[int]:
         counts.append(store.num_keys())
         dist.barrier()
     return counts
+
+
+def kinds_of_truth() -> dict[str, str]:
+    """Masks, lists and settings, of which the last rank holds others. What each step says."""
+    cp, last = ContextParallel.from_group(dist.group.WORLD), is_last()
+    ids = torch.arange(2 * cp.multiple).view(2, -1)
+    S = ids.shape[1]
+    keep = torch.ones(2, S, dtype=torch.bool)
+    keep[1, S // 2 :] = last
+    square = torch.ones(S, S).tril().bool() & keep[:, None, None]
+    odd = {
+        "float 4D": {"attention_mask": torch.zeros(2, 1, S, S).masked_fill(~square, torch.finfo(torch.float32).min)},
+        "bfloat16 2D": {"attention_mask_2d": keep.bfloat16()},
+        "float 2D": {"attention_mask": keep.float()},
+        "by layer": {"attention_mask": {"full_attention": square, "linear_attention": keep}},
+        "absent": {"attention_mask": {"full_attention": square}} if last else {},
+        "loss mask": {"loss_mask": keep.float()},
+        "a list": {"labels": [list(range(S))] * (1 + last) + [[0] * S] * (1 - last)},
+        "a number": {"max_length_q": S - last},
+    }
+    said = {name: split_says({"input_ids": ids, **keys}, cp) for name, keys in odd.items()}
+    said["a table"] = split_says({"input_ids": ids, "w": keep}, cp, keys={**KEYS, "w": SAMPLE if last else TOKENS})
+    offsets = [0, S]
+    same = {"input_ids": ids[:1]}, cp.for_documents()
+    return said | {"same numbers": split_says(*same, cu_seqlens=torch.tensor(offsets).int().numpy() if last else offsets)}
+
+
+def split_says(batch: dict[str, Any], cp: ContextParallel, **settings: Any) -> str:
+    try:
+        split_batch(batch, cp, **settings)
+    except CollateError as error:
+        return str(error)
+    return ""
+
+
+def gives_up_first(seconds: float) -> list[Any]:
+    """The last rank comes late to the first gather of a world; the others gave it up, and go on. What each call gives."""
+    cp, found = ContextParallel.from_group(dist.new_group(timeout=timedelta(seconds=seconds))), []
+    sleep(1.5 * seconds if is_last() else 0)
+    for step in range(2):
+        try:
+            found.append(gather_sequence(torch.full((1, 2), float(step)), cp).unique().tolist())
+        except CollateError as error:
+            found.append(str(error))
+    return found
+
+
+def two_threads(seconds: float, steps: int) -> list[Any]:
+    """Two threads gather on one group, each in one order on all ranks. What is not their own, and what they say."""
+    cp = ContextParallel.from_group(dist.new_group(timeout=timedelta(seconds=seconds)))
+    found: list[Any] = []
+
+    def gather(first: int) -> None:
+        try:
+            for n in range(first, first + steps):
+                sleep(0.002 * ((n + dist.get_rank()) % 2))
+                held = gather_sequence(torch.full((1, 2), float(n)), cp).unique().tolist()
+                if held != [float(n)]:
+                    found.append(held)
+        except CollateError as error:
+            found.append(str(error))
+
+    worker = threading.Thread(target=gather, args=(1000,))
+    worker.start()
+    gather(0)
+    worker.join()
+    return found
+
+
+def inside_a_block(how: str) -> str:
+    """A gather inside `ranks_agree`: shards that differ in shape, or a last rank that raises before it. What it says."""
+    cp = ContextParallel.from_group(dist.group.WORLD)
+    try:
+        with ranks_agree(cp):
+            if how == "raises" and is_last():
+                raise ValueError("mine")
+            gather_sequence(torch.zeros((2, 2) if how == "shapes" and is_last() else (1, 4)), cp)
+    except (CollateError, ValueError) as error:
+        return str(error)
+    return ""

@@ -54,12 +54,27 @@ def test_ranks_that_agree_go_on_also_after_a_refusal(pool, by):
         (["split", "gather"], ["gather", "split"]),
         (["split", "gather"], ["split", "split", "gather"]),
         (["adapter", "gather", "gather"], ["adapter", "gather"]),
+        (["split", "objects"], ["split"]),
+        (["objects", "split"], ["split", "objects"]),
     ],
 )
 def test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(pool, usual, odd):
     said = pool(work.turns, usual, odd, seconds=20)
     assert all("call " in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
     assert pool(work.turns, usual, usual, seconds=20) == [""] * pool.size
+
+
+def test_truth_is_compared_whatever_holds_it(pair):
+    said = pair(work.kinds_of_truth, seconds=20)
+    assert all(one.pop("same numbers") == "" for one in said)
+    for one in said:
+        assert [name for name, text in one.items() if "on ranks [0]" not in text] == []
+
+
+@pytest.mark.parametrize(("how", "words"), [("shapes", "output float32 [1, 4] on ranks"), ("raises", "mine")])
+def test_a_gather_inside_a_block_moves_nothing_before_ranks_agree(pool, how, words):
+    assert all(words in text for text in pool(work.inside_a_block, how, seconds=20))
+    assert pool(work.inside_a_block, "", seconds=20) == [""] * pool.size
 
 
 def test_gradients_that_one_rank_asks_for_in_another_order(pool):
@@ -128,6 +143,22 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
         assert "0:00:00.500000" in said
     finally:
         pool.close()
+
+
+def test_who_comes_late_to_a_first_call_that_others_gave_up_is_told():
+    pool = Pool(2)
+    try:
+        (gone, *went_on), (told, *late) = pool(work.gives_up_first, 1, seconds=20)
+    finally:
+        pool.close()
+    assert "no word of ranks [1]" in gone
+    assert "rank 0 raised context parallel: got no word" in told
+    assert went_on == late == [[1.0]]
+
+
+def test_two_threads_that_gather_on_one_group_mix_nothing(pair):
+    for found in pair(work.two_threads, 1, 50, seconds=30):
+        assert all("no word of ranks" in text for text in found), found
 
 
 def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(pool):

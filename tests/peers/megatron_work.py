@@ -189,3 +189,14 @@ def refusal() -> str:
 def compare(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     aux = float((found["aux"] - alone["aux"]).abs().max()) if len(alone["aux"]) else 0.0
     return {**gaps(found, alone), "aux": aux}
+
+
+def refused() -> str:
+    """The second rank's batch is refused before any split. What each says."""
+    model = build(**DENSE)
+    batch = padded() | ({"labels": padded()["input_ids"], "loss_mask": torch.ones(3, 8)} if dist.get_rank() else {})
+    try:
+        gpt_batch(batch, model, context_parallel=ContextParallel.from_megatron())
+    except CollateError as error:
+        return str(error)
+    return ""

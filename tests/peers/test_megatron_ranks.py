@@ -45,6 +45,12 @@ def test_it_has_power(pool, case, how):
         assert max(work.compare(found, alone).values()) > 1e-2
 
 
+def test_a_rank_whose_batch_is_refused_says_so(pool):
+    told, refused = pool("megatron_work.refused", seconds=IMPORTS)
+    assert "rank 1 raised CollateError: loss_mask" in told
+    assert refused.startswith("loss_mask: got beside labels")
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_each_key_is_what_megatrons_own_split_gives_the_rank(pool, side):
     pool("megatron_work.same_as_megatron", side, seconds=IMPORTS)

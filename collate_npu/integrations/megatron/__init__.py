@@ -32,7 +32,7 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_e
 from collate_npu.masks.polarity import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, split_batch
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree, split_batch
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments, ready
@@ -83,12 +83,24 @@ def gpt_batch(
     >>> inputs, segments = gpt_batch(batch, model)  # doctest: +SKIP
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
+    cp = context_parallel or megatron_ranks(shared=bool(getattr(config_of(model), "sequence_parallel", False)))
+    with ranks_agree(cp, call="split"):  # a rank that refuses its batch says so to the others
+        return _made(batch, model, cp, padding_free, polarity, max_mask_bytes)
+
+
+def _made(
+    batch: Mapping[str, Any],
+    model: Any,
+    cp: ContextParallel | None,
+    padding_free: bool,
+    polarity: Polarity | None,
+    max_mask_bytes: int,
+) -> tuple[dict[str, Any], Segments]:
     _check_keys(batch)
     sources = Sources.of(batch)
     segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
     _check_labels(sources, segments)
     config = config_of(model)
-    cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
     row, offsets, kernel = _row(batch, sources, segments), None, ""
     if padding_free:
         row, segments, cp = _flat(row, segments, model, cp)
