@@ -8,6 +8,7 @@ Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def gpt_batch(
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config_of(model), "sequence_parallel", False)))
-    with ranks_agree(cp, call="split"):  # a rank that refuses its batch says so to the others
+    with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # a rank that refuses its batch says so to the others
         return _made(batch, model, cp, padding_free, polarity, max_mask_bytes)
 
 
