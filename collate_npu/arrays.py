@@ -123,6 +123,9 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     return int(value)
 
 
+OF_A_BATCH = "Pass the rows of one batch; a tensor that is expanded holds as many as its shape says."
+
+
 def check_places(name: str, places: int, remedy: str) -> None:
     """Raise before memory is asked for that no batch needs: offsets of more places would not be int32."""
     if places > MOST_PLACES:
@@ -179,6 +182,7 @@ def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
 def as_ids(ids: Any) -> Array:
     """int64 `[B, S]` of ids that may be those of sequences."""
     ids_BS = host_array("segment ids", ids)
+    check_places("segment ids", ids_BS.size, OF_A_BATCH)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
         rule = "Segment ids are a [B, S] tensor of whole numbers."
         raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.segments import Segments
 
 
+@checked
 def unpad(x: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` to `[T, ...]`: real tokens only, row after row. Inverse of `repad`.
 
@@ -27,6 +29,7 @@ def unpad(x: Tensor, segments: Segments) -> Tensor:
     return x.flatten(0, 1).index_select(0, segments.indices.to(x.device))
 
 
+@checked
 def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     """`[T, ...]` to `[B, S, ...]`, `fill` at padding. Inverse of `unpad`; values at padding do not come back.
 
@@ -41,6 +44,7 @@ def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     return out.index_put((segments.indices.to(y.device),), y).reshape(B, S, *y.shape[1:])
 
 
+@checked
 def last_token(x: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` to `[N, ...]`: the last real token of each sequence, whichever side is padded.
 
@@ -59,6 +63,7 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     return x.flatten(0, 1).index_select(0, segments.last_indices.to(x.device))
 
 
+@checked
 def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
     """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in.
 
@@ -69,6 +74,7 @@ def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
     return list(torch.split(unpad(x, segments), list(segments.sequence_lengths)))
 
 
+@checked
 def to_nested(x: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows).
 
@@ -84,6 +90,7 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
     return nested
 
 
+@checked
 def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
     """Labels moved to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
 
@@ -95,17 +102,18 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()
     [[2, -100, 4, 5, -100]]
     """
-    ends_BS = None
+    ends_BS, ignore_index = None, whole_number("ignore_index", ignore_index, least=-(1 << 63))
     if segments is not None:
         _check_labels(labels, segments)
         ids_BS = segments.ids.to(labels.device)
         ends_BS = (pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0)
-    for _ in range(whole_number("steps", steps, least=1)):
+    for _ in range(min(whole_number("steps", steps, least=1), labels.shape[1])):
         labels = pad(labels[:, 1:], (0, 1), value=ignore_index)
         labels = labels if ends_BS is None else labels.masked_fill(ends_BS, ignore_index)
     return labels
 
 
+@checked
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
     """Ignore the labels of padding, and the first of every sequence: alone, no token precedes it, so nothing predicts it.
 
@@ -117,6 +125,7 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
     [[-100, -100, 2, 3], [4, 5, 6, 7]]
     """
     _check_labels(labels, segments)
+    ignore_index = whole_number("ignore_index", ignore_index, least=-(1 << 63))
     ids_BS = segments.ids.to(labels.device)
     ignored_BS = ids_BS == 0
     ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]

@@ -107,6 +107,7 @@ class Segments:
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
         """
         keep_BS = arrays.host_array("keep", keep)
+        arrays.check_places("keep", keep_BS.size, arrays.OF_A_BATCH)
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
@@ -147,6 +148,7 @@ class Segments:
         ((3, 2),)
         """
         positions_BS = arrays.host_array("position_ids", position_ids)
+        arrays.check_places("position_ids", positions_BS.size, arrays.OF_A_BATCH)
         if positions_BS.ndim != 2:
             raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
         starts_BS, counts_B = arrays.sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))

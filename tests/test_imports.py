@@ -16,6 +16,7 @@ import collate_npu
 
 ORDER = (
     ("errors", "debug"),
+    ("checked",),
     ("releases",),
     ("arrays",),
     ("keys",),

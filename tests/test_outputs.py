@@ -109,7 +109,7 @@ def test_shifted_labels_of_packed_rows_are_those_of_each_sequence_alone(lengths,
 
 def test_labels_move_by_a_whole_number_of_steps():
     for steps in (0, 1.5, True):
-        with pytest.raises(CollateError, match="It is a whole number, at least 1"):
+        with pytest.raises(CollateError, match="a whole number"):
             shift_labels(torch.zeros(1, 3), steps=steps)
 
 

@@ -8,7 +8,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from math import lcm
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Side, whole_number
+from collate_npu.checked import check_fields
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import concatenate_values, flatten_rows, pad_rows, stack_values
 from collate_npu.collate.transport import shipped
@@ -71,6 +72,7 @@ class PaddingCollator(Emitter):
     padding_side: Side | None = None
 
     def __post_init__(self, model: Any) -> None:
+        check_fields(self)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -237,9 +239,10 @@ def _check_padding(collator: PaddingCollator) -> None:
     if collator.padding_side not in ("left", "right"):
         rule = "Padding goes to one side."
         raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
-    if isinstance(collator.padding, Iterable) and not isinstance(collator.padding, str):
-        widths = tuple(whole_number("padding", width, least=1) for width in collator.padding)
-        object.__setattr__(collator, "padding", widths)
+    padding: Any = collator.padding.tolist() if isinstance(collator.padding, (Tensor, np.ndarray)) else collator.padding
+    if isinstance(padding, Sequence) and not isinstance(padding, (str, bytes)):
+        padding = tuple(whole_number("padding", width, least=1) for width in padding)
+    object.__setattr__(collator, "padding", padding)
     known = collator.padding in (True, False, "longest", "max_length")
     if not known and (not isinstance(collator.padding, tuple) or not collator.padding):
         rule = "padding is True or 'longest', 'max_length', widths (4096, 8192, ...), or False for rows of one length."

@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.arrays import whole_number
+from collate_npu.checked import check_fields
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.consumers.models import consumer_of
@@ -66,6 +68,10 @@ class Layout:
     max_mask_bytes: int = MAX_MASK_BYTES
     """What a dense mask may take."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        whole_number("separator_id", self.separator_id, least=-(1 << 63))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Emitter:
@@ -86,6 +92,7 @@ class Emitter:
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
+        whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
         told = model_type is not None or consumer_of(model) is not None or self.consumer is not None
         if model is not None and not told:
             rule = "A config or a plain module does not say who reads the batch."

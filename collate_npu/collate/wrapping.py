@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, Side
+from collate_npu.checked import check_fields
 from collate_npu.collate.features import sample_segment_ids
 from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
@@ -54,6 +55,7 @@ class WrappedCollator(Emitter):
     model_type: InitVar[str | None] = None
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
+        check_fields(self)
         check_polarity(self.polarity)
         for field in fields(Layout):
             asked = getattr(self.layout, field.name)

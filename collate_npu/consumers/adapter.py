@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
+from collate_npu.checked import checked
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.labels import labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
@@ -58,6 +59,7 @@ class BatchAdapter:
     Segments(B=2, S=3, lengths=[1, 3], padding='left')
     """
 
+    @checked
     def __init__(
         self,
         model: Any = None,
@@ -169,6 +171,7 @@ class BatchAdapter:
         own = self.model.ask(_own_patterns) if makes_masks else ()
         return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
+    @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
         """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
 
@@ -178,6 +181,7 @@ class BatchAdapter:
         """
         return self._routed(Sources.of(batch), segments, padding_free)
 
+    @checked
     def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The masks of such rows without a batch, split as `render` splits them.
 

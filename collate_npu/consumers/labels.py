@@ -38,10 +38,10 @@ def labels_for(
 
 def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, moved: bool | None) -> Array:
     """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
-    labels_BS = sources.array(key)
-    if labels_BS.shape != segments.shape:
-        return np.zeros(0, bool)
     ids_BS = segments.array if segments.packed else keep_array(segments)
+    labels_BS = sources.array(key)
+    if labels_BS.shape != ids_BS.shape:
+        return np.zeros(0, bool)
     unread_BS: Array = ids_BS == 0 if segments.packed else ~ids_BS  # numpy compares bool with a number in 20 times as long
     behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
     if behind and not isinstance(pattern, Bidirectional):  # tokens are predicted in place there

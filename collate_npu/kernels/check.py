@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from collate_npu import debug
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels.breach import Breach, of_segments, refuse, require
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
@@ -34,6 +35,7 @@ def knows(name: str) -> bool:
     return name.rpartition(".")[2] in ATTENTION or find_operator(name) is not None
 
 
+@checked
 def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import (
     REMEDY_CARRY_2D,
     REMEDY_DECLARE_POLARITY,
@@ -34,6 +35,7 @@ from collate_npu.segments import Segments, Values, of_keep, ready
 MASK_KEY = "attention_mask"
 
 
+@checked
 def derive_segments(
     attention_mask: Values,
     *,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import Array, as_ids
+from collate_npu.checked import checked
 from collate_npu.errors import (
     REMEDY_CARRY_2D,
     AmbiguousMaskError,
@@ -45,6 +46,7 @@ from collate_npu.masks.sources import Sources, misfit
 from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
 
 
+@checked
 def segments_from_batch(
     batch: Mapping[str, Any],
     *,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
+from collate_npu.checked import checked, wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
@@ -63,6 +64,8 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     >>> none_is_exact(Segments.from_lengths([[3, 2]])).why
     'a row holds several sequences, which would see each other'
     """
+    if not isinstance(segments, Segments):
+        raise wrong_kind("segments", segments, "none_is_exact", Segments)
     pattern = Pattern.of(pattern)
     if pattern.reaches(segments.longest_span):
         return Verdict(False, f"attention is {pattern}, and no mask means plain causal (or full) attention")
@@ -74,6 +77,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     return Verdict(True, "causal attention, padding on the right only, one sequence a row")
 
 
+@checked
 def dense(
     segments: Segments,
     *,
@@ -179,6 +183,7 @@ def _runs(query_rows: Array) -> list[tuple[int, int, int]]:
 # --- predicates: BlockMask, and dense on a device
 
 
+@checked
 def mask_mod(
     segments: Segments, pattern: str | Pattern = "causal", device: torch.device | str = "cpu"
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -209,6 +214,7 @@ def mask_mod(
     return attends
 
 
+@checked
 def block_mask(
     segments: Segments,
     *,
@@ -236,6 +242,7 @@ def block_mask(
     return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 
 
+@checked
 def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
     """The one flat row of the T real tokens, as `unpad` lays them out: its `cu_seqlens`, `cu_seqlens_host`, `max_length` and
     `position_ids` are what kernels of flat rows take, and `ids - 1` their `seq_idx`.

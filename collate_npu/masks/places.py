@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collate_npu.arrays import Array
+from collate_npu.arrays import Array, check_places
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.segments import Segments
 
@@ -93,6 +93,7 @@ def with_tail(
         raise CollateError(explain("max_sequences", f"{len(places)} sequences", rule, remedy))
     if not missing:
         return [*places[:-1], places[-1] + room] if room else list(places)
+    check_places("max_sequences", missing, "It is the most sequences that a row may hold.")
     if repeats:
         return [*places, room, *([0] * (missing - 1))]
     if room < missing * multiple:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, whole_number
+from collate_npu.arrays import Array, check_places, whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, TOKENS, Key, with_role
 from collate_npu.masks.places import aligned
@@ -23,6 +24,7 @@ from collate_npu.parallel.layout import ContextParallel
 from collate_npu.segments import Segments
 
 
+@checked
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
     """Where the documents of a flat row stand: the offsets `split_batch` goes by, and `gather_sequence` must be given.
 
@@ -40,6 +42,7 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
     return None
 
 
+@checked
 def pad_documents(
     batch: Mapping[str, Any],
     cp: ContextParallel | None = None,
@@ -74,9 +77,11 @@ def pad_documents(
     lengths_N, starts_N = _real_documents(offsets, segments)
     each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
     each = lcm(whole_number("multiple", multiple, least=1), each)
+    check_places("multiple", each * len(lengths_N), "Each document is padded to it: a chunk is 64.")
     places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
     places_N[-1:] += -places_N.sum() % lcm(each, whole)
     plan = _Plan.of(int(offsets[-1]), lengths_N, starts_N, places_N)
+    pad_token_id = whole_number("pad_token_id", pad_token_id, least=-(1 << 63))
     keys = with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
     out = {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))

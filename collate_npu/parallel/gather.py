@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collate_npu.checked import checked, dimension
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
@@ -29,6 +30,7 @@ _FEW_PIECES = 64
 
 
 @uncompiled
+@checked
 def gather_sequence(
     output: Tensor,
     cp: ContextParallel,
@@ -61,14 +63,11 @@ def gather_sequence(
 
 def _gathered(output: Tensor, cp: ContextParallel, segments: Segments | None, dim: int, offsets: Any, loss: Loss) -> Tensor:
     with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
-        if output.ndim == 0:
-            raise CollateError(
-                explain("output", "no dimension", "A rank holds its part of rows [B, S / size, ...].", "Pass it.")
-            )
+        dim = dimension("output", output, dim)
         if loss not in ("same", "local"):
             rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
             raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
-        shard, dim = output, dim % output.ndim
+        shard = output
         if output.is_nested:
             shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
         _check_shape(output, shard.shape, cp, segments, dim)
@@ -84,6 +83,7 @@ def _gathered(output: Tensor, cp: ContextParallel, segments: Segments | None, di
     return _jagged(shard, torch.tensor(offsets), segments) if output.is_nested else shard
 
 
+@checked
 def join_shards(
     shards: Sequence[Tensor], cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
@@ -94,10 +94,11 @@ def join_shards(
     >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    if len(shards) != cp.size or len({shard.shape for shard in shards}) != 1:
-        got = f"{len(shards)} shards of shapes {sorted({str(list(shard.shape)) for shard in shards})}"
+    held = [shard for shard in shards if isinstance(shard, Tensor)] if isinstance(shards, (list, tuple)) else []
+    if len(held) != cp.size or len(held) != len(shards) or len({shard.shape for shard in held}) != 1:
+        got = f"{len(held)} tensors of shapes {sorted({str(list(shard.shape)) for shard in held})}"
         raise CollateError(explain("shards", got, f"{cp.size} ranks hold one shard each, all alike.", "Pass them all."))
-    dim = dim % shards[0].ndim
+    dim = dimension("shards", shards[0], dim)
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 
 

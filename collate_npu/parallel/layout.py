@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
 
@@ -181,6 +182,7 @@ def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, .
     return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 
+@checked
 def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
     """int64 `[S / size]`: where this rank's tokens stand in the whole row, in the order of its shard.
 
@@ -195,6 +197,7 @@ def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     return indices(token_runs(width, cp, cu_seqlens))
 
 
+@checked
 def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
     """int64 `[Q]`: the query rows this rank's attention computes, for `dense(segments, rows=...)`; keys stay whole.
 

@@ -31,6 +31,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from collate_npu.arrays import host_array
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
@@ -49,6 +50,7 @@ _TAKES: dict[RecurrentScheme, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
 """Of padded rows and of a flat row: the layouts whose tokens a scheme puts in order, the one to name first. () = none."""
 
 
+@checked
 def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
     """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right.
 
@@ -70,6 +72,7 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
     return cp if cp.layout in takes else replace(cp, layout=takes[0], ulysses=1)
 
 
+@checked
 def check_recurrent_split(
     cp: ContextParallel,
     scheme: RecurrentScheme,
@@ -118,6 +121,7 @@ def check_recurrent_split(
         raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 
 
+@checked
 def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...], int]:
     """This rank's part of `offsets` under state passing, and how many tokens of its first sequence stand before it.
 

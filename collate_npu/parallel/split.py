@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor
+from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
@@ -29,6 +30,7 @@ _PLAIN = frozenset((torch.int64, torch.int32, torch.bool, torch.float32))
 
 
 @uncompiled
+@checked
 def split_batch(
     batch: Mapping[str, Any],
     cp: ContextParallel,
@@ -73,6 +75,7 @@ def split_batch(
     return out
 
 
+@checked
 def split_tensor(
     x: Tensor, cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
@@ -87,7 +90,8 @@ def split_tensor(
     if x.is_nested:
         offsets = jagged_cu_seqlens(x, cp)
         return jagged(take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
-    return take_runs(x, dim % x.ndim, token_runs(x.shape[dim], cp, cu_seqlens))
+    dim = dimension("x", x, dim)
+    return take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
 
 
 def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, int]:

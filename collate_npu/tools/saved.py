@@ -72,9 +72,11 @@ def _check_size(path: Path, size: int) -> None:
 
 def _tensors(held: Any) -> Iterator[Tensor]:
     """As many as their shapes say: one number can be expanded to any."""
-    values = list(held.values()) if isinstance(held, Mapping) else [held]
-    for value in values:
-        yield from (x for x in (value.values() if isinstance(value, Mapping) else [value]) if isinstance(x, Tensor))
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (Mapping, list, tuple)):
+        for value in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors(value)
 
 
 def _arrays(path: Path) -> Any:

@@ -84,14 +84,16 @@ def gpt_batch(
     >>> inputs, segments = gpt_batch(batch, model)  # doctest: +SKIP
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
-    cp = context_parallel or megatron_ranks(shared=bool(getattr(config_of(model), "sequence_parallel", False)))
-    with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # a rank that refuses its batch says so to the others
-        return _made(batch, model, cp, padding_free, polarity, max_mask_bytes)
+    config = config_of(model)
+    cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
+    with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
+        return _made(batch, model, config, cp, padding_free, polarity, max_mask_bytes)
 
 
 def _made(
     batch: Mapping[str, Any],
     model: Any,
+    config: Any,
     cp: ContextParallel | None,
     padding_free: bool,
     polarity: Polarity | None,
@@ -101,7 +103,6 @@ def _made(
     sources = Sources.of(batch)
     segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
     _check_labels(sources, segments)
-    config = config_of(model)
     row, offsets, kernel = _row(batch, sources, segments), None, ""
     if padding_free:
         row, segments, cp = _flat(row, segments, model, cp)

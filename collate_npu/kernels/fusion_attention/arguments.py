@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.breach import flag, here, of_segments
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
@@ -51,6 +52,7 @@ class NpuForm:
     why: str
 
 
+@checked
 def choose_form(
     segments: Segments, *, pattern: str | Pattern = "causal", layout: InputLayout = "BSND", causal_mode: Literal[2, 3] = 3
 ) -> NpuForm:
@@ -79,6 +81,7 @@ def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
     return NpuForm(name="dense", sparse_mode=terms.dense_mode if few else 1, why=why)
 
 
+@checked
 def fusion_attention_kwargs(
     segments: Segments,
     *,

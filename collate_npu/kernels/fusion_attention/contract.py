@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
+from collate_npu.checked import checked
 from collate_npu.kernels.breach import Breach, flag, of_segments, refuse, require
 from collate_npu.kernels.fusion_attention import accepted_wrong, refused
 from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
@@ -37,6 +38,7 @@ LISTED = 8
 MASK_ARGUMENTS = ("atten_mask", "sparse_mode", "pre_tockens", "next_tockens", *INTEGER_LISTS)
 
 
+@checked
 def contract_breaches(
     kwargs: Mapping[str, Any],
     *,
@@ -57,6 +59,7 @@ def contract_breaches(
     return tuple(found)
 
 
+@checked
 def check_contract(
     kwargs: Mapping[str, Any],
     *,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from collate_npu.checked import checked
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels.breach import refuse
 from collate_npu.kernels.fusion_attention import geometry
@@ -26,6 +27,7 @@ SOFTMAX_LANES = 8
 """softmax_max and softmax_sum repeat each value this often (torch_npu op_plugin/meta/_meta_registrations.py:2317-2326)."""
 
 
+@checked
 def reference_fusion_attention(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str,
     pse: Tensor | None = None, padding_mask: Tensor | None = None, atten_mask: Tensor | None = None,

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.breach import flag, here, of_segments
 from collate_npu.kernels.gated_delta import boundaries
@@ -48,6 +49,7 @@ Kernel = Literal[
 ]  # fmt: skip
 
 
+@checked
 def gated_delta_kwargs(
     segments: Segments,
     *,

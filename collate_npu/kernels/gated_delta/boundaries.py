@@ -28,6 +28,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.kernels.breach import of_segments, require
 from collate_npu.masks.places import fitting_places, with_tail
@@ -40,6 +41,7 @@ CONV_BLOCK = 64
 """fla's convolution works in blocks of 64, whatever the chunk of the rule (modules/conv/triton/ops.py:383-386)."""
 
 
+@checked
 def flat_offsets(
     segments: Segments,
     *,
@@ -150,6 +152,7 @@ def cumsum_block(chunk_size: int) -> int:
     return 1 << (-(-(1 << 17) // chunk_size) - 1).bit_length()
 
 
+@checked
 def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
     """`[B, S, ...]` with zeros at padding: the input of a Gated DeltaNet layer, or of its convolution. A new tensor.
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from collate_npu.arrays import Array
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach, refuse
 from collate_npu.kernels.gated_delta import sequence_rules, tensor_rules
@@ -34,6 +35,7 @@ NOWHERE = -2
 """What no sequence covers."""
 
 
+@checked
 def check_gated_delta_contract(
     kwargs: Mapping[str, Any],
     *,
@@ -77,6 +79,7 @@ def check_gated_delta_contract(
     refuse(kernel, gated_delta_breaches(**locals()))
 
 
+@checked
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
     """Every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
     call = Call(operator_named(kernel), kwargs, **says)

@@ -25,9 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from collate_npu.arrays import host_array
+from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 
 
+@checked
 def reference_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -111,6 +113,7 @@ def _initial(initial: Tensor | None, count: int, k: Tensor, v: Tensor) -> Tensor
     return initial.to(v.dtype)
 
 
+@checked
 def reference_causal_conv1d(
     x: Tensor,
     weight: Tensor,

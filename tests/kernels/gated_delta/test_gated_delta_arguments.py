@@ -105,7 +105,7 @@ def test_transformers_takes_padded_rows_with_a_mask():
     ("wrong", "message"),
     [
         ({"padding": "front"}, "'own', 'behind'"),
-        ({"segments": [[1, 1]]}, "Pass Segments"),
+        ({"segments": [[1, 1]]}, "Pass a Segments"),
         ({"device": "nowhere"}, "device of this machine"),
         ({"chunk_size": 0}, "chunk_size"),
     ],
