@@ -12,7 +12,7 @@ from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.boundaries import chunk_indices
 from collate_npu.kernels.gated_delta.kernels import FLA
-from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, Call, Operator, words
+from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, SOLVE_LAYOUTS, Call, Operator, words
 from collate_npu.releases import FLA_NPU_A2
 
 
@@ -46,10 +46,18 @@ def _head_sizes(call: Call) -> Iterator[Breach]:
 
 
 def _solve(call: Call) -> Iterator[Breach]:
+    """Any other text is bsnd to the host, capitals among them (solve_tri_tiling.cpp:43-50)."""
     layout = call.word("layout", "bsnd")
-    if call.where and layout.lower() not in ("tnd", "ntd"):
-        says, remedy = "Boundaries are read of layouts tnd and ntd alone.", "Pass layout='tnd' and a tensor [T, H, C]."
+    if layout not in (taken := ("tnd", "ntd") if call.where else SOLVE_LAYOUTS):
+        says = f"It takes {', '.join(taken)}{' with boundaries' * bool(call.where)}, and reads any other as bsnd."
+        remedy = "Pass layout='tnd' and a tensor [T, H, C]." if call.where else "Pass it in small letters."
         yield call.breach("layout", "layout", repr(layout), says, remedy, silent=True)
+
+
+def _cumsum(call: Call) -> Iterator[Breach]:
+    if call.arguments.get("head_first", True) is False:
+        says, remedy = "It takes g as [B, H, T] alone.", "Leave head_first out, and transpose g (and make it contiguous)."
+        yield call.breach("layout", "head_first", "False", says, remedy, silent=False)
 
 
 def _flash(call: Call) -> Iterator[Breach]:
@@ -132,12 +140,17 @@ _FLA_NPU = Operator(
     kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"},
     needs=words("chunk_indices"), host=True, chunk_sizes=(64, 128), own=(_chain,),
     checks=words("container rows first falling empty table missing chunk-size states"),
-    shapes=dict.fromkeys(("q", "k"), "BHTK") | dict.fromkeys(("v", "u"), "BNTV") | {"w": "BNTK", "g": "BNT", "beta": "BNT"},
+    shapes={
+        **dict.fromkeys(("q", "k"), "BHTK"), **dict.fromkeys(("v", "u", "dv", "du", "d_o", "dox"), "BNTV"),
+        **dict.fromkeys(("w", "dw", "gk", "gK"), "BNTK"), **dict.fromkeys(("A", "dA"), "BNTC"),
+        **dict.fromkeys(("g", "beta"), "BNT"),
+    },
 )  # fmt: skip
-_LINK = replace(_FLA_NPU, checks=words("container chunk-size states missing"), shapes={})
+_LINK = replace(_FLA_NPU, checks=words("container chunk-size states missing"))
 CHAIN = (
-    *(replace(_LINK, name=f"fla_npu.{name}") for name in (
-        "prepare_wy_repr_bwd_full", "prepare_wy_repr_bwd_da", "chunk_fwd_o", "chunk_bwd_dv_local", "chunk_bwd_dqkwg",
+    replace(_LINK, name="fla_npu.chunk_fwd_o"),
+    *(replace(_LINK, name=f"fla_npu.{name}", checks=_LINK.checks | {"rows"}) for name in (
+        "prepare_wy_repr_bwd_full", "prepare_wy_repr_bwd_da", "chunk_bwd_dv_local", "chunk_bwd_dqkwg",
         "chunk_gated_delta_rule_bwd_dhu",
     )),
     replace(_LINK, name="fla_npu.recompute_w_u_fwd", own=(_chain, _head_sizes),
@@ -146,9 +159,10 @@ CHAIN = (
     replace(_LINK, name="fla_npu.chunk_scaled_dot_kkt", chunk_sizes=(16, 32, 64, 128),
             source=_NPU + "chunk_scaled_dot_kkt_tiling.cpp:36, 249-262"),
     replace(_LINK, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
-            needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)),
-            source=_NPU + "chunk_local_cumsum_tiling.cpp:231, 252-279"),
-    replace(_LINK, name="fla_npu.solve_tri", own=(_chain, _solve), source=_NPU + "solve_tri_tiling.cpp:89-105"),
+            needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)), own=(_chain, _cumsum),
+            checks=_LINK.checks | {"rows"}, shapes={"g": "BNT"},
+            source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279"),
+    replace(_LINK, name="fla_npu.solve_tri", own=(_chain, _solve), source=_NPU + "solve_tri_tiling.cpp:43-105"),
 )  # fmt: skip
 """The operators of a training chain, each with what its own host code takes."""
 NPU_ROWS: tuple[Operator, ...] = (

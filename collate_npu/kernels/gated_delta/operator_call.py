@@ -9,7 +9,7 @@ Releases read: fla 0.5.2 (and bc3b101 after it), flash-linear-attention-npu 17e2
 to 0.18, MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
 
 Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
-channels, W taps.
+channels, W taps, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ FIELDS = (
 """What is read of Megatron's `PackedSeqParams` and torchtitan's `VarlenMetadata`."""
 HOLDERS = ("packed_seq_params", "attention_masks", "masks")
 KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
+SOLVE_LAYOUTS = {"bsnd": "BTNC", "bnsd": "BNTC", "bhtd": "BNTC", "tnd": "TNC", "ntd": "NTC"}
 ALIASES = {"query": "q", "key": "k", "value": "v"}
 MAX_TAPS = 4
 """The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
@@ -138,6 +139,8 @@ class Call:
                 raise CollateError(explain(name, "a nested tensor", rule, remedy))
         if self.operator.chunk_sizes:
             self.chunk_size = self.arguments.get("chunk_size", self.chunk_size)
+        if self.operator.name == "fla_npu.solve_tri" and isinstance(x := self.get("x"), Tensor) and x.ndim:
+            self.chunk_size = x.shape[-1]  # it has no such argument (solve_tri_tiling.cpp:86)
         self.B = whole_number("B", 1 if self.B is None else self.B, least=1)
         self.T = whole_number("T", self.T, least=1)
         self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)

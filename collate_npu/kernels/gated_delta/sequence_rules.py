@@ -17,6 +17,7 @@ from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.boundaries import CONV_BLOCK, chunk_indices, cumsum_block
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, is_whole_tensor
+from collate_npu.kernels.gated_delta.tensor_rules import orders
 from collate_npu.releases import FLA_COUNTS_EMPTY
 
 _BOUNDARY = re.compile(
@@ -96,7 +97,8 @@ def _sequences(call: Call) -> Iterator[Breach]:
         if offsets[-1] < call.total:
             says = "what no sequence covers stays unwritten memory: NaN in gradients."
             remedy = "Count the tail as one more sequence: " + _remedy(call)
-        yield call.breach("last", where, got, f"The call has {call.total} tokens, and {says}" + _guess(call), remedy)
+        says = f"The call has {call.total} tokens, and {says}" + _guess(call)
+        yield call.breach("last", where, got, says, remedy + _turned(call))
     yield from _empties(call)
     flat = call.B == 1 or call.operator.folds
     if not flat and (call.total != call.B * call.T or call.word("backend", "triton") != "triton"):
@@ -105,6 +107,14 @@ def _sequences(call: Call) -> Iterator[Breach]:
             says += " The convolution's weight gradient is summed over memory nobody wrote."
         yield call.breach("rows", "B", f"{call.B} rows with {where}", says, "unpad() the batch to [1, T] first.")
     yield from _limits(call)
+
+
+def _turned(call: Call) -> str:
+    """The other remedy, where the first tensor has so many tokens along another axis."""
+    given = ((name, order, call.get(name)) for name, order in orders(call.operator, call.arguments).items())
+    name, order, x = next((each for each in given if isinstance(each[2], Tensor)), ("", "", None))
+    turned = x is not None and call.offsets[-1] in x.shape
+    return f" Or put {name} in the order [{', '.join(order)}]." if turned else ""
 
 
 def _guess(call: Call) -> str:

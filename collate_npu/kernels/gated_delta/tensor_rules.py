@@ -18,7 +18,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_tensor
 from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, Call, Operator
+from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, SOLVE_LAYOUTS, Call, Operator
 from collate_npu.masks.derive import derive_segments
 from collate_npu.releases import FLA_COUNTS_EMPTY, SINGLE_ROW_MASKED
 from collate_npu.segments import Segments
@@ -30,7 +30,7 @@ TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
 
 def breaches(call: Call) -> Iterator[Breach]:
     """What is wrong with the shapes and dtypes of the tensors of a call."""
-    sizes: dict[str, int] = {"B": call.B, "T": call.T}
+    sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
     given = orders(call.operator, call.arguments).items()
     found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
     yield from found or (*_heads(call, sizes), *_channels(call, sizes))
@@ -48,8 +48,8 @@ def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
     if row.name == "fla_npu.causal_conv1d":
         x = arguments.get("x")
         return {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
-    if row.package == "fla_npu" and arguments.get("head_first") is False:
-        return {"g": "BTN"}
+    if row.name == "fla_npu.solve_tri":
+        return {"x": SOLVE_LAYOUTS.get(str(arguments.get("layout", "bsnd")).lower(), "BTNC")}
     return row.shapes
 
 
