@@ -85,7 +85,7 @@ def _mamba(call: Call) -> Iterator[Breach]:
 
 # --- rows
 
-_RULE = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN"}
+_RULE = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN", "initial_state": "SNKV"}
 _X = {"x": "BTD", "residual": "BTD"}
 # Of its public rule chunk_indices is dropped unread in 0.5.2, and read on its main (bc3b101).
 FLA = Operator(

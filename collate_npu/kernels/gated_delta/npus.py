@@ -135,6 +135,7 @@ def _torch_npu(call: Call) -> Iterator[Breach]:
 # --- rows
 
 _NPU = "flash-linear-attention-npu 17e24fd "
+_THD = {"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"}
 _FLA_NPU = Operator(
     "fla_npu", _NPU + "recompute_w_u_fwd_tiling_processor.h:299-385, chunk_local_cumsum_tiling.cpp:259-288",
     kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"},
@@ -143,7 +144,7 @@ _FLA_NPU = Operator(
     shapes={
         **dict.fromkeys(("q", "k"), "BHTK"), **dict.fromkeys(("v", "u", "dv", "du", "d_o", "dox"), "BNTV"),
         **dict.fromkeys(("w", "dw", "gk", "gK"), "BNTK"), **dict.fromkeys(("A", "dA"), "BNTC"),
-        **dict.fromkeys(("g", "beta"), "BNT"),
+        **dict.fromkeys(("g", "beta"), "BNT"), "initial_state": "SNKV",
     },
 )  # fmt: skip
 _LINK = replace(_FLA_NPU, checks=words("container chunk-size states missing"))
@@ -155,7 +156,8 @@ CHAIN = (
     )),
     replace(_LINK, name="fla_npu.recompute_w_u_fwd", own=(_chain, _head_sizes),
             source=_NPU + "recompute_w_u_fwd_tiling_processor.h:293-385"),
-    replace(_LINK, name="fla_npu.chunk_gated_delta_rule_fwd_h", needs=words(""), source=_NPU + "_aclnn_ctypes.py:575-588"),
+    replace(_LINK, name="fla_npu.chunk_gated_delta_rule_fwd_h", needs=words(""), source=_NPU + "_aclnn_ctypes.py:575-588",
+            checks=_LINK.checks | {"shape"}),
     replace(_LINK, name="fla_npu.chunk_scaled_dot_kkt", chunk_sizes=(16, 32, 64, 128),
             source=_NPU + "chunk_scaled_dot_kkt_tiling.cpp:36, 249-262"),
     replace(_LINK, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
@@ -172,14 +174,14 @@ NPU_ROWS: tuple[Operator, ...] = (
         FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
         kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=words("chunk_indices chunk_indices_list"),
         chunk_sizes=(64, 128), checks=words("container rows states shape"), own=(_chain, _flash), empties="never",
-        shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH"},
+        shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH", "initial_state": "SHKV"},
     ),
     replace(
         _FLA_NPU, name="fla_npu.chunk_kda_fwd",
         source=_NPU + "_aclnn_ctypes.py:1066-1182; aclnn_chunk_kda_fwd.cpp:201-255",
         tables={"chunk_indices": "rule"}, needs=words(""), own=(_kda,), empties="legal", shapes={},
         limits={"sequences": 1024},
-        checks=words("container rows first falling last table chunk-size states limit layout state-dtype"),
+        checks=words("container rows first falling last table chunk-size states limit layout shape state-dtype"),
     ),
     Operator(
         "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-245, ops/ascendc/__init__.py:321-329",
@@ -189,14 +191,14 @@ NPU_ROWS: tuple[Operator, ...] = (
     Operator(
         "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641",
         kernel="fla_npu_recurrent", offsets=("actual_seq_lengths",), form="prefix and lengths",
-        needs=words("actual_seq_lengths"), checks=words("container count rows missing"), limits={"tokens": 8},
-        backward=False, own=(_scale,),
+        needs=words("actual_seq_lengths"), checks=words("container count rows missing shape"), limits={"tokens": 8},
+        backward=False, own=(_scale,), shapes=_THD | {"state": "SNVK"},
     ),
     Operator(
         "torch_npu.npu_chunk_gated_delta_rule", "op-plugin 517f2e7 documentation of npu_chunk_gated_delta_rule",
         kernel="torch_npu", offsets=("actual_seq_lengths",), form="lengths",
         needs=words("actual_seq_lengths"), checks=words("container missing"), own=(_torch_npu,),
-        shapes={"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"},
+        shapes=_THD | {"initial_state": "SNVK"},
         limits={"K": 128, "V": 128}, backward=False,
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ Releases read: fla 0.5.2 (and bc3b101 after it), flash-linear-attention-npu 17e2
 to 0.18, MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
 
 Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
-channels, W taps, C tokens of a chunk.
+channels, W taps, C tokens of a chunk, S states.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from collate_npu.segments import Segments
 UNPAD = "unpad() the batch and take the boundaries from gated_delta_kwargs(segments, kernel=..., keep_padding=False)."
 RIGHT = "Pad on the right, where a causal layer needs no mask; or " + UNPAD
 TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
+V_FIRST = ("state_v_first", "transpose_state_layout")
+"""The second is the old name of the first (fla 0.5.2 ops/gated_delta_rule/chunk.py:506-514)."""
 
 
 def breaches(call: Call) -> Iterator[Breach]:
@@ -41,10 +43,19 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 
 def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
-    """The order of dimensions of each tensor; for some operators of Ascend it follows from the call."""
+    """The order of dimensions of each tensor, as the call says it."""
+    found = _orders(row, arguments)
+    if "initial_state" in found and any(arguments.get(name) is True for name in V_FIRST):
+        return {**found, "initial_state": "SNVK"}
+    return found
+
+
+def _orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
+    """For some operators of Ascend it follows from the call."""
     if row.name == "fla_npu.chunk_kda_fwd":
         order = KDA_LAYOUTS.get(str(arguments.get("layout", "BSND")), "")
-        return {x: order for x in ("q", "k") if order}
+        values = order.replace("H", "N").replace("K", "V")
+        return {"q": order, "k": order, "v": values, "initial_state": "SNKV"} if order else {}
     if row.name == "fla_npu.causal_conv1d":
         x = arguments.get("x")
         return {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
@@ -70,12 +81,13 @@ def _shape(call: Call, name: str, order: str, sizes: dict[str, int]) -> Iterator
     shape, listed = tuple(x.shape), "[" + ", ".join(order) + "]"
     if name == "x" and order == "BTD" and len(shape) > 3:
         shape = (*shape[:2], prod(shape[2:]))  # fla flattens what stands behind the tokens
+    remedy = "Build it with these sizes, in that order." if "S" in order else TOKENS_FIRST
     if len(shape) != len(order):
-        yield call.breach("shape", name, shape_of(x), f"It is {listed}.", TOKENS_FIRST)
+        yield call.breach("shape", name, shape_of(x), f"It is {listed}.", remedy)
         return
     wrong = [f"{axis} is {sizes[axis]}" for axis, size in zip(order, shape) if sizes.setdefault(axis, size) != size]
     if wrong:
-        yield call.breach("shape", name, shape_of(x), f"It is {listed}, and {', '.join(wrong)}.", TOKENS_FIRST)
+        yield call.breach("shape", name, shape_of(x), f"It is {listed}, and {', '.join(wrong)}.", remedy)
 
 
 def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:

@@ -307,6 +307,8 @@ CALLS = [
     known(CONV, CU | STATES | {"backend": "cuda"}, "cuda-state"),
     known(CONV, {"cu_seqlens": dev(0, 2, 73), "output_final_state": True}, "short-state"),
     known("fla.chunk_kda", CU | STATES, "state-dtype"),
+    known("fla.chunk_kda", CU | {"initial_state": STATES["initial_state"].float()}, OK, "FLA ops/kda/chunk.py:385"),
+    known(FWD_H, HOST | STATES | {"u": meta(1, 4, 73, 64)}, REJECT, "FNPU _aclnn_ctypes.py:582-585"),
     known("fla.chunk_kda", {"q": meta(1, 73, 4, 512)}, "head-size"),
     known(SHORT, CU | {"mask": ids(73).long() + 1}, "mask-and-offsets"),
     known(LAYER, {"attention_mask": padded()[:, None]}, "mask-rank", **ROWS),
@@ -381,7 +383,8 @@ CALLS = [
     known(KDA_FWD, HOST | {"layout": "BTHD"}, "layout"),
     # right calls
     known(RULE, CU | {"attention_mask": None, "position_ids_unused": None}, OK),
-    known(RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8)} | STATES, OK),
+    known(RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8), "initial_state": meta(2, 8, 128, 128)}, OK),
+    known(RULE, CU | qkv(4, 8) | STATES, "shape"),
     known(RULE, {"cp_context": object()}, OK),
     known(MG, {"attention_mask": dense(RIGHT, polarity="bias")}, OK, **ROWS),
     known(NPU_CONV, {"x": meta(1, 73, 16, requires_grad=True)}, OK),

@@ -1,7 +1,7 @@
 """The tensors of an operator, as its vendor lists them: the right call passes by its name, and none that lies otherwise.
 
 Orders are written from the hosts of flash-linear-attention-npu 17e24fd and from fla 0.5.2, not from the rows of the check.
-Legend: B rows, T tokens, H key and N value heads, K and V head sizes, C tokens of a chunk, S sequences, D channels, W taps.
+Legend: B rows, T tokens, H key and N value heads, K and V head sizes, C tokens of a chunk, S sequences, U values of torch_npu.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from collate_npu import CollateError, Segments
 from collate_npu.kernels.check import call_breaches
-from collate_npu.kernels.gated_delta import gated_delta_kwargs
+from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_gated_delta_rule
 
-SIZES = {"B": 1, "T": 73, "H": 2, "N": 4, "K": 128, "V": 256, "C": 64, "S": 2, "D": 32, "W": 4}
-PACKED = Segments.from_lengths([[3, 70]])
+SIZES = {"B": 1, "T": 7, "H": 3, "N": 6, "K": 128, "V": 256, "C": 64, "S": 2, "U": 64}
+PACKED = Segments.from_lengths([[3, 4]])
 CHAIN = {
     "prepare_wy_repr_bwd_full": "k:BHTK v:BNTV beta:BNT A:BNTC dA:BNTC dw:BNTK du:BNTV g:BNT",
     "prepare_wy_repr_bwd_da": "k:BHTK v:BNTV beta:BNT A:BNTC dw:BNTK du:BNTV g:BNT",
@@ -27,60 +28,74 @@ CHAIN = {
     "chunk_bwd_dqkwg": "q:BHTK k:BHTK v:BNTV g:BNT dox:BNTV dv:BNTV",
     "chunk_gated_delta_rule_bwd_dhu": "q:BHTK k:BHTK w:BNTK d_o:BNTV dv:BNTV g:BNT",
     "recompute_w_u_fwd": "k:BHTK v:BNTV beta:BNT A:BNTC g:BNT gk:BNTK",
-    "chunk_gated_delta_rule_fwd_h": "k:BHTK w:BNTK u:BNTV g:BNT",
+    "chunk_gated_delta_rule_fwd_h": "k:BHTK w:BNTK u:BNTV g:BNT initial_state:SNKV",
     "chunk_scaled_dot_kkt": "k:BHTK g:BNT beta:BNT",
     "chunk_local_cumsum": "g:BNT",
     "solve_tri": "x:TNC",
 }
 KERNELS = {"chunk_local_cumsum": "fla_npu_cumsum"}
-CALLS = {f"fla_npu.npu_{name}": (KERNELS.get(name, "fla_npu"), orders) for name, orders in CHAIN.items()}
-SCALED = ("dqkwg", "dhu", "dv_local", "fwd_o")
+RULE = "q:BTHK k:BTHK v:BTNV g:BTN beta:BTN initial_state:SNKV"
+CALLS = {f"fla_npu.npu_{name}": (KERNELS.get(name, "fla_npu"), orders) for name, orders in CHAIN.items()} | {
+    "fla.chunk_gated_delta_rule": ("fla", RULE),
+    "fla.chunk_kda": ("fla", RULE.replace("g:BTN", "g:BTNK")),
+    "fla.fused_recurrent_gated_delta_rule": ("fla_cp", RULE),
+    "fla_npu.flash_gated_delta_rule": ("fla_npu_flash", "q:BHTK k:BHTK v:BHTV g:BTH beta:BTH initial_state:SHKV"),
+    "fla_npu.npu_chunk_kda_fwd": ("fla_npu", "q:BTHK k:BTHK v:BTNV initial_state:SNKV"),
+    "fla_npu.npu_recurrent_gated_delta_rule": ("fla_npu_recurrent", "q:THK k:THK v:TNV g:TN beta:TN state:SNVK"),
+    "torch_npu.npu_chunk_gated_delta_rule": ("torch_npu", "q:THK k:THK v:TNU g:TN beta:TN initial_state:SNUK"),
+}
+SCALED = ("dqkwg", "dhu", "dv_local", "fwd_o", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule")
+SAYS = {"training": False}
+SMALL = st.sampled_from((1, 2, 3))
 
 
 def right(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The right call, and the order of each of its tensors."""
     kernel, text = CALLS[name]
     orders = dict(pair.split(":") for pair in text.split())
-    call = {x: meta(*(SIZES[axis] for axis in order)) for x, order in orders.items()}
+    call: dict[str, Any] = resized(orders)
     call |= gated_delta_kwargs(PACKED, kernel=kernel)  # type: ignore[arg-type]
     call |= {"scale": 0.5} if name.endswith(SCALED) else {}
     return call | ({"layout": "tnd"} if "solve" in name else {}), orders
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def resized(orders: dict[str, str], **sizes: int) -> dict[str, Tensor]:
-    """All tensors of the call, with an axis of another size."""
-    return {x: meta(*((SIZES | sizes)[axis] for axis in order)) for x, order in orders.items()}
+    """All tensors of the call, with an axis of another size. States are float32 (_aclnn_ctypes.py:1180)."""
+    dtypes = {"initial_state": torch.float32}
+    shapes = {x: [(SIZES | sizes)[axis] for axis in order] for x, order in orders.items()}
+    return {x: meta(*shape, dtype=dtypes.get(x, torch.bfloat16)) for x, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_that_lie_otherwise_are_refused_by_the_name_of_the_operator(name: str) -> None:
     call, orders = right(name)
-    wrong = [resized(orders, T=80)]
+    wrong = [resized(orders, T=9)]
     wrong += [resized(orders, B=2)] if any("B" in order for order in orders.values()) else []
     wrong.append({x: meta(*(SIZES[axis] for axis in tokens_first(order))) for x, order in orders.items()})
     for x, order in orders.items():
         shape = tuple(SIZES[axis] for axis in order)
-        wrong += [{x: meta(*turned)} for turned in {*permutations(shape)} - {shape}]
-        wrong += [{x: meta(*shape[:-1])}, {x: meta(*shape, 1)}, {x: resized(orders, T=80)[x]}]
+        others = {*permutations(shape), (*shape, 1), *(shape[:n] for n in range(len(shape)))} - {shape}
+        wrong += [{x: meta(*other, dtype=call[x].dtype)} for other in others]
+        wrong += [{x: resized(orders, T=9)[x]}] * ("T" in order)
     for segments in (None, PACKED):
-        assert not call_breaches(name, call, segments=segments)
+        assert not call_breaches(name, call, segments=segments, **SAYS)
         assert [change for change in wrong if passes(name, call | change, segments)] == []
 
 
 def passes(name: str, call: dict[str, Any], segments: Segments | None) -> bool:
     try:
-        return not call_breaches(name, call, segments=segments)
+        return not call_breaches(name, call, segments=segments, **SAYS)
     except CollateError:  # nothing tells how many tokens there are
         return False
 
 
 def tokens_first(order: str) -> str:
     """`[B, T, H, K]` for `[B, H, T, K]`, and the other way round."""
-    heads = "H" if "H" in order else "N"
+    heads = next((axis for axis in "HN" if axis in order), "T")
     return order.translate(str.maketrans({"T": heads, heads: "T"}))
 
 
@@ -98,7 +113,45 @@ def test_solve_tri_reads_its_layout_to_the_letter(layout: str) -> None:
 
 def test_tokens_that_are_read_off_another_axis_are_told_so() -> None:
     call, _ = right("fla_npu.npu_chunk_bwd_dqkwg")
-    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | {"q": meta(1, 73, 2, 128)})
+    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | {"q": meta(1, 7, 3, 128)})
     assert breach.remedy.endswith("Or put q in the order [B, H, T, K].")
-    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | resized({"q": "BHTK", "k": "BHTK"}, T=80))
+    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | resized({"q": "BHTK", "k": "BHTK"}, T=9))
     assert "order" not in breach.remedy
+
+
+STATED = [name for name, (_, text) in CALLS.items() if "initial_state:" in text]
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_state_is_one_of_each_value_head_in_the_order_that_the_call_says(name: str) -> None:
+    call, orders = right(name)
+    S, N, *heads = (SIZES[axis] for axis in orders["initial_state"])
+    lying = {"initial_state": meta(S, N, *heads[::-1], dtype=torch.float32)}
+    assert [breach.rule for breach in call_breaches(name, call | lying, **SAYS)] == ["shape"]
+    square = dict.fromkeys("KVU", 128)  # the two orders cannot be told apart
+    assert not call_breaches(name, call | resized(orders, **square), **SAYS)
+    for heads_of in {2, 3, 5} - {N}:
+        assert call_breaches(name, call | {"initial_state": meta(S, heads_of, *heads, dtype=torch.float32)}, **SAYS)
+    if "torch_npu" not in name:
+        for flag in ("state_v_first", "transpose_state_layout"):
+            assert not call_breaches(name, call | lying | {flag: True}, **SAYS)
+            assert call_breaches(name, call | {flag: True}, **SAYS)
+            assert not call_breaches(name, call | {flag: False}, **SAYS)
+
+
+@given(
+    shape=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=5),
+    sizes=st.fixed_dictionaries({"H": st.sampled_from((1, 2)), "N": st.sampled_from((2, 4)), "K": SMALL, "V": SMALL}),
+)
+@example(shape=[2, 4, 3, 1], sizes={"H": 2, "N": 4, "K": 3, "V": 1})
+def test_the_contract_takes_the_states_that_the_reference_takes(shape: list[int], sizes: dict[str, int]) -> None:
+    orders = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN"}
+    call = {x: torch.zeros([(SIZES | sizes)[axis] for axis in order]) for x, order in orders.items()}
+    offsets, state = gated_delta_kwargs(PACKED, kernel="fla"), torch.zeros(shape)
+    found = call_breaches("fla.chunk_gated_delta_rule", call | offsets | {"initial_state": state})
+    try:
+        reference_gated_delta_rule(*call.values(), initial_state=state, cu_seqlens=offsets["cu_seqlens"])
+    except CollateError:
+        assert found
+    else:
+        assert not found
