@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ def breaches(call: Call) -> Iterator[Breach]:
     found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
     yield from found or (*_heads(call, sizes), *_channels(call, sizes))
     yield from _states(call)
+    yield from _scale(call)
     if "head_first" in call.arguments and call.operator.package == "fla":
         got, says = repr(call.get("head_first")), "fla takes [B, T, H, ...] alone and raises for the argument."
         yield call.breach("removed", "head_first", got, says, "Leave head_first out, and put tokens first.", silent=False)
@@ -135,6 +136,15 @@ def _states(call: Call) -> Iterator[Breach]:
         yield call.breach("states", "initial_state", shape_of(state), says, remedy)
     if "state-dtype" in call.operator.checks and shape_of(state).split()[0] != "float32":
         yield call.breach("state-dtype", "initial_state", shape_of(state), "It is float32.", "Pass initial_state.float().")
+
+
+def _scale(call: Call) -> Iterator[Breach]:
+    """Of the rule, which has queries: the decoding rule alone refuses what is not finite (_aclnn_ctypes.py:825)."""
+    scale = call.get("scale")
+    number = isinstance(scale, (int, float, np.integer, np.floating))
+    if scale is not None and "q" in orders(call.operator, call.arguments) and not (number and 0 < scale < inf):
+        says, remedy = "It is a number above 0, and finite.", "Pass scale=K**-0.5, or the model's own."
+        yield call.breach("scale", "scale", repr(scale)[:40], says, remedy, silent=number)
 
 
 def kept(call: Call) -> Array | None:

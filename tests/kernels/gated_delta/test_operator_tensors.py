@@ -1,14 +1,16 @@
 """The tensors of an operator, as its vendor lists them: the right call passes by its name, and none that lies otherwise.
 
 Orders are written from the hosts of flash-linear-attention-npu 17e24fd and from fla 0.5.2, not from the rows of the check.
-Legend: B rows, T tokens, H key and N value heads, K and V head sizes, C tokens of a chunk, S sequences, U values of torch_npu.
+Legend: B rows, T tokens, H key and N value heads, K and V head sizes, C tokens of a chunk, S states, U values of torch_npu.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
@@ -117,6 +119,28 @@ def test_tokens_that_are_read_off_another_axis_are_told_so() -> None:
     assert breach.remedy.endswith("Or put q in the order [B, H, T, K].")
     (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | resized({"q": "BHTK", "k": "BHTK"}, T=9))
     assert "order" not in breach.remedy
+
+
+@pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if "q:" in text])
+@given(scale=st.floats())
+@example(scale=0.0)
+@example(scale=-0.5)
+@example(scale=math.inf)
+@example(scale=math.nan)
+def test_a_scale_is_above_zero_and_finite(name: str, scale: float) -> None:
+    call, _ = right(name)
+    for segments in (None, PACKED):
+        found = call_breaches(name, call | {"scale": scale}, segments=segments, **SAYS)
+        assert [breach.rule for breach in found] == ([] if 0 < scale < math.inf else ["scale"])
+    for other in ("x", [1.0], torch.tensor(0.5), np.complex64(1), 0, -1):
+        assert [breach.rule for breach in call_breaches(name, call | {"scale": other}, **SAYS)] == ["scale"]
+    for other in (1, np.float32(0.5), np.int64(2)):
+        assert not call_breaches(name, call | {"scale": other}, **SAYS)
+
+
+def test_the_scale_of_a_cumulative_sum_has_any_sign() -> None:
+    name = "fla_npu.npu_chunk_local_cumsum"
+    assert not call_breaches(name, right(name)[0] | {"scale": -1.4426950408889634}, **SAYS)
 
 
 STATED = [name for name, (_, text) in CALLS.items() if "initial_state:" in text]
