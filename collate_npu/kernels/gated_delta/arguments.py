@@ -13,7 +13,7 @@ Six spellings of the same two sequences, of 3 and 70 tokens, all of them integer
 | `fla_npu`           | `cu_seqlens` 0 3 73, `chunk_indices` 0 0 1 0 1 1          | host tuples             |
 | `fla_npu_cumsum`    | `cu_seqlens` 0 3 73, `chunk_indices_out` 0 0 1 0         | host tuples             |
 | `fla_npu_flash`     | `cu_seqlens` 0 3 73, `cu_seqlens_list` 0 3 73            | device int64, host list |
-| `fla_npu_conv`      | `query_start_loc` 0 3 73                                 | host tuple              |
+| `fla_npu_conv`      | `query_start_loc` 0 3 73, for an x `[T, D]`              | host tuple              |
 | `fla_npu_recurrent` | `actual_seq_lengths` 0 3 70: a first entry, then lengths | device, int32           |
 | `torch_npu`         | `actual_seq_lengths` 3 70: lengths                       | device, int32           |
 | `megatron`          | `cu_seqlens_q`, `cu_seqlens_q_padded`, ..., `total_tokens` | device, int32         |
@@ -70,7 +70,8 @@ def gated_delta_kwargs(
     padded rows as they are, with a 2D mask, unless `keep_padding=False`. `chunk_size` is that of the rule. `tables=True`
     adds `chunk_indices` for fla, which else builds them itself and remembers them by the offsets' identity: never refill
     the offsets in place. `fla_npu` is for each operator of the Gated DeltaNet chain but `npu_chunk_local_cumsum`, which is
-    `fla_npu_cumsum`; `fla_npu_flash` is the vendor's `flash_gated_delta_rule`. Nothing here is shared with another call.
+    `fla_npu_cumsum`; `fla_npu_flash` is the vendor's `flash_gated_delta_rule`. The tensor of `fla_npu_conv` is `[T, D]`: of
+    `[1, T, D]` it reads no boundaries. Nothing here is shared with another call.
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
     the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.

@@ -104,6 +104,13 @@ def _npu_convolution(call: Call) -> Iterator[Breach]:
     if isinstance(x, Tensor) and x.ndim == 2 and not call.where:
         says, remedy = "A flat x needs its boundaries.", "Pass query_start_loc."
         yield call.breach("missing", "query_start_loc", "nothing", says, remedy)
+    rows = tuple(range(0, call.B * call.T + 1, call.T))
+    if call.where and call.offsets != rows and (call.B > 1 or (isinstance(x, Tensor) and x.ndim == 3)):
+        says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])} here: others are refused by their count, or unread."
+        remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
+        yield call.breach(
+            "rows", call.where, str(list(call.offsets[:8])), says, remedy, silent=len(call.offsets) == len(rows)
+        )
     modes = call.get("initial_state_mode")
     if isinstance(modes, (list, tuple)) and len(modes) != (len(call.lengths) or call.B):
         says, remedy = "There is one mode for each sequence.", "Pass one for each, or leave it out."
@@ -184,7 +191,8 @@ NPU_ROWS: tuple[Operator, ...] = (
         checks=words("container rows first falling last table chunk-size states limit layout shape state-dtype"),
     ),
     Operator(
-        "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-245, ops/ascendc/__init__.py:321-329",
+        "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-265, op_kernel/causal_conv1d.h:50-60, "
+        "ops/ascendc/__init__.py:321-329",
         kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, own=(_npu_convolution,), empties="legal",
         checks=words("container first falling last missing rows channels taps states"),
     ),

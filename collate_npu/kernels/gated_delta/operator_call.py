@@ -191,8 +191,9 @@ class Call:
 
     @property
     def total(self) -> int:
-        """Tokens that the offsets run over."""
-        folded = self.operator.folds or (self.operator.name == "fla.causal_conv1d" and not self.training)
+        """Tokens that the offsets run over; fla_npu's convolution counts batch * seqlen (..._validation.h:131)."""
+        inference = self.operator.name == "fla.causal_conv1d" and not self.training
+        folded = self.operator.folds or inference or self.operator.name == "fla_npu.causal_conv1d"
         return self.B * self.T if folded else self.T
 
     @property

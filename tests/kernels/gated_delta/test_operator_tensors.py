@@ -179,3 +179,30 @@ def test_the_contract_takes_the_states_that_the_reference_takes(shape: list[int]
         assert found
     else:
         assert not found
+
+
+@given(B=st.integers(1, 4), S=st.integers(1, 4), rank=st.sampled_from((2, 3)), data=st.data())
+def test_the_convolution_of_fla_npu_takes_rows_or_one_flat_row(B: int, S: int, rank: int, data: st.DataObject) -> None:
+    """causal_conv1d_tiling_validation.h:221-240, 263; op_kernel/causal_conv1d.h:50-60 reads rows of S whatever they say."""
+    inner = data.draw(st.lists(st.integers(0, B * S), min_size=B - 1, max_size=B + 1).map(sorted))
+    ends = data.draw(st.sampled_from(([*range(S, B * S, S)], inner)))
+    offsets = [0, *ends, data.draw(st.sampled_from((B * S, B * S, B * S + 1, S)))]
+    x = meta(B * S, 32) if rank == 2 else meta(B, S, 32)
+    call = {"x": x, "weight": meta(4, 32), "query_start_loc": offsets}
+    found = call_breaches("fla_npu.npu_causal_conv1d", call, training=False)
+    counted = offsets[-1] == B * S and offsets == sorted(offsets)
+    taken, right_rows = counted and (rank == 2 or len(offsets) == B + 1), offsets == [*range(0, B * S + 1, S)]
+    assert bool(found) == (not taken or (rank == 3 and not right_rows))
+    assert not taken or all(breach.silent for breach in found)
+
+
+@pytest.mark.parametrize("segments", [PACKED, Segments.from_lengths([[3, 2]], width=9), Segments.from_lengths([3, 5])])
+def test_the_boundaries_that_are_made_for_the_convolution_are_those_of_a_flat_tensor(segments: Segments) -> None:
+    call = gated_delta_kwargs(segments, kernel="fla_npu_conv") | {"weight": meta(4, 32)}
+    T = call["query_start_loc"][-1]
+    assert not call_breaches("fla_npu.npu_causal_conv1d", call | {"x": meta(T, 32)}, segments=segments, **SAYS)
+    (breach,) = call_breaches("fla_npu.npu_causal_conv1d", call | {"x": meta(1, T, 32)}, segments=segments, **SAYS)
+    assert (breach.rule, breach.silent) == ("rows", False)
+    rows, B, S = gated_delta_kwargs(segments, kernel="fla_npu_conv", keep_padding=True), *segments.shape
+    rows |= {"query_start_loc": tuple(range(0, B * S + 1, S)), "x": meta(B, S, 32)}
+    assert bool(call_breaches("fla_npu.npu_causal_conv1d", rows, segments=segments, **SAYS)) == segments.packed
