@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.fusion_attention.geometry import PREFIX_TRIANGLE, TRIANGLE
-from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS, LISTS, RANKS, AttentionCall
+from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS, LISTS, RANKS, TENSORS, AttentionCall
 
 COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIANGLE, 8: TRIANGLE}
 """The shape of the mask that each compressed sparse mode takes."""
 MAX_HEAD_DIM = 768
+DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 TOKENS = "pre_tockens, next_tockens"
 PADDED_MODES = (0, 1, 2, 3, 4, 5, 6)
 PACKED_MODES = (0, 1, 2, 3, 4, 6, 7, 8)
@@ -31,7 +33,20 @@ def breaches(call: AttentionCall) -> Iterator[Breach]:
             return  # without a mask every mode and token value is let through, and ignored (T:799, T:4121)
 
 
+def _tensors(call: AttentionCall) -> Iterator[Breach]:
+    given = {name: x for name in TENSORS if isinstance(x := call.kwargs.get(name), Tensor)}
+    dtypes = {x.dtype for x in given.values()}
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
+        got, says = ", ".join(map(shape_of, given.values())), "They are all float16, all bfloat16 or all float32."
+        yield Breach("tensor-dtype", ", ".join(given), got, says, "Cast them alike, to bfloat16 for one.", "A:397, PD:26-28")
+    value = given.get("value")
+    if value is not None and value.ndim and value.shape[-1] > call.D * (call.Nkv if "H" in str(call.layout) else 1):
+        says, remedy = f"A value's head is at most that of query and key, {call.D}.", "Use another attention kernel."
+        yield Breach("value-head", "value", shape_of(value), says, remedy, "A:209, A:214")
+
+
 def _arguments(call: AttentionCall) -> Iterator[Breach]:
+    yield from _tensors(call)
     for name in sorted(call.given - DEFAULTS.keys()):
         says, remedy = "npu_fusion_attention has no such argument.", "Its spelling is pre_tockens, next_tockens."
         yield Breach("argument", name, "an argument", says, remedy, "PD")

@@ -62,6 +62,10 @@ def _cumsum(call: Call) -> Iterator[Breach]:
 
 def _flash(call: Call) -> Iterator[Breach]:
     """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
+    given = [shape_of(call.get(name)) for name in "qkv" if isinstance(call.get(name), Tensor)]
+    if (dtypes := {each.split()[0] for each in given}) and dtypes not in ({"float16"}, {"bfloat16"}):
+        says, remedy = "They are all bfloat16 or all float16.", "Pass q, k and v as bfloat16."
+        yield call.breach("dtype", "q, k, v", ", ".join(given), says, remedy, silent=False)
     for name in ("chunk_indices", "chunk_indices_list"):
         if call.offsets[:1] != (0,):
             return

@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from npu_batches import HEADS, KEY_HEADS
@@ -20,9 +22,15 @@ from torch import Tensor
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches
-from collate_npu.kernels.fusion_attention import check_contract, contract_breaches, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention import (
+    check_contract,
+    contract_breaches,
+    fusion_attention_kwargs,
+    prefix_triangle,
+    triangle,
+)
 from collate_npu.kernels.fusion_attention.geometry import outside_band, outside_prefix
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.kernels.fusion_attention.operator_call import LISTS, UNLIMITED, AttentionCall
 
 # --- the vendor's cases
 
@@ -167,8 +175,8 @@ SILENT: list[tuple[Any, ...]] = [
     ("empty-row", PADDED, {"atten_mask": torch.cat([zeros(2, 1, 6, 6), ~zeros()]), "sparse_mode": 1}),  # the last row alone
     ("empty-row", PACKED, {"atten_mask": ~TRIANGLE[:6, :6].flip(0), "sparse_mode": 1, "inner_precise": 2}),
     ("no-keys", PACKED, {"actual_seq_kvlen": [2, 2]}, {"Tkv": 2, "Skv": 2}),
-    ("tensor-shape", PADDED, {"query": zeros(ROWS, HEADS, WIDTH, 8)}),
-    ("tensor-shape", PADDED, {"value": zeros(ROWS, WIDTH, HEADS, 8)}),
+    ("tensor-shape", PADDED, {"query": zeros(ROWS, HEADS, WIDTH, 8).float()}),
+    ("tensor-shape", PADDED, {"value": zeros(ROWS, WIDTH, HEADS, 8).float()}),
     ("not-contiguous", PADDED, {"atten_mask": causal_mask().mT, "sparse_mode": 1}),
     ("padding-mask", PADDED, {"padding_mask": torch.zeros(ROWS, WIDTH)}),
     ("pse", PADDED, {"pse": torch.zeros(1)}),
@@ -203,6 +211,8 @@ LOUD: list[tuple[Any, ...]] = [
     ("heads", PADDED, {}, {"N": 6, "Nkv": 4}),
     ("head-size", PADDED, {}, {"D": 769}),
     ("head-size", PADDED, {}, {"D": 0}),
+    ("tensor-dtype", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 8)}),
+    ("value-head", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 9).float()}),
     ("keep-prob", PADDED, {"keep_prob": 0.0}),
     ("prefix-shape", PADDED, {"atten_mask": causal_mask(), "sparse_mode": 5, "prefix": [0] * ROWS}),
     ("outer-cut", PACKED, {"atten_mask": TRIANGLE, "sparse_mode": 8, "pre_tockens": 1}),
@@ -272,6 +282,45 @@ def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str
     assert rules_of("fusion_attention") - found == SIZES
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool)
+
+
+def called(operator: str, layout: Any, Dv: int = 8, *, dtypes: Any = (torch.float16,) * 3, **more: Any) -> set[str]:
+    """The rules that a call of this operator breaks, with the arguments that are made for it."""
+    own, dims = Segments.from_lengths([[2, 6]]), {"B": 1, "Sq": 8, "Skv": 8, "Tq": 8, "Tkv": 8, "N": HEADS, "D": 8}
+    q, k = (tensors(layout, dims | {"Nkv": KEY_HEADS})[name] for name in ("query", "key"))
+    v = tensors(layout, dims | {"Nkv": KEY_HEADS, "D": Dv})["key"]
+    right = fusion_attention_kwargs(own, layout=layout, operator=operator) | {"scale": 0.5, "head_num": HEADS}  # type: ignore[arg-type]
+    given = {name: x.to(dtype) for name, x, dtype in zip(("query", "key", "value"), (q, k, v), dtypes)}
+    return {breach.rule for breach in call_breaches(operator, right | given | more, segments=own)}
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BNSD", "BSH", "SBH", "TND"])
+@pytest.mark.parametrize("operator", ["npu_fusion_attention", "npu_fusion_attention_v3"])
+def test_tensors_are_of_one_float_and_a_value_is_no_wider_than_its_key(operator: str, layout: str) -> None:
+    for dtypes in product(DTYPES, repeat=3):
+        right = len({*dtypes}) == 1 and dtypes[0] in DTYPES[:3]
+        assert called(operator, layout, dtypes=dtypes) == (set() if right else {"tensor-dtype"})
+    for Dv in range(1, 12):
+        assert called(operator, layout, Dv) == ({"value-head"} if Dv > 8 else set())
+
+
+def test_the_two_operators_take_each_its_own_lists() -> None:
+    """op_plugin_functions.yaml:6231, 6249: `int[]?` of the first, `Tensor?` of `_v3`, which has no seed, offset and mask."""
+    first, third = "npu_fusion_attention", "npu_fusion_attention_v3"
+    for make in (list, tuple, torch.tensor, np.array):
+        for name in LISTS:
+            for operator, kinds in ((first, (list, tuple)), (third, (torch.tensor,))):
+                assert called(operator, "TND", **{name: make([2, 8])}) == (set() if make in kinds else {"schema"})
+    for name, value in {"seed": 1, "offset": 0}.items():
+        assert [called(operator, "BSND", **{name: value}) for operator in (first, third)] == [set(), {"schema"}]
+    assert "schema" in called(third, "BSND", dropout_mask=None)
+
+
+def test_a_batch_without_rows_has_no_longest_row() -> None:
+    assert AttentionCall({}, N=1, Nkv=1, D=1, B=0, Sq=5, Skv=5).longest == (0, 0)
+
+
 # --- what must not be refused
 
 BAND = {"atten_mask": TRIANGLE, "sparse_mode": 4}
@@ -288,7 +337,7 @@ MANY = ({"input_layout": "TND", **lists(*range(2, 66, 2))}, PAIRS | {"Tq": 64, "
         (PADDED, {}),
         (PADDED, {"input_layout": "bsnd"}),
         (PACKED, {"softmax_layout": "TND"}),
-        (PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 4)}),
+        (PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 4).float()}),
         (PADDED, {"pre_tockens": 65536, "next_tockens": 65536}),
         (PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH)}),
         (PADDED, {"atten_mask": causal_mask(), "next_tockens": 0}),

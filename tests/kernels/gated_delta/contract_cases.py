@@ -97,6 +97,7 @@ MG, MBR, MS = "megatron_core.GatedDeltaNet", "mcore_bridge.GatedDeltaNet", "mind
 BRIDGED = "mcore_bridge.Qwen3_5MoeGatedDeltaNet(USE_MCORE_GDN=0)"
 MSL, FSDP2, VERL = "mindspeed_llm.qwen3_next", "mindspeed_llm.qwen3_next_fsdp2", "verl.qwen3_5_gdn"
 TITAN, TORCH_NPU = "torchtitan.qwen3_5_gdn", "torch_npu"
+HALF, BF16, FULL32 = torch.float16, torch.bfloat16, torch.float32
 FULL = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1"}
 MAIN = {"megatron": "main"}
 PACKED, LONG = Segments.from_lengths([[3, 70]]), Segments.from_lengths([[3, 125]])
@@ -338,6 +339,9 @@ CALLS = [
     known(FLASH, CU | {"cu_seqlens_list": [0, 3, 73]}, OK, segments=PACKED),
     known(FLASH, CU | {"chunk_indices": {"64": TABLE_64["chunk_indices"]}, "chunk_indices_list": {"64": TABLE}}, OK),
     known(FLASH, CU | {"cu_seqlens_list": [0, 4, 73]}, "copy"),
+    *(known(FLASH, {x: meta(1, 4, 73, 128, dtype=dtype) for x, dtype in zip("qkv", dtypes)}, verdict,
+            "FNPU examples/flash_gated_delta_rule.py:1156-1162")
+      for dtypes, verdict in (((HALF,) * 3, OK), ((BF16,) * 3, OK), ((FULL32,) * 3, REJECT), ((BF16, BF16, HALF), REJECT))),
     known(FLASH, CU | {"chunk_indices_list": {"64": [0, 0, 1, 0]}}, "table"),
     known(FLASH, {"cu_seqlens_list": [0, 3, 73]}, "alone"),
     known(TORCH_NPU, lengths(3, 70), "scale", right=lengths(3, 70) | {"scale": 0.5}, training=False, segments=PACKED),
