@@ -175,7 +175,8 @@ CHAIN = (
             needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)), own=(_chain, _cumsum),
             checks=_LINK.checks | {"rows"}, shapes={"g": "BNT"},
             source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279"),
-    replace(_LINK, name="fla_npu.solve_tri", own=(_chain, _solve), source=_NPU + "solve_tri_tiling.cpp:43-105"),
+    replace(_LINK, name="fla_npu.solve_tri", own=(_chain, _solve), chunk_sizes=(16, 32, 64, 128),
+            checks=_LINK.checks - {"chunk-size"}, source=_NPU + "solve_tri_tiling.cpp:43-105, op_kernel/solve_tri.cpp:48"),
 )  # fmt: skip
 """The operators of a training chain, each with what its own host code takes."""
 NPU_ROWS: tuple[Operator, ...] = (

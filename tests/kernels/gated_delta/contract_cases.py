@@ -327,6 +327,9 @@ CALLS = [
     known(KKT, HOST, REJECT, "FNPU chunk_scaled_dot_kkt_tiling.cpp:249-262"),
     known(CUMSUM, HOST | {"chunk_indices_out": TABLE[:4]}, REJECT, "FNPU chunk_local_cumsum_tiling.cpp:277", chunk_size=512),
     known(CUMSUM, HOST | {"chunk_indices": TABLE}, "unread"),
+    known(CUMSUM, HOST | {"chunk_indices_out": TABLE[:4]}, REJECT, "FNPU chunk_local_cumsum_tiling.cpp:269", B=2),
+    *(known(name, HOST | {"chunk_indices": TABLE, "scale": 0.5}, REJECT, "FNPU gdn-cases.csv: B must be 1", B=2)
+      for name in (DV, DHU, "fla_npu.chunk_bwd_dqkwg", *(f"fla_npu.prepare_wy_repr_bwd_{x}" for x in ("full", "da")))),
     known(WU, HOST | {"chunk_indices": TABLE, "v": meta(1, 4, 73, 64)}, REJECT, "FNPU ..._processor.h:293"),
     known(WU, HOST | {"chunk_indices": TABLE, "v": meta(1, 4, 73, 256)}, OK, "FNPU ..._processor.h:293"),
     known(FWD_O, HOST, REJECT, "FNPU chunk_fwd_o_tiling_processor.h:108, 226"),
@@ -413,6 +416,9 @@ CALLS = [
     known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "g": meta(1, 73, 4)}, "shape", trap=19),
     known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "head_first": False}, REJECT, "FNPU ..._tiling.cpp:211"),
     known("fla_npu.solve_tri", {"layout": "BNSD"}, "layout"),
+    *(known("fla_npu.solve_tri", {"x": meta(1, 73, 4, chunk)}, OK, "FNPU op_kernel/solve_tri.cpp:48-79")
+      for chunk in (16, 32, 64, 128)),
+    known("fla_npu.solve_tri", {"x": meta(1, 73, 4, 256)}, SILENT, "FNPU op_kernel/solve_tri.cpp:48-79: nothing is run"),
     known("fla_npu.solve_tri", HOST | {"chunk_indices": TABLE[:4], "layout": "tnd", "x": meta(73, 4, 128)}, OK),
     known(NPU_CONV, X | {"x": meta(1, 73, 16)}, OK),
     known(MBR, thd(3, 73), OK),
