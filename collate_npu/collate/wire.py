@@ -21,6 +21,8 @@ from collate_npu.arrays import whole_number
 from collate_npu.checked import check_fields
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer, ConsumerName
+from collate_npu.consumers.forwards import LabelRule
+from collate_npu.consumers.labels import rule_of
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -28,7 +30,7 @@ from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_rol
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of
 from collate_npu.masks.hazards import hazards_of_tokens, say_hazards
 from collate_npu.masks.offsets import places_of
-from collate_npu.masks.patterns import Bidirectional, Pattern
+from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
@@ -89,6 +91,8 @@ class Emitter:
     """Of the consumer named, or told by the model, which is not kept."""
     _attends: Pattern = field(init=False, repr=False, compare=False)
     """The attention the batch is for: declared, told by the model, or plain causal."""
+    _labels: LabelRule = field(init=False, repr=False, compare=False)
+    """What the model does with labels."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -111,11 +115,12 @@ class Emitter:
         adapter = BatchAdapter(model, **settings) if told else None
         object.__setattr__(self, "_adapter", adapter)
         object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
+        object.__setattr__(self, "_labels", rule_of(None, self._attends) if adapter is None else adapter.labels)
 
     @property
     def _predicts_next(self) -> bool:
-        """Are labels those of the next token, not moved yet? Bidirectional attention predicts tokens in place."""
-        return not self.layout.labels_shifted and not isinstance(self._attends, Bidirectional)
+        """Are labels those of the next token, not moved yet?"""
+        return not self.layout.labels_shifted and self._labels == "next"
 
     def _finished(self, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
         """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them."""

@@ -87,7 +87,7 @@ class WrappedCollator(Emitter):
 
     def _labels_ignored(self, batch: Sources, segments: Segments) -> Sources:
         shifted, ignored = self.layout.labels_shifted, self.label_pad_token_id
-        labels = labels_for(batch, segments, self._attends, shifted, ignored=ignored)
+        labels = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
         return batch | labels if labels else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:

@@ -15,7 +15,7 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.checked import checked
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
-from collate_npu.consumers.labels import labels_for
+from collate_npu.consumers.labels import labels_for, rule_of
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
@@ -89,6 +89,7 @@ class BatchAdapter:
         self.declared = None if said is None else Pattern.of(said)
         """The pattern that the caller, or an encoder, declares; None leaves it open."""
         self.pattern = self.declared or CAUSAL
+        self.labels = rule_of(self.model.labels, self.pattern)
         self._check()
 
     def _check(self) -> None:
@@ -162,14 +163,17 @@ class BatchAdapter:
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         shifted = False if self.labels_shifted is None and moves else self.labels_shifted
-        labels = labels_for(sources, segments, self.pattern, shifted)
+        labels = labels_for(sources, segments, self.labels, shifted)
         return self._routed(sources | labels if labels else sources, segments, padding_free), segments
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
         own = self.model.ask(_own_patterns) if makes_masks else ()
-        return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
+        seen = sources | {"labels": None} if self.labels == "decoder" else sources  # of as many tokens perhaps, but others
+        segments = agreed(seen, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
+        sources.counted = seen.counted
+        return segments
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:

@@ -18,7 +18,16 @@ import torch
 
 from collate_npu import debug
 from collate_npu.arrays import once
-from collate_npu.consumers.forwards import Pooling, PositionRule, first_position, pooling, position_rule, reads_dense_mask
+from collate_npu.consumers.forwards import (
+    LabelRule,
+    Pooling,
+    PositionRule,
+    first_position,
+    label_rule,
+    pooling,
+    position_rule,
+    reads_dense_mask,
+)
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.consumers.routes import Keeps, MaskForm, Route, say_route
@@ -55,6 +64,8 @@ class Model:
     """What its attention layers say they are; None where nobody asked them."""
     pooling: Pooling = ""
     """Which token of a row its head takes."""
+    labels: LabelRule | None = None
+    """What its head does with labels; None where nobody can know."""
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
     None where no transformers module was there to be asked: a config does not know what this process resolved."""
@@ -80,6 +91,7 @@ class Model:
         if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": position_rule(model), "first_position": first_position(model)}
             read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "pooling": pooling(model)}
+            read |= {"labels": label_rule(model)}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         return cls(
             config=config,

@@ -18,6 +18,7 @@ from collate_npu.consumers.models import config_of, is_transformers, text_config
 from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
+LabelRule = Literal["next", "places", "decoder"]
 Pooling = Literal["", "first", "last_by_id", "pooler"]
 
 
@@ -94,6 +95,26 @@ def pooling(model: Any) -> Pooling:
     return "" if others or config.model_type in ("eurobert", "xlnet") else "first"  # xlnet sums up the last place
 
 
+def label_rule(model: Any) -> LabelRule | None:
+    """What the head of a transformers model does with labels; None where its class does not tell, or of a decoder's config.
+
+    * "next": it moves them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
+    * "places": it reads them in place: classes of tokens, masked language models, and a few that predict the next token of
+      labels that are moved already (modeling_bart.py `BartForCausalLM`, XLNet).
+    * "decoder": they are of the decoder's tokens, not of these.
+    """
+    whole = unwrap(model)
+    own = is_transformers(whole)
+    if own and re.search(r"For(TokenClassification|MaskedLM)$", type(whole).__name__):
+        return "places"
+    if getattr(config_of(model), "is_encoder_decoder", False):
+        return "decoder"
+    code = _code(type(whole)) if own and "labels" in _parameters(type(whole)) else ""
+    if "loss_function(" in code or re.search(r"labels\[(\.\.\.|:), 1:|shift_labels = ", code):
+        return "next"
+    return "places" if "CrossEntropyLoss(" in code else None
+
+
 def _pools_first(part: Any) -> bool:
     """Does this part of a model take token ids, and pool the first place of a row?"""
     if not is_transformers(part) or "input_ids" not in _parameters(type(part)):
@@ -101,7 +122,7 @@ def _pools_first(part: Any) -> bool:
     pooler = getattr(part, "pooler", "")
     if pooler is None:  # add_pooling_layer=False
         return False
-    code = inspect.getsource(type(part).forward) + (inspect.getsource(type(pooler)) if pooler else "")
+    code = _code(type(part)) + (inspect.getsource(type(pooler)) if pooler else "")
     return bool(re.search(r"pool\w* = .*\[:, 0\b|first_token_tensor = .*\[:, 0\b", code))
 
 
@@ -137,6 +158,14 @@ _READ = "How a model counts positions is read from the code of its class in tran
 
 def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.forward).parameters
+
+
+def _code(cls: type) -> str:
+    """The code of its forward; "" of one made without a file."""
+    try:
+        return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
+    except OSError:
+        return ""
 
 
 def _say(classes: list[type], *texts: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array
+from collate_npu.consumers.forwards import LabelRule
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, keep_array
@@ -20,23 +21,30 @@ from collate_npu.segments import Segments, keep_array
 IGNORED = -100
 
 
+def rule_of(told: LabelRule | None, pattern: Pattern) -> LabelRule:
+    """What a head does with labels: told by its class, else tokens are predicted in place where attention looks ahead."""
+    return told or ("places" if isinstance(pattern, Bidirectional) else "next")
+
+
 def labels_for(
-    sources: Sources, segments: Segments, pattern: Pattern, shifted: bool | None, *, ignored: int = IGNORED
+    sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
 ) -> dict[str, Tensor]:
     """`labels` and `shift_labels` int64 `[B, S]` of this batch where they must change; those of whole samples are left.
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """
-    out = {}
+    out: dict[str, Tensor] = {}
+    if rule == "decoder":
+        return out
     for key, moved in (("labels", shifted), ("shift_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
-            wrong_BS = _wrong(sources, key, segments, pattern, moved)
+            wrong_BS = _wrong(sources, key, segments, rule, moved)
             if wrong_BS.any():
                 out[key] = labels.masked_fill(torch.from_numpy(wrong_BS).to(labels.device), ignored)
     return out
 
 
-def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, moved: bool | None) -> Array:
+def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, moved: bool | None) -> Array:
     """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
     ids_BS = segments.array if segments.packed else keep_array(segments)
     labels_BS = sources.array(key)
@@ -44,7 +52,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, pattern: Pattern, mov
         return np.zeros(0, bool)
     unread_BS: Array = ids_BS == 0 if segments.packed else ~ids_BS  # numpy compares bool with a number in 20 times as long
     behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
-    if behind and not isinstance(pattern, Bidirectional):  # tokens are predicted in place there
+    if behind and rule == "next":
         tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
         if moved is None and tokens_BS is not None:
             moved = are_moved(tokens_BS, labels_BS, segments)

@@ -230,8 +230,7 @@ TRANSFORMERS = Consumer(
             remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
         ),
         Refusal(
-            of="rows whose head pools another token: left padding on encoders' classifiers and poolers, packed rows, no "
-            "pad_token_id",
+            of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model pools by place: {why}.",
             remedy="Pad encoders right, one sequence a row, or build one whose pooler_output nobody reads with "
