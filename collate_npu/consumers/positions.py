@@ -28,7 +28,8 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
     """`position_ids` of this batch for this consumer; None where they are left out."""
     given, rule = sources.get(KEY), case.model.positions
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
-    kind = "derived" if given is None or counted else kind_of(torch.from_numpy(sources.array(KEY)), case.segments)
+    first = case.model.first_position
+    kind = "derived" if given is None or counted else kind_of(torch.from_numpy(sources.array(KEY)), case.segments, first)
     if kind == "places":
         given = None
     elif given is not None and not isinstance(given, Tensor):
@@ -42,16 +43,16 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
         return given
     if rule == "none" or (rule == "axes" and _has_axes(case, sources)):
         return None
-    if rule == "padding_idx":  # some padding may be filled with another id than the one this model does not count
+    if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
         padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
-        foreign = bool((padding != case.model.first_position - 1).any())
+        foreign = bool((padding != first - 1).any())
         return _by_ids(case, sources) if case.segments.packed or foreign else None
-    if given is not None and case.model.first_position == 0:
+    if given is not None and first == 0:
         return given
     limit = case.model.ask(rope_limit)
     wide = limit is not None and case.segments.shape[1] > limit
     needed = case.inside or case.segments.packed or case.padding_free or wide
-    return case.segments.position_ids.add_(case.model.first_position) if needed else None
+    return case.segments.position_ids.add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
@@ -64,15 +65,18 @@ def _by_ids(case: Case, sources: Sources) -> Tensor:
     return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
 
 
-def kind_of(positions: Tensor, segments: Segments) -> Literal["derived", "places", "own"]:
-    """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence?"""
+def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["derived", "places", "own"]:
+    """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence? One
+    row is that of all, and a model that counts from `first` may be given either so."""
     keep_BS, derived_BS = segments.keep, segments.position_ids
-    if positions.shape != keep_BS.shape:
+    if positions.shape[-1:] != keep_BS.shape[1:] or positions.ndim != 2:
         return "own"
-    if torch.equal(positions[keep_BS], derived_BS[keep_BS]):
-        return "derived"
-    places_BS = torch.arange(keep_BS.shape[1]).expand(keep_BS.shape)
-    return "places" if torch.equal(positions[keep_BS], places_BS[keep_BS]) else "own"
+    positions = positions.expand(keep_BS.shape)[keep_BS]
+    places = torch.arange(keep_BS.shape[1]).expand(keep_BS.shape)[keep_BS]
+    for start in dict.fromkeys((0, first)):
+        if torch.equal(positions, derived_BS[keep_BS] + start):
+            return "own" if start else "derived"
+    return "places" if any(torch.equal(positions, places + start) for start in (0, first)) else "own"
 
 
 def _has_axes(case: Case, sources: Sources) -> bool:

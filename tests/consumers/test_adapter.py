@@ -48,6 +48,8 @@ def test_positions_that_are_there_stay():
     keys = {"attention_mask_2d": LEFT.keep, "position_ids": positions}
     out = megatron(DENSE).render(batch_of(LEFT, **keys), LEFT)
     assert out["position_ids"] is positions
+    one_row = megatron(DENSE)(batch_of(LEFT, attention_mask_2d=LEFT.keep, position_ids=torch.arange(LEFT.shape[1])[None]))
+    assert torch.equal(one_row["position_ids"], LEFT.position_ids)
     vision = batch_of(LEFT, attention_mask_2d=LEFT.keep, pixel_values=torch.zeros(1))
     assert "position_ids" not in megatron(DENSE)(vision)
     assert torch.equal(megatron(DENSE)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))["position_ids"], RIGHT.position_ids)

@@ -178,6 +178,17 @@ def test_a_strangers_batch_has_one_meaning(family, rows, door, side, layout, pos
         assert float((mine - reference).norm() / reference.norm()) <= 1e-4
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "first"), [("gpt2", 0), ("bert", 0), ("roberta", 0), ("roberta", PAD + 1)])
+def test_one_row_of_places_is_that_of_all_rows(family, first, side):
+    model, rows = model_of(family), [{"input_ids": [*range(1, n)], "labels": [*range(1, n)]} for n in (5, 9, 3)]
+    batch = padded(rows, side, "by place")
+    batch["position_ids"] = batch["position_ids"][:1] + first
+    alone = numbers(model, [padded([row], "right", "none") for row in rows])
+    for mine, reference in zip(through("adapter", model, batch, rows), alone):
+        assert float((mine - reference).norm() / reference.norm()) <= 1e-4
+
+
 @pytest.mark.parametrize("kind", HEADS)
 @given(samples(), st.sampled_from(sorted(DOORS)), st.sampled_from(["left", "right"]), st.sampled_from([padded, packed]))
 def test_classes_of_tokens_are_learned_in_place(kind, rows, door, side, layout):
