@@ -105,6 +105,9 @@ class PaddingCollator(Emitter):
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     side: Side = collator.padding_side or "right"
     width = _width(collator, samples.lengths)
+    if side == "left" and min(samples.lengths) < width and {"start_positions", "end_positions"} & {*samples.columns}:
+        rule = "start_positions and end_positions are places of a row, and padding before its tokens moves them."
+        raise CollateError(explain("start_positions", "left padding", rule, "Pass padding_side='right'."))
     batch = _laid_out(collator, samples, samples.columns, partial(pad_rows, width=width, side=side))
     filled = samples.segment_ids is None
     if samples.segment_ids is None:

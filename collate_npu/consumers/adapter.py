@@ -6,7 +6,7 @@ bytes. Legend: B batch, S width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -199,7 +199,8 @@ class BatchAdapter:
     def _routed(
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
-        case, batch = self._case(segments, padding_free), sources
+        held = [key for key, value in sources.items() if value is not None]
+        case, batch = self._case(segments, padding_free, held), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
         positions = positions_for(self.consumer, case, sources)
@@ -235,10 +236,10 @@ class BatchAdapter:
         """
         return self._route(self._case(segments, padding_free))
 
-    def _case(self, segments: Segments, padding_free: bool | None) -> Case:
+    def _case(self, segments: Segments, padding_free: bool | None, keys: Collection[str] = ()) -> Case:
+        known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
         flat = self.padding_free if padding_free is None else padding_free
-        cp = self.context_parallel
-        return Case(segments=segments, model=self.model, pattern=self.pattern, padding_free=flat, context_parallel=cp)
+        return Case(segments=segments, padding_free=flat, keys=keys, **known)
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:

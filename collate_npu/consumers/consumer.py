@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
@@ -128,6 +128,8 @@ class Case:
     pattern: Pattern = CAUSAL
     padding_free: bool = False
     context_parallel: ContextParallel | None = None
+    keys: Collection[str] = ()
+    """What the batch holds beside; none where only its rows are known."""
 
     @once
     def exact(self) -> Verdict:

@@ -19,7 +19,7 @@ from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
 LabelRule = Literal["next", "places", "decoder"]
-Pooling = Literal["", "first", "last_by_id", "pooler"]
+Pooling = Literal["", "first", "last", "last_by_id", "pooler", "span"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -78,21 +78,28 @@ def pooling(model: Any) -> Pooling:
     """Which token of a row a head that gives one answer a row takes; "" where every token has its own, or of a config.
 
     * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
-    * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
+    * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
+    * "first": the first place, likewise: encoders, all that build tiny but eurobert (a mean over its mask).
     * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
-      (DPR), and what predicts the next sentence from it.
+      (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread.
+    * "span": one of all places, by a softmax over them (loss/loss_utils.py `ForQuestionAnsweringLoss`).
     """
     whole = unwrap(model)
     cls = type(whole)
     if not is_transformers(whole):
         return ""
+    config = config_of(model)
+    if "start_positions" in _parameters(cls):
+        return "" if config.model_type == "splinter" else "span"  # masks padding there (modeling_splinter.py:536)
+    if re.search(r"For(CausalLM|MaskedLM|TokenClassification)$|LMHead", cls.__name__):
+        return ""
     if not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
         return "pooler" if any(map(_pools_first, whole.modules())) else ""
     if any("pad_token_id" in inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__):
         return "last_by_id"
-    config = config_of(model)
-    others = config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean"
-    return "" if others or config.model_type in ("eurobert", "xlnet") else "first"  # xlnet sums up the last place
+    if config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean" or config.model_type == "eurobert":
+        return ""
+    return "last" if hasattr(whole, "sequence_summary") and config.summary_type == "last" else "first"
 
 
 def label_rule(model: Any) -> LabelRule | None:

@@ -146,14 +146,24 @@ def _clash(case: Case) -> str:
 
 def _pooled(case: Case) -> str:
     """Why the head of this model would pool another token than it does alone."""
-    if not case.model.pooling:
+    if case.model.pooling in ("", "span"):
         return ""
     if case.segments.packed:
         return "" if case.model.pooling == "pooler" else "a row holds several sequences, and it gives one answer a row"
     if case.model.pooling in ("first", "pooler"):
         return "it takes the first place of a row, which is padding" if case.inside else ""
-    untold = getattr(text_config(case.model.config), "pad_token_id", None) is None and case.segments.padding_side == "right"
-    return "it takes the last place where config.pad_token_id is None" if untold else ""
+    if case.model.pooling == "last_by_id" and getattr(text_config(case.model.config), "pad_token_id", None) is not None:
+        blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
+        if "inputs_embeds" not in case.keys:
+            return ""
+    else:
+        blind = " where config.pad_token_id is None" if case.model.pooling == "last_by_id" else " of a row"
+    return "" if bool(case.segments.keep[:, -1].all()) else f"it takes the last place{blind}, which is padding"
+
+
+def _softmax_over_padding(case: Case) -> bool:
+    asked = case.model.pooling == "span" and "start_positions" in case.keys
+    return asked and (case.segments.packed or case.segments.padding_side != "none")
 
 
 def _lost_window(case: Case) -> str:
@@ -233,8 +243,15 @@ TRANSFORMERS = Consumer(
             of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model pools by place: {why}.",
-            remedy="Pad encoders right, one sequence a row, or build one whose pooler_output nobody reads with "
-            "add_pooling_layer=False; of a decoder set model.config.pad_token_id.",
+            remedy="Pad encoders right, XLNet left, one sequence a row, or build one whose pooler_output nobody reads with "
+            "add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
+        ),
+        Refusal(
+            of="padded or packed rows with start_positions: the loss of a span",
+            when=_softmax_over_padding,
+            rule="The loss of a span is a softmax over all places of a row, padding too (loss_utils.py:123-139).",
+            remedy="Batch rows of one length; or leave start_positions and end_positions out, and compute the loss of "
+            "start_logits and end_logits with -inf where attention_mask is 0.",
         ),
         Refusal(
             of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "

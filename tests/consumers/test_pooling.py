@@ -8,7 +8,7 @@ import pytest
 import torch
 from rotation import SEED
 
-from collate_npu import BatchAdapter, CollateError
+from collate_npu import BatchAdapter, CollateError, PaddingCollator
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_MAPPING_NAMES as BARE,
 )
 
+from collate_npu.consumers.forwards import pooling  # noqa: E402
 from collate_npu.testing import tiny_config  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
@@ -129,3 +130,102 @@ def test_a_decoder_that_knows_no_pad_id_is_refused_padded_right():
         BatchAdapter(model)(batch)
     model.config.pad_token_id = 0
     assert BatchAdapter(model)(batch)["input_ids"].tolist() == [[5, 0], [6, 7]]
+
+
+ROWS = [[5, 7, 9], [11, 13, 17, 19, 23, 29], [31, 37]]
+KEEP = [[1] * len(row) for row in ROWS]
+
+
+def head(kind, **fields):
+    """One whose padding would be seen: no row of its embedding is zero."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    config = tiny_config(cls.config_class.model_type, vocab_size=VOCAB)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
+    return model
+
+
+def padded(side):
+    return {"input_ids": laid(ROWS, side, 57), "attention_mask": laid(KEEP, side, 0)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "GPT2ForSequenceClassification", "RobertaForMaskedLM"])
+def test_vectors_in_place_of_ids_give_the_answers_of_samples_alone_or_are_refused(kind, side):
+    model, batch = head(kind), padded(side)
+    batch["inputs_embeds"] = embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    if side == "right" and "Sequence" in kind:
+        with pytest.raises(CollateError, match="pad inputs_embeds left"):
+            BatchAdapter(model)(batch)
+        return
+    found = answers(model, BatchAdapter(model)(batch))
+    for vectors, real, mine in zip(embedded, batch["attention_mask"].bool(), found):
+        alone = answers(model, {"inputs_embeds": vectors[real][None]})[0]
+        assert torch.allclose(mine if mine.ndim == 1 else mine[real], alone, atol=1e-5)
+
+
+def test_a_decoder_that_knows_no_pad_id_takes_the_last_place_with_padding_at_both_ends():
+    model = classifier("llama")
+    model.config.pad_token_id = None
+    ids, keep = torch.tensor([[3, 5, 7, 9, 3]]), torch.tensor([[0, 1, 1, 1, 0]])
+    with pytest.raises(CollateError, match=r"set model\.config\.pad_token_id"):
+        BatchAdapter(model)({"input_ids": ids, "attention_mask": keep})
+    found = answers(model, BatchAdapter(model)({"input_ids": ids[:, :4], "attention_mask": keep[:, :4]}))
+    assert torch.allclose(found, answers(model, {"input_ids": ids[:, 1:4]}), atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_xlnets_classifier_takes_the_last_place(side):
+    config = transformers.XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=2, d_inner=48)
+    model = transformers.XLNetForSequenceClassification(config).eval()
+    if side == "right":
+        with pytest.raises(CollateError, match="XLNet left"):
+            BatchAdapter(model)(padded(side))
+        return
+    alone = torch.cat([answers(model, {"input_ids": torch.tensor([row])}) for row in ROWS])
+    assert torch.allclose(answers(model, BatchAdapter(model)(padded(side))), alone, atol=1e-5)
+
+
+TOKENWISE = ("BigBirdForMaskedLM", "LayoutLMForMaskedLM", "LukeForMaskedLM", "BrosForTokenClassification")
+
+
+@pytest.mark.parametrize("kind", [*TOKENWISE, "LayoutLMForTokenClassification", "CanineForTokenClassification"])
+def test_heads_of_tokens_leave_a_pooler_unread(kind):
+    cls = getattr(transformers, kind)
+    with torch.device("meta"):
+        assert pooling(cls(cls.config_class())) == ""
+
+
+def test_a_head_of_tokens_with_an_unread_pooler_takes_left_padding():
+    model = head("BigBirdForMaskedLM", attention_type="original_full")
+    for row, mine in zip(ROWS, answers(model, BatchAdapter(model)(padded("left")))):
+        assert torch.allclose(mine[-len(row) :], answers(model, {"input_ids": torch.tensor([row])})[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["BertForQuestionAnswering", "LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
+@torch.no_grad()
+def test_the_loss_of_a_span_counts_padding_and_its_logits_do_not(kind, side):
+    model, batch = head(kind), padded(side)
+    asked = {"start_positions": torch.tensor([0, 1, 1]), "end_positions": torch.tensor([1, 1, 1])}
+    with pytest.raises(CollateError, match="rows of one length"):
+        BatchAdapter(model)(batch | asked)
+    found = model(**BatchAdapter(model)(batch)).start_logits
+    for row, keep, mine in zip(ROWS, batch["attention_mask"].bool(), found):
+        assert torch.allclose(mine[keep], model(torch.tensor([row])).start_logits[0], atol=1e-5)
+    equal = {"input_ids": torch.tensor([row[:2] for row in ROWS]), "attention_mask": torch.ones(3, 2).long(), **asked}
+    alone = [model(**{key: value[b : b + 1] for key, value in equal.items()}).loss for b in range(3)]
+    assert torch.allclose(model(**BatchAdapter(model)(equal)).loss, sum(alone) / 3, atol=1e-5)
+
+
+def test_padding_before_a_sample_would_move_the_places_of_its_span():
+    features = [{"input_ids": row, "start_positions": 1, "end_positions": 1} for row in ROWS]
+    with pytest.raises(CollateError, match="padding_side='right'"):
+        PaddingCollator(pad_token_id=0, padding_side="left")(features)
+    assert PaddingCollator(pad_token_id=0, padding_side="left")(features[:1])["start_positions"].tolist() == [1]
+    assert PaddingCollator(pad_token_id=0)(features)["input_ids"][:, 1].tolist() == [7, 13, 37]
