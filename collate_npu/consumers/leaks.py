@@ -75,7 +75,10 @@ _MIXING = {
     "yoso": "its attention hashes and convolves the whole width (modeling_yoso.py:347)",
 }
 _COMPRESSES = "it compresses every few places into one key, padding or not (modeling_deepseek_v4.py:419-431)"
+_CAPACITY = "its experts take tokens by place up to their capacity, padding too (modeling_{}.py)"
 _COUNTING_PLACES = {
+    "switch_transformers": _CAPACITY.format("switch_transformers"),
+    "nllb-moe": _CAPACITY.format("nllb_moe"),
     "compressed_sparse_attention": _COMPRESSES,
     "heavily_compressed_attention": _COMPRESSES,
     "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
@@ -101,6 +104,17 @@ def width_dependence(model: Any) -> int | None:
     if heads is None or heads >= 8 or topk is None:
         return None
     return int(topk * (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention", 1))
+
+
+def sparse_from(model: Any) -> int | None:
+    """The width beyond which attention is sparse, by blocks that are drawn for a width; None where it never is.
+
+    Source: modeling_big_bird.py:1576, modeling_bigbird_pegasus.py, 5.23.
+    """
+    config = text_config(config_of(model))
+    if getattr(config, "attention_type", "") != "block_sparse":
+        return None
+    return int((5 + 2 * config.num_random_blocks) * config.block_size)
 
 
 def rope_limit(model: Any) -> int | None:

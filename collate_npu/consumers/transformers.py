@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.leaks import HOLE_IN_A_STATE, rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu.consumers.leaks import (
+    HOLE_IN_A_STATE,
+    rope_limit,
+    sparse_from,
+    why_lengths_clash,
+    why_padding_leaks,
+    width_dependence,
+)
 from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -132,9 +139,11 @@ def _one_row_inside(case: Case) -> bool:
 
 
 def _width(case: Case) -> str:
-    """Sequences whose indexer would choose other keys than alone, because the tensor is wider than they are."""
-    limit = case.model.ask(width_dependence)
-    if limit is None or not any(n > limit and n != case.segments.shape[1] for n in case.segments.sequence_lengths):
+    """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
+    limit, sparse, S = case.model.ask(width_dependence), case.model.ask(sparse_from), case.segments.shape[1]
+    if sparse is not None and sparse < S and any(n != S for n in case.segments.sequence_lengths):
+        return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
+    if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
         return ""
     return f"which keys its indexer chooses of more than {limit} depends on the width"
 
@@ -230,10 +239,12 @@ TRANSFORMERS = Consumer(
             remedy="Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers.",
         ),
         Refusal(
-            of="padding on models whose choice of keys depends on the width (indexers with few heads)",
+            of="padding on models whose choice of keys depends on the width (indexers with few heads, block-sparse "
+            "attention)",
             when=_width,
             rule="Alone a sequence has its own width, and {why}.",
-            remedy="Batch sequences of one length, so that nothing is padded.",
+            remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
+            "attention_type='original_full'.",
         ),
         replace(
             PACKED_RECURRENT,

@@ -53,7 +53,10 @@ def adapt(model: nn.Module, **settings: Any) -> RemovableHandle:
 
 def _decodes(batch: Sources) -> bool:
     """Is this a step of generation? Its mask, if any, covers the tokens of the cache too; `generate` makes None of a mask of
-    ones (transformers 5.23 generation/utils.py:2899), so that a prefill without one has no padding."""
+    ones (transformers 5.23 generation/utils.py:2899), so that a prefill without one has no padding. Of an encoder-decoder
+    every step has what its encoder made of the prompt, and the prompt no more."""
+    if batch.get("encoder_outputs") is not None:
+        return True
     mask, width = batch.get("attention_mask"), batch.shape()[1]
     cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
     return cached and (width == 1 or mask is None or mask.shape[-1] > width)

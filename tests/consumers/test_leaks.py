@@ -8,7 +8,7 @@ import pytest
 
 from collate_npu import releases
 from collate_npu.consumers import leaks
-from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu.consumers.leaks import rope_limit, sparse_from, why_lengths_clash, why_padding_leaks, width_dependence
 
 
 def config(**fields):
@@ -29,6 +29,7 @@ GDN = {"layer_types": ["linear_attention", "full_attention"]}
         ({"layer_types": ["minimax_m3_sparse", "full_attention"]}, "", "indexer", "indexer"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "", "", "window of 8"),
         ({"model_type": "fnet"}, "Fourier", "Fourier", "Fourier"),
+        ({"model_type": "nllb-moe"}, "", "capacity", "capacity"),
         ({"model_type": "rwkv"}, "", "unused", "unused"),
         ({"model_type": "mpt"}, "", "", "distance"),
         ({"text_config": config(**GDN, conv_bias=True)}, "", "conv_bias", "conv_bias"),
@@ -102,3 +103,9 @@ def test_absolute_positions_leak_only_where_none_can_be_given(rule, leaks_there,
     for where in ("left", "holes"):
         assert bool(why_padding_leaks(config(model_type="distilbert"), where)) == leaks_there
     assert why_padding_leaks(config(model_type="distilbert"), "right") == ""
+
+
+def test_block_sparse_attention_is_full_up_to_a_width():
+    sizes = {"num_random_blocks": 1, "block_size": 4}
+    assert sparse_from(config(attention_type="block_sparse", **sizes)) == 28
+    assert sparse_from(config(attention_type="original_full", **sizes)) is sparse_from(config()) is None

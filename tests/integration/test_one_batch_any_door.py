@@ -253,3 +253,62 @@ def test_one_sample_in_a_flat_row_of_a_hybrid_needs_no_kernels(multiple):
         assert float((mine - reference).norm() / reference.norm()) <= 1e-4
     with pytest.raises(CollateError, match="Give each sequence its own row"):
         collate([row, row])
+
+
+@pytest.mark.parametrize("kind", SEQ2SEQ)
+def test_an_encoder_decoder_generates_as_without_us(kind):
+    model, rows = head_of(kind), [{"input_ids": [*range(1, n)], "labels": [*range(1, n)]} for n in (5, 9, 3)]
+    batch = padded(rows, "right", "none")
+    prompt = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "max_new_tokens": 3}
+    before = model.generate(**prompt, do_sample=False)
+    handle = adapt(model)
+    assert torch.equal(model.generate(**prompt, do_sample=False), before)
+    handle.remove()
+
+
+@pytest.mark.parametrize(("lengths", "refused"), [((20, 64), True), ((40, 64), True), ((20, 28), False), ((64, 64), False)])
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_block_sparse_attention_is_that_of_the_samples_alone_or_refused(side, lengths, refused):
+    def bigbird(kind="block_sparse"):  # a short batch turns one into a full one for good
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+        blocks = {"block_size": 4, "num_random_blocks": 1, "attention_type": kind}
+        model = transformers.BigBirdForMaskedLM(transformers.BigBirdConfig(vocab_size=VOCAB, **sizes, **blocks)).eval()
+        model.get_input_embeddings().weight.normal_(std=0.5)
+        return model
+
+    rows = [{"input_ids": [n * 7 % PAD for n in range(length)], "labels": [1] * length} for length in lengths]
+    batch = padded(rows, side, "none")
+    del batch["labels"]
+    if refused:
+        with pytest.raises(CollateError, match="original_full"):
+            BatchAdapter(bigbird())(batch)
+    kind = "original_full" if refused else "block_sparse"
+    found = bigbird(kind)(**BatchAdapter(bigbird(kind))(batch)).logits
+    for row, keep, mine in zip(rows, batch["attention_mask"].bool(), found):
+        alone = bigbird(kind)(torch.tensor([row["input_ids"]])).logits[0]
+        assert torch.allclose(mine[keep], alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_takes_no_place_of_an_expert(side):
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    experts = {"num_experts": 2, "expert_capacity": 16, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    ids = {"pad_token_id": PAD, "decoder_start_token_id": 0}
+    config = transformers.SwitchTransformersConfig(vocab_size=VOCAB, **sizes, **experts, **ids)
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    model.shared.weight.normal_()
+    rows = [{"input_ids": [*range(1, n)], "labels": [1]} for n in (7, 41)]
+    batch = {
+        **padded([{**row, "labels": row["input_ids"]} for row in rows], side, "none"),
+        "labels": torch.ones(2, 3).long(),
+    }
+    if side == "left":
+        with pytest.raises(CollateError, match="capacity"):
+            BatchAdapter(model)(batch)
+        return
+    alone = model(torch.tensor([rows[0]["input_ids"]]), labels=batch["labels"][:1]).logits[0]
+    assert torch.allclose(model(**BatchAdapter(model)(batch)).logits[0], alone, atol=1e-4)
