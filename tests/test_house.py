@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1390, 1250),
-    "masks": (2540, 2400),
-    "parallel": (1580, 1450),
-    "kernels": (3460, 3400),
-    "consumers": (2150, 1950),
-    "collate": (1560, 1500),
+    "ground": (1520, 1250),
+    "masks": (2560, 2400),
+    "parallel": (1600, 1450),
+    "kernels": (3580, 3400),
+    "consumers": (2260, 1950),
+    "collate": (1580, 1500),
     "proof": (1270, 1250),
-    "integrations": (2785, 3000),
+    "integrations": (2790, 3000),
     "testing": (430, 450),
-    "tools": (3730, 3600),
-    "tests": (34800, 33000),
+    "tools": (3760, 3600),
+    "tests": (35460, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18090, 12000)}
