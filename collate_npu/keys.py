@@ -16,7 +16,7 @@ Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
 Share = Literal["split", "replicate", "rows", "scope"]
 Role = Literal[
     "tokens", "mask", "keep", "segment_ids", "lengths", "offsets", "padded_offsets", "longest", "sequence_index", "labels",
-    "tail",
+    "tail", "padded_lengths",
 ]  # fmt: skip
 
 
@@ -93,6 +93,7 @@ KEYS: Mapping[str, Key] = {
     "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
     "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
     "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
+    "seq_lens_padded": Key(kind="offsets", share="replicate", role="padded_lengths", why="what each takes up"),
     "input_lengths": Key(kind="offsets", share="replicate", role="lengths", why="NeMo RL's: real tokens of each row"),
     "seq_idx": Key(kind="offsets", share="scope", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),

@@ -335,6 +335,11 @@ FOLLOWED = [
         lambda: derive_segments(UNEXPLAINED, prove=False, polarity="keep").keep.all(),
     ),
     (
+        lambda: find(PADDED, attention_mask=ITSELF),
+        "Carry attention_mask_2d",
+        lambda: find(PADDED, attention_mask=ITSELF, attention_mask_2d=PADDED.keep) == PADDED,
+    ),
+    (
         lambda: derive_segments(ITSELF, pattern="causal"),
         "Carry attention_mask_2d",
         lambda: derive_segments(ITSELF, keep=PADDED.keep, pattern="causal") == PADDED,

@@ -238,8 +238,8 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
         remedy = (
-            f"{REMEDY_CARRY_2D} If the attention is custom, pass prove=False. If True means the opposite, pass polarity=. "
-            "If padding attends itself, neither helps: pass keep=."
+            f"{REMEDY_CARRY_2D} If True means the opposite, pass polarity=. In derive_segments: if the attention is custom, "
+            "pass prove=False; if padding attends itself, pass keep=."
         )
     return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy))
 

@@ -35,6 +35,7 @@ from collate_npu.masks.offsets import (
     check_offsets,
     check_positions,
     parted_by_positions,
+    says_padding,
     segments_from_offsets,
     unless_in_doubt,
     without_tail,
@@ -132,10 +133,11 @@ def _told(
     """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree."""
     numbered_BS = sources.array(SEGMENT_KEY) if sources.named["segment_ids"] else None
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    laid = sources.offsets or sources.lengths
+    flat = segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
-        rows = {key: full for key, full in rows.items() if not _repeats(full, keep_BS)}
+        unsaid = flat is not None and flat[0] == "input_lengths" and not says_padding(sources)
+        rows = {} if unsaid else {key: full for key, full in rows.items() if not _repeats(full, keep_BS)}
     told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
     if keep_BS is not None:
         plain = keep_BS.dtype == bool and keep_BS.ndim == 2
@@ -145,7 +147,7 @@ def _told(
     for key, full in rows.items():
         zeros = beside and not bool(full.any())  # alone they could mean anything
         told.append(_of_keys(key, full, polarity or ("keep" if zeros else None)))
-    if laid and (flat := segments_from_offsets(sources, shape)) is not None:
+    if flat is not None:
         told.append(_Truth(*flat, True))
     for name, segments, _ in told:
         if segments.shape != shape:
@@ -174,8 +176,7 @@ def _parted(
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
     if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
         truth = _Truth("position_ids", *found)
-    alone = not sources.named["keep"] and not sources.masks  # a mask says itself what of a row is real
-    if alone and truth and (truth.name == "position_ids" or truth.name in sources.offsets):
+    if truth and truth.name in ("position_ids", *sources.offsets) and not says_padding(sources):
         truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
     return truth, positions_BS
 

@@ -23,15 +23,19 @@ _REMEDY = "Keep one set of them, of this very batch: a collator or a split may h
 def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str, Segments] | None:
     """The key that tells, and the `Segments` of the offsets, lengths and sequence numbers of a batch; None without any.
 
-    Of a padded batch of several rows they say nothing of places: their lengths are checked where a mask tells the rest.
+    Of a padded batch of several rows lengths say nothing of places, and are checked where a mask tells the rest; but with
+    the places beside them (NeMo Automodel), or of NeMo RL, which pads right.
     Raises `CollateError` where two of them differ, or they do not fit the row.
     """
     offsets, lengths = sources.offsets, sources.lengths
     B, S = shape
     if B != 1 or not offsets:
         rows = [] if lengths is None else _length_rows(sources, B)
+        if sources.padded_lengths is not None and rows:
+            return "seq_lens", _placed(rows, sources.padded_lengths, shape)
         whole = rows and all(sum(row) == S for row in rows)  # else a mask tells where they stand
-        return ("seq_lens", Segments.from_lengths(rows, S)) if whole else None
+        pads_right = rows and sources.named["lengths"][0] == "input_lengths" and not says_padding(sources)
+        return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
     name, physical, real = _kept_apart(offsets)
     if physical[-1] > S:
         rule = f"The row has {S} tokens."
@@ -46,6 +50,28 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         ids_S[start : start + length] = n
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
+
+
+def says_padding(sources: Sources) -> bool:
+    """Does a mask say more than that all is real? One of ones stands beside tails and lengths (VeOmni, NeMo RL)."""
+    return bool(sources.named["keep"]) or any(full.ndim > 2 or bool((full != 1).any()) for full in sources.masks.values())
+
+
+def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]) -> Segments:
+    """Each sequence at the start of its place, padding behind it."""
+    bad = [
+        (b, f"{row} in places of {places}")
+        for b, (row, places) in enumerate(zip(rows, held))
+        if len(row) != len(places) or any(n > most for n, most in zip(row, places)) or sum(places) > shape[1]
+    ]
+    if bad or len(rows) != len(held):
+        rule = f"Each length fits its place, and the places their row of {shape[1]}."
+        raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and carry segment_ids."))
+    ids_BS = np.zeros(shape, np.int64)
+    for ids_S, row, places in zip(ids_BS, rows, held):
+        for n, (start, length) in enumerate(zip(np.cumsum([0, *places]).tolist(), row), start=1):
+            ids_S[start : start + length] = n
+    return of_ids(ids_BS)
 
 
 def check_offsets(sources: Sources, segments: Segments) -> None:

@@ -88,9 +88,17 @@ class Sources(dict[str, Any]):
     def lengths(self) -> list[list[int]] | None:
         """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row.
         -1000 fills rows of fewer sequences (NeMo Automodel 0.7.0 datasets/utils.py)."""
-        if not self.named["lengths"]:
+        return self._listed("lengths")
+
+    @once
+    def padded_lengths(self) -> list[list[int]] | None:
+        """What each of them takes up in its row, likewise."""
+        return self._listed("padded_lengths")
+
+    def _listed(self, role: Role) -> list[list[int]] | None:
+        if not self.named[role]:
             return None
-        held = self[name := self.named["lengths"][0]]
+        held = self[name := self.named[role][0]]
         rows = held if isinstance(held, (list, tuple)) else self.array(name).tolist()
         listed = [list(map(int, row)) if isinstance(row, (list, tuple)) else [int(row)] for row in rows]
         return [[n for n in row if n != _NO_SEQUENCE] for row in listed]

@@ -382,14 +382,46 @@ def test_positions_settle_no_doubt_that_they_cannot_settle():
 
 
 def test_lengths_of_other_stacks_are_read():
-    """NeMo Automodel fills seq_lens with -1000; NeMo RL puts input_lengths beside a mask of ones."""
+    """NeMo Automodel fills seq_lens with -1000; NeMo RL puts input_lengths beside a mask of ones, and pads right."""
     ids = torch.arange(10).view(2, 5)
     lengths = torch.tensor([[3, 2, -1000], [5, -1000, -1000]])
     assert segments_from_batch({"input_ids": ids, "seq_lens": lengths}) == Segments.from_lengths([[3, 2], [5]])
     ones = {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+    for told in ([3, 5], [5, 5], [1, 2]):
+        for batch in (ones, {"input_ids": ids}):
+            assert segments_from_batch(batch | {"input_lengths": torch.tensor(told)}) == Segments.from_lengths(told, 5)
+    left = Segments.from_lengths([3, 5], side="left")  # a mask that says more is believed
+    assert segments_from_batch({**ones, "attention_mask": left.keep, "input_lengths": torch.tensor([3, 5])}) == left
     with pytest.raises(CollateError, match="input_lengths: 1 bad row"):
-        segments_from_batch({**ones, "input_lengths": torch.tensor([3, 5])})
-    assert segments_from_batch({**ones, "input_lengths": torch.tensor([5, 5])}) == Segments.from_lengths([5, 5])
+        segments_from_batch({**ones, "attention_mask": left.keep, "input_lengths": torch.tensor([4, 5])})
+
+
+def test_lengths_with_their_places_say_where_padding_stands():
+    """NeMo Automodel 0.7.0 datasets/utils.py: padding behind each sequence of a row, counted beside the lengths."""
+    ids, lengths, places = (
+        torch.arange(12).view(2, 6),
+        torch.tensor([[3, 2], [4, -1000]]),
+        torch.tensor([[4, 2], [6, -1000]]),
+    )
+    batch = {"input_ids": ids, "seq_lens": lengths, "seq_lens_padded": places}
+    expected = Segments([[1, 1, 1, 0, 2, 2], [1, 1, 1, 1, 0, 0]])
+    assert segments_from_batch(batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 0, 1], [*range(6)]])}) == expected
+    for wrong in (places - 2, places + 1, places[:, :1], places[:1]):
+        with pytest.raises(CollateError, match="seq_lens_padded"):
+            segments_from_batch(batch | {"seq_lens_padded": wrong})
+    given = {"input_ids": ids, "seq_lens": lengths, "segment_ids": expected.ids}  # the remedy
+    assert segments_from_batch(given) == expected
+
+
+def test_a_mask_of_ones_over_a_tail_says_no_more_than_none():
+    """VeOmni pads the mask of a flat row with 1, its positions with 0 (data/data_collator.py, d977449)."""
+    offsets, positions = torch.tensor([0, 3, 7, 10]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]])
+    batch = {"input_ids": torch.arange(10)[None], "position_ids": positions, "cu_seq_lens_q": offsets}
+    expected = Segments([[1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
+    for mask in ({}, {"attention_mask": torch.ones(1, 10)}, {"attention_mask": torch.ones(1, 10, dtype=torch.bool)}):
+        assert segments_from_batch(batch | mask, padding_free=True) == expected
+    whole = batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]]), "attention_mask": torch.ones(1, 10)}
+    assert segments_from_batch(whole, padding_free=True).lengths == ((3, 4, 3),)
 
 
 def test_one_row_of_keys_is_refused_once():
