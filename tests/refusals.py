@@ -335,9 +335,11 @@ FOLLOWED = [
         lambda: derive_segments(UNEXPLAINED, prove=False, polarity="keep").keep.all(),
     ),
     (
-        lambda: find(PADDED, attention_mask=ITSELF),
-        "Carry attention_mask_2d",
-        lambda: find(PADDED, attention_mask=ITSELF, attention_mask_2d=PADDED.keep) == PADDED,
+        lambda: find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool)),
+        "In derive_segments: if the attention is custom",
+        lambda: (
+            find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool), attention_mask_2d=RIGHT.keep) == RIGHT
+        ),
     ),
     (
         lambda: derive_segments(ITSELF, pattern="causal"),

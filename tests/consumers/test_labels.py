@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, Segments
+from collate_npu.consumers.forwards import label_rule
 from collate_npu.outputs import ignore_first_labels, shift_labels
 
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -77,3 +78,22 @@ def test_tokens_predicted_in_place_lose_no_first_label():
     batch = {"input_ids": ids, "attention_mask": LEFT.keep.long(), "labels": ids.clone()}
     out = BatchAdapter(needs_mask_2d=False, consumer="transformers", pattern="bidirectional")(batch)
     assert torch.equal(out["labels"], ids.masked_fill(~LEFT.keep, -100))
+
+
+RULES = {
+    **dict.fromkeys(("LlamaForCausalLM", "BertLMHeadModel", "GPT2DoubleHeadsModel"), "next"),
+    **dict.fromkeys(("BertForMaskedLM", "GPT2ForTokenClassification", "T5ForTokenClassification"), "places"),
+    **dict.fromkeys(("BartForCausalLM", "XLNetLMHeadModel"), "places"),  # of labels that are moved already
+    **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration"), "decoder"),
+    "LlamaModel": None,
+}
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", RULES)
+def test_what_a_head_does_with_labels_is_told_by_its_class(kind):
+    cls = getattr(pytest.importorskip("transformers"), kind)
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    assert label_rule(model) == RULES[kind]
+    assert label_rule(model.config) == ("decoder" if model.config.is_encoder_decoder else None)
