@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1520, 1250),
-    "masks": (2560, 2400),
+    "masks": (2590, 2400),
     "parallel": (1600, 1450),
     "kernels": (3580, 3400),
     "consumers": (2260, 1950),
@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (3760, 3600),
-    "tests": (35460, 33000),
+    "tests": (35520, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18090, 12000)}
