@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Side, whole_number
+from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.checked import check_fields
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import concatenate_values, flatten_rows, pad_rows, stack_values
@@ -242,7 +242,9 @@ def _check_padding(collator: PaddingCollator) -> None:
     if collator.padding_side not in ("left", "right"):
         rule = "Padding goes to one side."
         raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
-    padding: Any = collator.padding.tolist() if isinstance(collator.padding, (Tensor, np.ndarray)) else collator.padding
+    padding: Any = collator.padding
+    if isinstance(padding, (Tensor, np.ndarray)):
+        padding = host_array("padding", padding).tolist()
     if isinstance(padding, Sequence) and not isinstance(padding, (str, bytes)):
         padding = tuple(whole_number("padding", width, least=1) for width in padding)
     object.__setattr__(collator, "padding", padding)
