@@ -26,7 +26,7 @@ LINES = {
     "tests": (35520, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (18090, 12000)}
+WORDS = {"guide": (18115, 12000)}
 """Words of the guide's English pages, likewise."""
 
 
