@@ -47,22 +47,24 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
-            judged = _kinds(function)
-            for name, value in (*zip(names, args), *kwargs.items()):
-                kinds = judged.get(name)
-                if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
-                    raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+            hold_against(function, dict(zip(names, args)) | kwargs)
         return function(*args, **kwargs)
 
     return called
 
 
+def hold_against(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise for what `function` would be given by name and does not take."""
+    judged = _kinds(function)
+    for name, value in given.items():
+        kinds = judged.get(name)
+        if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
+            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+
+
 def check_fields(held: Any) -> None:
     """The same for the fields of a dataclass, when it is made."""
-    for name, kinds in _kinds(held.__class__).items():
-        value = getattr(held, name, None)
-        if name[0] != "_" and type(value) not in kinds and not _is_one(value, kinds):
-            raise wrong_kind(name, value, type(held).__name__, *kinds)
+    hold_against(held.__class__, {name: getattr(held, name, None) for name in _kinds(held.__class__) if name[0] != "_"})
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +25,6 @@ class Breach:
 
     def __str__(self) -> str:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
-
-
-def require(where: str, value: object, kind: Any, rule: str, remedy: str) -> None:
-    """Raise `CollateError` unless an argument is of this type."""
-    if not isinstance(value, kind):
-        raise CollateError(explain(where, f"a {type(value).__name__}", rule, remedy))
-
-
-def flag(where: str, value: object) -> bool:
-    """True or False, and nothing that only counts as such."""
-    require(where, value, bool, "It is True or False.", f"Pass {where}=True or False.")
-    return value is True
-
-
-def of_segments(value: Any) -> Segments:
-    """The Segments that a function was given, and nothing else that looks like them."""
-    require("segments", value, Segments, "It is Segments.", "Pass Segments, or masks.find.segments_from_batch(batch).")
-    return value  # type: ignore[no-any-return]
 
 
 def here(device: Any) -> Any:

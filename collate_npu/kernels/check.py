@@ -18,7 +18,7 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain
-from collate_npu.kernels.breach import Breach, of_segments, refuse, require
+from collate_npu.kernels.breach import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
 from collate_npu.kernels.fusion_attention.operator_call import LISTS, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
@@ -53,6 +53,7 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     refuse(name, call_breaches(name, arguments, **says))
 
 
+@checked
 def call_breaches(
     name: str,
     arguments: Mapping[str, Any],
@@ -62,10 +63,6 @@ def call_breaches(
     **says: Any,
 ) -> tuple[Breach, ...]:
     """Every rule that the call breaks; arguments as in `check_call`."""
-    require("name", name, str, "It is the operator's name.", "Pass it as its package does.")
-    require("arguments", arguments, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
-    if segments is not None:
-        of_segments(segments)
     if name.rpartition(".")[2] in ATTENTION:
         sizes = sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
         tail = segments is not None and sizes.get("Tq") == segments.array.size != segments.num_tokens

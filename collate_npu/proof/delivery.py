@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collate_npu.checked import checked, hold_against
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of
@@ -71,6 +72,7 @@ class Delivery:
         return f"collate_npu: every layer got what the batch says: {told}{'' if self.alone is None else f'; {self.alone}'}"
 
 
+@checked
 def check_delivery(
     model: Any,
     batch: Mapping[str, Any],
@@ -97,7 +99,6 @@ def check_delivery(
     'attention_mask int64 [2, 3]'
     """
     inner = _known(model)
-    _check_settings(batch=batch, segments=segments, context_parallel=context_parallel, forward=forward)
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
         rule = "A stage of a pipeline runs by its schedule alone."
         remedy = "Pass forward=, or check the model with pipeline size 1."
@@ -109,6 +110,7 @@ def check_delivery(
     return replace(found, alone=_check_alone(inner, batch, case, logits, forward)) if alone else found
 
 
+@checked
 def guard_first_batch(
     model: Any,
     *,
@@ -133,7 +135,8 @@ def guard_first_batch(
         1, 3, 3] to 1 layer
     """
     inner = _known(model)
-    _check_settings(report=report, only=only, **settings)
+    _check_settings(settings)
+    hold_against(check_delivery, settings)
     say_outside("megatron-core" if consumer_of(model) == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
@@ -160,26 +163,11 @@ def guard_first_batch(
     return held.close
 
 
-_KINDS: dict[str, tuple[Any, str]] = {
-    "batch": (Mapping, "It is what the model is called with, a dict."),
-    "segments": (Segments, "It is Segments, of the whole rows: Segments.from_keep(mask) makes them of a 2D mask."),
-    "context_parallel": (ContextParallel, "It is ContextParallel(size, rank)."),
-    "pattern": ((str, Pattern), "It is a Pattern, or the name of one."),
-    "forward": (Callable, "It is called with the batch."),
-    "report": (Callable, "It is called with what was proved."),
-    "only": (Callable, "It is called with the arguments of a forward."),
-}
-"""What each setting is."""
-
-
-def _check_settings(**given: Any) -> None:
-    for name, value in given.items():
-        if name not in _KINDS:
-            remedy = f"Known are {', '.join(sorted({*_KINDS} - {'batch'}))}, and alone."
-            raise CollateError(explain("check_delivery", f"{name}=", "It has no such setting.", remedy))
-        kind, rule = _KINDS[name]
-        if not isinstance(value, kind) and (value is not None or name in ("batch", "report", "only")):
-            raise CollateError(explain(name, f"a {type(value).__name__}", rule, "Pass that, or leave it out."))
+def _check_settings(names: Collection[str]) -> None:
+    known = {"segments", "pattern", "context_parallel", "forward"}
+    if unknown := sorted({*names} - known):
+        remedy = f"Known are {', '.join(sorted(known))}, and alone."
+        raise CollateError(explain("check_delivery", f"{unknown[0]}=", "It has no such setting.", remedy))
 
 
 def _known(model: Any) -> nn.Module:

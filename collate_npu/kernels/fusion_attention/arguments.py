@@ -28,7 +28,7 @@ from torch import Tensor
 from collate_npu.arrays import whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import flag, here, of_segments
+from collate_npu.kernels.breach import here
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED
@@ -61,7 +61,7 @@ def choose_form(
     >>> choose_form(Segments.from_lengths([3, 5])).name, choose_form(Segments.from_lengths([3, 5], side="left")).name
     ('triangle', 'dense')
     """
-    return _choose(segments, _terms(of_segments(segments), Pattern.of(pattern), layout, causal_mode), layout)
+    return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
 
 
 def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
@@ -121,7 +121,7 @@ def fusion_attention_kwargs(
         raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern, device = Pattern.of(pattern), here(device)
     max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
-    terms = _terms(of_segments(segments), pattern, layout, causal_mode)
+    terms = _terms(segments, pattern, layout, causal_mode)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
     if form.name in ("shared", "dense"):
@@ -220,7 +220,7 @@ def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, kee
     lengths = list(segments.sequence_lengths)
     if terms.chunk:
         lengths = [int(n) for places in offsets for n in np.bincount(places // terms.chunk) if n]
-    tail = varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[segments.num_sequences + 1 :]
+    tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
     ends = [*np.cumsum(lengths).tolist(), *tail]
     limits = {"sequences": MAX_SEQUENCES} | ({"sequences with a prefix": MAX_PREFIX_ROWS} if terms.prefixes else {})
     for what, limit in limits.items():

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
 from collate_npu.checked import checked
-from collate_npu.kernels.breach import Breach, flag, of_segments, refuse, require
+from collate_npu.kernels.breach import Breach, refuse
 from collate_npu.kernels.fusion_attention import accepted_wrong, refused
 from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
 from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall
@@ -48,9 +48,8 @@ def contract_breaches(
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
     """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
-    require("kwargs", kwargs, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
     tnd = str(kwargs.get("input_layout")).upper() == "TND"
-    follow = {} if segments is None else _sizes_of(of_segments(segments), tnd, keep_tail)
+    follow = {} if segments is None else _sizes_of(segments, tnd, keep_tail)
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
     if segments is not None:
@@ -102,7 +101,7 @@ def check_contract(
 def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
     """The sizes of query and key that follow from the batch."""
     if tnd:
-        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=flag("keep_tail", keep_tail)).cu_seqlens_host[-1])
+        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
     B, S = segments.shape
     return {"B": B, "Sq": S, "Skv": S}
 

@@ -20,14 +20,15 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import NoneType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import once, whole_number
+from collate_npu.checked import wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.kernels.breach import require
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
@@ -85,7 +86,6 @@ class AttentionCall:
     Tkv: int | None = None
 
     def __post_init__(self) -> None:
-        require("kwargs", self.kwargs, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
         for name in ("N", "Nkv", "D", "B", "Sq", "Skv", "Tq", "Tkv"):
             if getattr(self, name) is not None or name in ("N", "Nkv", "D"):
                 setattr(self, name, whole_number(name, getattr(self, name)))
@@ -95,8 +95,9 @@ class AttentionCall:
         arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
         arguments |= {name: _integer(name, arguments[name]) for name in INTEGERS}
         arguments |= {name: _float(name, arguments[name]) for name in FLOATS}
-        mask, rule = arguments["atten_mask"], "A mask is a dense tensor, True = blocked, or None."
-        require("atten_mask", mask, Tensor | None, rule, "Use dense(segments, polarity='masked').")
+        mask = arguments["atten_mask"]
+        if not isinstance(mask, Tensor | None):
+            raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)
         self.layout = case_of(arguments["input_layout"])
         self.tnd = bool(self.layout == "TND")
         self.mode: int = arguments["sparse_mode"]

@@ -37,7 +37,7 @@ from torch import Tensor
 from collate_npu.arrays import whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import flag, here, of_segments
+from collate_npu.kernels.breach import here
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
 from collate_npu.kernels.gated_delta.stacks import operator_named
@@ -93,7 +93,7 @@ def gated_delta_kwargs(
         rule = f"{kernel} takes chunks of {', '.join(map(str, taken))} tokens."
         raise UnsupportedFormError(explain("chunk_size", repr(chunk_size), rule, "Pass one of them, to the kernel too."))
     flat = keep_padding is False or max_sequences is not None or not isinstance(padding, str)
-    padded = of_segments(segments).shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
+    padded = segments.shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
     if kernel == "transformers" and not flat and padded:
         boundaries.check_one_sided(segments)
         return {"attention_mask": segments.keep.to(device, torch.int64)}
@@ -101,7 +101,7 @@ def gated_delta_kwargs(
         padding = "behind"
     offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
     block = boundaries.CONV_BLOCK if kernel == "fla_conv" else chunk_size
-    spelled = _spelled(kernel, offsets, block, flag("tables", tables))
+    spelled = _spelled(kernel, offsets, block, tables)
     on_device = {name: x.to(device) for name, x in spelled.items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
     return spelled | on_device
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.kernels.breach import of_segments, require
 from collate_npu.masks.places import fitting_places, with_tail
 from collate_npu.segments import Segments, Values
 
@@ -63,8 +62,7 @@ def flat_offsets(
     how = "'own', 'behind', or the physical offsets of the row"
     if isinstance(padding, str) and padding not in get_args(Padding):
         raise CollateError(explain("padding", repr(padding), f"It is {how}.", "Name one of them."))
-    require("keep_padding", keep_padding, bool | None, "It is True, False or None.", "Leave it out.")
-    if not of_segments(segments).num_tokens:
+    if not segments.num_tokens:
         rule = "A recurrent kernel takes at least one token."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Drop batches without tokens."))
     if not isinstance(padding, str):
@@ -164,8 +162,7 @@ def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
     >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
     [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    require("hidden", hidden, Tensor, "It is a tensor [B, S, ...].", "Pass the padded tensor, tokens second.")
-    if tuple(hidden.shape[:2]) != of_segments(segments).shape:
+    if tuple(hidden.shape[:2]) != segments.shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."
         raise UnsupportedFormError(explain("hidden", shape_of(hidden), rule, "Pass the padded tensor, tokens second."))
     check_one_sided(segments)

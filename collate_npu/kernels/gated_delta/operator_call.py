@@ -25,8 +25,9 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once, whole_number
+from collate_npu.checked import check_fields
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.kernels.breach import Breach, flag, of_segments, require
+from collate_npu.kernels.breach import Breach
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed
@@ -111,7 +112,7 @@ class Call:
 
     operator: Operator
     arguments: Mapping[str, Any]
-    B: int  # None where the tensors have no rows, which counts as one
+    B: Any  # an int; None where the tensors have no rows, which counts as one
     T: int
     chunk_size: int = 64
     training: bool = True
@@ -120,14 +121,8 @@ class Call:
     context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
-        given, example = self.arguments, {"transformers": NEWEST["transformers"]}
-        require("kwargs", given, Mapping, "Arguments are a dict by name.", "Pass the keyword arguments of the call.")
-        how = "Pass ContextParallel(size, rank, layout=...)."
-        require("context_parallel", self.context_parallel, ContextParallel | None, "It is a ContextParallel.", how)
-        require("versions", self.versions, Mapping | None, "Releases are a dict by package.", f"Pass {example}.")
-        self.training = flag("training", self.training)
-        if self.segments is not None:
-            of_segments(self.segments)
+        check_fields(self)
+        given = self.arguments
         self.named = _named(self.versions or {})
         self.arguments = arguments = by_own_names(given)
         for held in map(given.get, HOLDERS):
