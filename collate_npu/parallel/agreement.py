@@ -115,7 +115,8 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Ma
         facts |= {"segments": str(list(segments.shape)), "truth": partial(digest, segments.array)}
     for key, value in batch.items():
         rule = keys.get(key)
-        parts = {f"{key}[{kind!r}]": part for kind, part in value.items()} if isinstance(value, Mapping) else {key: value}
+        by_layer = isinstance(value, Mapping) and rule is not None and rule.role == "mask"
+        parts = {f"{key}[{kind!r}]": part for kind, part in value.items()} if by_layer else {key: value}
         for name, part in parts.items():
             if isinstance(part, Tensor):
                 facts[name] = _kind(part) if rule == KEYS.get(key) else f"{_kind(part)} as {rule}"
