@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from collate_npu.errors import CollateError, explain
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
@@ -51,6 +53,13 @@ class Key:
     role: Role | None = None
     """What it tells of the batch's shape, padding or packing; the door reads by role."""
     why: str = ""
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", get_args(Kind)), ("share", get_args(Share)), ("role", (*get_args(Role), None))):
+            held = getattr(self, name)
+            if not isinstance(held, str | None) or held not in known:
+                rule = f"{name} is one of {', '.join(map(str, known))}."
+                raise CollateError(explain(f"Key.{name}", repr(held)[:60], rule, "Name one of them."))
 
 
 TOKENS = Key(kind="tokens", why="one value a token")

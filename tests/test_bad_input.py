@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from collate_npu import CollateError, PaddingCollator, Segments, check_delivery, describe, guard_first_batch
+from collate_npu.kernels.gated_delta import gated_delta_breaches
+from collate_npu.keys import Key
 from collate_npu.tools.show import picture
 
 pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
@@ -102,6 +104,11 @@ COLLATED = {
     "lengths of 2**60": (lambda: Segments.from_lengths([HUGE]), PLACES),
     "a width of 2**60": (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
     "offsets of 2**60": (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
+    "a kind of key": (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
+    "a package's name": (
+        lambda: gated_delta_breaches({}, kernel="fla", B=1, T=1, versions={"flaa": "0.5.2"}),
+        "Write 'fla'",
+    ),
     "no lengths": (lambda: Segments.from_lengths(None), "lengths: got a NoneType"),
 }
 DRAWN = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -251,6 +252,9 @@ def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
     """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
     written = {str(package).replace("-", "_").lower(): str(version or "").strip() for package, version in versions.items()}
     for name, version in written.items():
+        if name not in _SPELLINGS and (near := get_close_matches(name, NEWEST, n=1, cutoff=0.75)) and near[0] != name:
+            rule = f"The packages are {', '.join(NEWEST)}."
+            raise CollateError(explain("versions", repr(name)[:60], rule, f"Write {near[0]!r}."))
         if not (re.search(r"\d", version) or version.lower() in ("", *_BRANCHES, *_ABSENT)):
             rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
             raise CollateError(explain(f"versions[{name!r}]", repr(version)[:60], rule, remedy))
