@@ -13,7 +13,7 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1520, 1250),
+    "ground": (1530, 1250),
     "masks": (2590, 2400),
     "parallel": (1600, 1450),
     "kernels": (3580, 3400),
@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (3760, 3600),
-    "tests": (35520, 33000),
+    "tests": (35540, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18115, 12000)}

@@ -179,7 +179,8 @@ def test_a_mask_that_loses_a_nested_sample_is_refused():
         batch = packing("attention_mask")(features)
         return batch | {"attention_mask": batch["attention_mask"].masked_fill(batch["input_ids"] == 5, 0)}
 
-    with pytest.raises(CollateError, match="disagrees with the samples"):
+    [row] = [b for b, ids in enumerate(packing()(NESTED)["input_ids"].tolist()) if 5 in ids]
+    with pytest.raises(CollateError, match=f"1 bad row.\n  row {row}: .*\n.*disagrees with the samples"):
         wrap_collator(losing)(NESTED)
 
 
@@ -269,7 +270,9 @@ ALIGNED = {
 
 
 @pytest.mark.parametrize("told", ALIGNED)
-@pytest.mark.parametrize("rows", [[[1, 2, 3], [4, 5]], [[1], [0]], [[0, 0], [0]], [[1, 2, 3]]], ids=str)
+@pytest.mark.parametrize(
+    "rows", [[[1, 2, 3], [4, 5]], [[1], [0]], [[0, 0], [0]], [[1, 2, 3, 4], [5, 0], [0]], [[1, 2, 3]]], ids=str
+)
 def test_padding_behind_each_sample_is_padding_whatever_its_id(rows, told):
     """Also where the pad token, 0, is a real one: by the ids alone the second sample would stand behind the first."""
     inner = PaddingCollator(pad_token_id=0, padding_free=True, layout=Layout(sequence_multiple=4))

@@ -231,6 +231,16 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
         route("transformers", Segments.from_lengths([3, longest]), config=config, attn_implementation=kernel)
 
 
+@pytest.mark.parametrize("layers", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
+def test_each_kind_of_layer_gets_a_mask_of_its_own(layers):
+    config = SimpleNamespace(sliding_window=2, layer_types=layers)
+    model = Model(config=config, needs_mask_2d=False, attn_implementation="sdpa")
+    packed = Segments.from_lengths([[3, 5]])
+    found = transformers_room.patterns_by_kind(transformers_room.Case(segments=packed, model=model))
+    windows = {"sliding_attention": Pattern.sliding(2), "full_attention": Pattern.of("causal")}
+    assert found == ({kind: windows[kind] for kind in layers} if len(layers) > 1 else {"": Pattern.sliding(2)})
+
+
 def test_a_config_is_asked_once_for_each_side():
     """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
     config = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)
