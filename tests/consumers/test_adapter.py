@@ -168,6 +168,10 @@ def test_an_argument_namespace():
     kernels = ((local, "megatron"), (enum, "megatron"), (fused, "transformer_engine"), ({}, "megatron"))
     for given, consumer in (*kernels, ({"attention_backend": "flash"}, "transformer_engine")):
         assert BatchAdapter.from_args(SimpleNamespace(padding_free=False, **given), model=HYBRID).consumer.name == consumer
+    config = SimpleNamespace(model_type="mine", layer_types=["linear_attention"])
+    told = SimpleNamespace(padding_free=False, model_info=SimpleNamespace(config=config))
+    assert BatchAdapter.from_args(told).model.needs_mask_2d is True
+    assert BatchAdapter.from_args(told, needs_mask_2d=False).model.needs_mask_2d is False
     split = SimpleNamespace(padding_free=False, context_parallel_size=2)
     cp = ContextParallel(2, 1)
     assert BatchAdapter.from_args(split, needs_mask_2d=True, context_parallel=cp).context_parallel is cp

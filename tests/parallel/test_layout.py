@@ -96,7 +96,7 @@ def test_multiples(settings, multiple):
 def test_the_multiple_leaves_every_tensor_parallel_rank_whole_blocks(case, block):
     cp = replace(case[0], block=block)
     S = cp.multiple
-    assert S % (cp.size * cp.tensor_parallel * block) == 0
+    assert S % (cp.size * cp.tensor_parallel * block) == cp.min_multiple % (cp.size * block) == 0
     assert len(token_rows(S, cp, [0, S])) * cp.size == S
 
 
