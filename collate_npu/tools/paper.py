@@ -87,8 +87,8 @@ def check_place(path: Path) -> None:
     file would be."""
     if path.is_symlink():
         raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
-    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
-        got = "a folder" if path.is_dir() else "no file" if path.exists() else "no folder of that name"
+    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
+        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
         raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import os
 import re
 
 import pytest
@@ -102,3 +103,10 @@ def test_a_place_that_is_no_figure_is_refused_with_what_is_one(monkeypatch, tmp_
     with pytest.raises(CollateError, match=r"pip install 'collate-npu\[plots\]'"):
         paper.check_figure(tmp_path / "a.png")
     paper.check_figure(tmp_path / "b.svg")
+
+
+def test_a_pipe_that_nobody_reads_is_refused_before_anything_is_drawn(tmp_path):
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(CollateError, match="got a pipe"):
+        paper.check_place(tmp_path / "pipe.html")
+    paper.check_place(tmp_path / "new.html")

@@ -67,3 +67,9 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
 def test_several_tensors_and_none_of_them_the_mask(tmp_path):
     with pytest.raises(CollateError, match="A mask is one tensor"):
         mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
+
+
+def test_what_a_list_holds_counts_for_the_size_of_a_file(tmp_path):
+    torch.save({"input_ids": [{"deep": torch.zeros(1).expand(1 << 40)}]}, tmp_path / "bomb.pt")
+    with pytest.raises(CollateError, match="opens to at most 1024 MiB"):
+        batch_of_file(tmp_path / "bomb.pt")

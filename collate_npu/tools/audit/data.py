@@ -91,29 +91,32 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
         if len(_unpacked(path, MOST_BYTES)) == MOST_BYTES and path.suffix == ".gz":
             raise ValueError(f"it unpacks to {MOST_BYTES >> 20} MiB or more")
         try:
-            _check_parquet(path if reader == "from_parquet" else None)
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
-                table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
-                records = table.select(range(min(len(table), MOST))).to_list()
+                if path.suffix == ".parquet":
+                    records = _parquet(path)
+                else:
+                    table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
+                    records = table.select(range(min(len(table), MOST))).to_list()
         except Exception as error:  # of datasets' own, which says less than what caused it
             raise error.__cause__ or error from None
     for n, record in enumerate(records):
         yield _row(f"{path}, row {n}", record)
 
 
-def _check_parquet(path: Path | None) -> None:
-    """Its own count of values, and the bytes of its first rows: runs and dictionaries of a few bytes hold any number."""
-    if path is None:
-        return
-    file, held = import_module("pyarrow.parquet").ParquetFile(path), 0
-    groups = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
-    values = sum(group.column(n).num_values for group in groups for n in range(group.num_columns))
-    if values > MOST_BYTES:
-        raise ValueError(f"it holds {values} values, at most {MOST_BYTES} are read")
-    for batch in file.iter_batches(batch_size=64):
-        held += batch.nbytes
-        if held > 16 * MOST_BYTES:
-            raise ValueError(f"it unpacks to {held >> 20} MiB or more")
+def _parquet(path: Path) -> list[Any]:
+    """Its first rows, batch by batch: runs and dictionaries of a few bytes hold any number of values."""
+    file, rows, held = import_module("pyarrow.parquet").ParquetFile(path), list[Any](), 0
+    for n in range(file.num_row_groups):
+        group = file.metadata.row_group(n)
+        values = sum(group.column(k).num_values for k in range(group.num_columns))
+        if values > MOST_BYTES:
+            raise ValueError(f"row group {n} holds {values} values, at most {MOST_BYTES} are read")
+        for batch in file.iter_batches(batch_size=64, row_groups=[n]):
+            held += batch.nbytes
+            if len(rows) >= MOST or held > 4 * MOST_BYTES:
+                return rows[:MOST]
+            rows += batch.to_pylist()
+    return rows[:MOST]
 
 
 def _row(where: str, record: Any) -> Row:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from collate_npu import CollateError
+from collate_npu.tools.audit import data
 from collate_npu.tools.audit.data import read_rows, shipped_text
 
 RECORDS = [{"text": "one"}, {"text": "two"}]
@@ -121,3 +122,19 @@ def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
     with pytest.raises(CollateError, match="pip install datasets"):
         read_rows(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["in many groups", "in one group"])
+def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_path, monkeypatch, many):
+    """One group can hold any number of values in a few bytes; many small ones are read as far as wanted."""
+    pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(data, "MOST_BYTES", 1000)
+    table = pytest.importorskip("pyarrow").table({"input_ids": [[1, 2, 3, 4, 5]] * 4000})
+    path = tmp_path / "large.parquet"
+    parquet.write_table(table, path, row_group_size=4000 if many else 100)
+    if many:
+        with pytest.raises(CollateError, match="row group 0 holds 20000 values"):
+            read_rows(path)
+    else:
+        assert 0 < len(read_rows(path)) < 4000
