@@ -1,12 +1,13 @@
 """Checked: what a public function is given is held against its own annotations, so that a wrong kind of thing is refused
 in words and not met somewhere inside. Judged are tensors, whole numbers, flags, names and our own classes; what a function
-reads in many forms (`Any`, sequences) it judges itself. Costs 2 us a call.
+reads in many forms (`Any`, sequences) it judges itself. Costs 1 us a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
+from itertools import chain
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,16 +48,16 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
-            hold_against(function, dict(zip(names, args)) | kwargs)
+            hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
     return called
 
 
-def hold_against(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
     """Raise for what `function` would be given by name and does not take."""
     judged = _kinds(function)
-    for name, value in given.items():
+    for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
             raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
@@ -64,7 +65,7 @@ def hold_against(function: Callable[..., Any], given: Mapping[str, Any]) -> None
 
 def check_fields(held: Any) -> None:
     """The same for the fields of a dataclass, when it is made."""
-    hold_against(held.__class__, {name: getattr(held, name, None) for name in _kinds(held.__class__) if name[0] != "_"})
+    hold_against(held.__class__, ((name, getattr(held, name, None)) for name in _kinds(held.__class__) if name[0] != "_"))
 
 
 @cache
@@ -101,10 +102,11 @@ def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 def dimension(name: str, x: Tensor, dim: Any) -> int:
     """The dimension of a tensor that is meant, counted from the first."""
-    if not isinstance(dim, Integral) or not -x.ndim <= int(dim) < x.ndim:
-        rule = f"{name} has {x.ndim} dimensions."
+    N = x.ndim
+    if not (type(dim) is int or isinstance(dim, Integral)) or not -N <= int(dim) < N:
+        rule = f"{name} has {N} dimensions."
         raise CollateError(explain("dim", repr(dim)[:80], rule, "Name the one that is the sequence."))
-    return int(dim) % x.ndim
+    return int(dim) % N
 
 
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:

@@ -356,7 +356,9 @@ def of_keep(keep_BS: Array) -> Segments:
     real = np.count_nonzero(keep_BS)
     for side in SIDES:
         if real == sum(lengths := arrays.one_run(keep_BS, side)):
-            return of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+            segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+            segments._keep_BS = keep_BS.copy()
+            return segments
     return _built(keep_BS)
 
 

@@ -9,7 +9,6 @@ samples, O(B) for each key. Legend: B samples, L tokens of one sample, T of all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import accumulate, pairwise
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple
@@ -203,6 +202,8 @@ def _is_targets(column: list[Any], lengths: list[int]) -> bool:
 
 
 def _holds_floats(values: Any) -> bool:
+    if isinstance(values, np.ndarray):
+        return bool(values.dtype.kind == "f")
     if isinstance(values, list) and {*map(type, values)} <= {int}:
         return False
     try:
@@ -285,31 +286,38 @@ def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
 
 
 def _of_table(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
-    pyarrow: Any = import_module("pyarrow")
+    import pyarrow
+
     whole = table if isinstance(table, pyarrow.Table) else pyarrow.table(table)
-    if twice := sorted({name for name in whole.column_names if whole.column_names.count(name) > 1}):
+    names = whole.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         rule = "A column has a name of its own."
         raise CollateError(explain("features", f"{', '.join(twice)} more than once", rule, "Drop or rename one of them."))
-    rows = {name: keys.get(name, SAMPLE).kind in _BY_TOKEN for name in whole.column_names}
-    return {name: _arrow_rows(whole[name]) if rows[name] else whole[name].to_pylist() for name in whole.column_names}
+    rows = {name: keys.get(name, SAMPLE).kind in _BY_TOKEN for name in names}
+    return {name: _arrow_rows(column) if rows[name] else column.to_pylist() for name, column in zip(names, whole.columns)}
 
 
 def _arrow_rows(column: Any) -> list[Any]:
     """Slices of the values where a column is lists of numbers without nulls; whatever else it is, Python's own values."""
-    types: Any = import_module("pyarrow.types")
+    from pyarrow import types
+
     kind = column.type
     lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     numbers = lists and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)) and not column.null_count
-    if not numbers or any(chunk.values.null_count for chunk in column.chunks):
+    chunks = column.chunks if numbers else []
+    if not numbers or any(chunk.values.null_count for chunk in chunks):
         return list(column.to_pylist())
-    return [row for chunk in column.chunks for row in _chunk_rows(chunk, types.is_fixed_size_list(kind))]
+    return [row for chunk in chunks for row in _chunk_rows(chunk, types.is_fixed_size_list(kind))]
 
 
 def _chunk_rows(chunk: Any, fixed: bool) -> Iterator[Array]:
     """What a slice of the chunk leaves out is in its values, and its offsets know."""
-    first, values = chunk.offset, chunk.values.to_numpy()
-    size = chunk.type.list_size if fixed else 0
-    bounds = range(first * size, (first + len(chunk) + 1) * size, size) if fixed else chunk.offsets.to_numpy().tolist()
+    values = chunk.values.to_numpy()
+    if fixed:
+        first, size = chunk.offset, chunk.type.list_size
+        bounds = range(first * size, (first + len(chunk) + 1) * size, size)
+    else:
+        bounds = chunk.offsets.to_numpy().tolist()
     return (values[low:high] for low, high in pairwise(bounds))
 
 

@@ -46,29 +46,29 @@ def labels_for(
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, moved: bool | None) -> Array:
     """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
-    ids_BS = segments.array if segments.packed else keep_array(segments)
     labels_BS = sources.array(key)
-    if labels_BS.shape != ids_BS.shape:
+    if labels_BS.shape != segments.shape:
         return np.zeros(0, bool)
-    unread_BS: Array = ids_BS == 0 if segments.packed else ~ids_BS  # numpy compares bool with a number in 20 times as long
+    read_BS: Array = labels_BS >= 0
+    ids_BS = segments.array if segments.packed else keep_array(segments)
+    real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
     behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
-    if behind and rule == "next":
-        tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
-        if moved is None and tokens_BS is not None:
-            moved = are_moved(tokens_BS, labels_BS, segments)
-        unread_BS |= _across(ids_BS, unread_BS, labels_BS, tokens_BS, moved)
-    unread_BS &= labels_BS >= 0
-    return unread_BS
+    if not behind or rule != "next":
+        return np.greater(read_BS, real_BS, out=read_BS)
+    tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
+    if moved is None and tokens_BS is not None:
+        moved = are_moved(tokens_BS, labels_BS, segments)
+    return read_BS & (~real_BS | _across(ids_BS, real_BS, labels_BS, tokens_BS, moved))
 
 
-def _across(ids_BS: Array, padding_BS: Array, labels_BS: Array, tokens_BS: Array | None, moved: bool | None) -> Array:
+def _across(ids_BS: Array, real_BS: Array, labels_BS: Array, tokens_BS: Array | None, moved: bool | None) -> Array:
     """bool `[B, S]`: the first places of sequences (a hole ends one); of moved labels the last, where it is the token that
     stands next: any other is the sample's own."""
     across_BS = np.zeros(ids_BS.shape, bool)
     other_BS = ids_BS[:, 1:] != ids_BS[:, :-1]
     if moved:
         following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
-        across_BS[:, :-1] = other_BS & ~padding_BS[:, :-1] & ~padding_BS[:, 1:] & following
+        across_BS[:, :-1] = other_BS & real_BS[:, :-1] & real_BS[:, 1:] & following
     elif moved is not None:  # the shift drops a row's first
         across_BS[:, 1:] = other_BS
     return across_BS

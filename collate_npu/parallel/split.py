@@ -211,20 +211,19 @@ def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
     """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
     if runs == ((0, x.shape[dim]),):
         return x
-    if len(runs) == 2 and (taken := _two_chunks(x, dim, *runs)) is not None:
-        return taken
     if len(runs) > _FEW_RUNS:
         return x.index_select(dim, indices(runs).to(x.device))
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)], dim)
+    runs = runs or ((0, 0),)
+    if _copies_faster_by_numpy(x, dim, runs):
+        values, at = x.numpy(), [(*(slice(None),) * dim, slice(*run)) for run in runs]
+        parts = [values[places] for places in at]
+        return torch.from_numpy(parts[0].copy() if len(parts) == 1 else np.concatenate(parts, dim))
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
-def _two_chunks(x: Tensor, dim: int, one: Run, other: Run) -> Tensor | None:
-    """Two equal runs, as zigzag has them, by numpy, whose copy starts faster; None where they are not, or threads help."""
-    width, size = x.shape[dim], one[1] - one[0]
-    plain = x.dtype in _PLAIN and x.is_cpu and not x.requires_grad and x.is_contiguous()
-    few = torch.get_num_threads() == 1 or x.nbytes * size < _FEW_BYTES * width
-    if not (plain and few) or other[1] - other[0] != size or width % size or one[0] % size or other[0] % size:
-        return None
-    chunks = x.numpy().reshape(*x.shape[:dim], width // size, size, *x.shape[dim + 1 :])
-    taken = chunks.take((one[0] // size, other[0] // size), axis=dim)
-    return torch.from_numpy(taken.reshape(*x.shape[:dim], 2 * size, *x.shape[dim + 1 :]))
+def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
+    """numpy's copy starts faster; torch's has threads, which help from half a megabyte on."""
+    if x.dtype not in _PLAIN or not x.is_cpu or x.requires_grad or not x.is_contiguous():
+        return False
+    taken = sum(stop - start for start, stop in runs)
+    return torch.get_num_threads() == 1 or x.nbytes * taken < _FEW_BYTES * x.shape[dim]

@@ -136,7 +136,7 @@ def guard_first_batch(
     """
     inner = _known(model)
     _check_settings(settings)
-    hold_against(check_delivery, settings)
+    hold_against(check_delivery, settings.items())
     say_outside("megatron-core" if consumer_of(model) == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
