@@ -44,7 +44,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
 from collate_npu.masks.sources import Sources, misfit
-from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
+from collate_npu.segments import Segments, keep_array, of_ids, of_keep, position_array, ready
 
 
 @checked
@@ -170,7 +170,8 @@ def _parted(
 ) -> tuple[_Truth | None, Array | None]:
     """The truth with what positions say of it, and the positions, where they may say more."""
     positions_BS = sources.text_positions(shape)
-    sources.counted = truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS)
+    told = truth is not None and positions_BS is not None
+    sources.counted = told and np.array_equal(positions_BS, position_array(truth.segments))
     if positions_BS is None or sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
