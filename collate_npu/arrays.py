@@ -157,7 +157,7 @@ def _run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
     real_T = np.flatnonzero(keep_BS)
     values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
     follows_T = (values_T[1:] == values_T[:-1] + step) & (rows_T[1:] == rows_T[:-1])
-    starts_BS = keep_BS.copy()
+    starts_BS: Array = keep_BS.copy()
     starts_BS.reshape(-1)[real_T[1:][follows_T]] = False
     return starts_BS
 

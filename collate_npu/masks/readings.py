@@ -17,10 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from collate_npu.errors import REMEDY_CARRY_2D, AmbiguousMaskError, explain_rows
+from collate_npu.errors import AmbiguousMaskError, explain_rows
 from collate_npu.masks.evidence import Extents, Shown, UnexplainedError, after_token, all_extents, look
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
-from collate_npu.masks.polarity import Bools
+from collate_npu.masks.polarity import REMEDY_CARRY_2D, Bools
 from collate_npu.masks.square import Region, Square, regions_of
 from collate_npu.segments import Segments, of_keep
 
