@@ -1,9 +1,7 @@
 """Derive: from a mask someone else built to `Segments`, or a refusal that names the readings.
 
-Takes every rank, dtype and polarity in use (transformers, Megatron-LM, ms-swift, verl, torch_npu); reads the whole mask,
-before any context-parallel split. Key masks cost O(B * S), square ones a few passes over their bytes.
-
-Legend: B batch, S width, H heads, Q/K query and key rows.
+Takes every rank, dtype and polarity in use (transformers, Megatron-LM, ms-swift, verl, torch_npu). Key masks cost O(B * S),
+square ones a few passes over their bytes. Legend: B batch, S width, H heads, Q/K query and key rows.
 """
 
 from __future__ import annotations
@@ -76,10 +74,7 @@ def derive_segments(
 
 
 def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Reading:
-    """What a mask of any rank says beside what is known of its batch, a keep mask or the Segments; both must agree.
-
-    Padding that attends itself and the polarity of a key mask are settled by what is known.
-    """
+    """What a mask of any rank says beside a keep mask or the Segments of its batch; both must agree on what is real."""
     keep_BS = known.keep if known.segments is None else known.segments.array != 0
     assert keep_BS is not None
     values, (B, S) = MaskValues(full, polarity), keep_BS.shape
@@ -107,10 +102,7 @@ def _polarities(values: MaskValues) -> tuple[Polarity, ...]:
 
 
 def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
-    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, or as declared, or packing ids `1 1 2 2 0`.
-
-    Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
-    """
+    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
     if held.dtype == torch.bool and held.ndim == 2 and polarity == "keep":
         return of_keep(held.numpy())
     values = MaskValues(held, polarity, key)
@@ -195,20 +187,17 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
     if not found:
         raise _unexplained(values, known, failed)
-    told = [f"as '{name}' {_told(result)}" for name, result in found.items()]
+    said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
     # where a pattern was declared, that may be what is wrong, and not the other reading
-    told += [f"as '{name}' it is {error.instead}" for name, error in failed.items() if error.instead is not None]
+    said |= {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
     result = next(iter(found.values()))
-    if len(told) > 1 and (len(found) > 1 or isinstance(result, Reading)):
-        rule = f"Both readings are possible: {'; '.join(told)}."
+    if len(said) > 1 and (len(found) > 1 or isinstance(result, Reading)):
+        told = "; ".join(f"as '{name}' it is {text}" for name, text in said.items())
+        rule = f"Both readings are possible: {told}."
         raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY))
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
-
-
-def _told(result: Reading | AmbiguousMaskError) -> str:
-    return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result.segments!r}"
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:

@@ -1,12 +1,11 @@
 """Evidence: what a square attention matrix shows: which tokens are real, what each query attends, where sequences part.
 
 A token is real if it attends itself and if its key is used; both must agree. A query row that attends everything while
-others do not is a filler (an empty row that its producer "unmasked") and is no evidence. Sequences end where a real
-token does not attend the real token before it.
+others do not is a filler (an empty row that its producer "unmasked") and is no evidence.
 
-Most masks are those of plain causal attention. So that is tried first, from a few reads of each row, and compared block by
-block: where a block is as expected, what it shows is known; where not, it is read. One pass over the matrix, one block of it
-where the polarity is wrong; memory is a block of rows. Legend: B batch, S width, Q/K query and key rows.
+Most masks are those of plain causal attention: that is guessed from a few reads of each row, and compared block by block;
+what is not as guessed is read. One pass over the matrix, one block of it where the polarity is wrong; memory is a block of
+rows. Legend: B batch, S width, Q/K query and key rows.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ Rows = list[tuple[int, str]]
 class UnexplainedError(Exception):
     """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why.
 
-    `instead` names a pattern that would explain it, where the pattern was given. What is said is read off the matrix when
-    it is asked for: where the other polarity is proved, nobody does.
+    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when asked for.
     """
 
     def __init__(self, told: Callable[[], Rows], instead: Pattern | None = None) -> None:
@@ -122,7 +120,11 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     diagonal_BS, used_BK = square.diagonal(), np.zeros(square.shape, bool)
     may_BK = diagonal_BS if keep_BS is None else keep_BS
     wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
-    if _turned_around(square, diagonal_BS) if keep_BS is None else (keep_BS & ~diagonal_BS).any():
+    if keep_BS is None:  # a token that does not attend itself attends another such: one row tells most wrong polarities
+        inverted_BS = square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS
+    else:
+        inverted_BS = keep_BS & ~diagonal_BS
+    if inverted_BS.any():
         raise wrong
     shown = Shown(square, diagonal_BS, keep_BS)
 
@@ -144,11 +146,6 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     if ((used_BK | (shown.full & shown.counts).any(axis=1, keepdims=True)) & ~shown.real).any():
         raise wrong
     return shown
-
-
-def _turned_around(square: Square, diagonal_BS: Bools) -> bool:
-    """Does the first token that does not attend itself attend another such? One row tells most wrong polarities."""
-    return bool((square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS).any())
 
 
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:

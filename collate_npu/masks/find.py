@@ -1,9 +1,7 @@
 """Find: the one door from a batch to its `Segments`; nothing else decides what a mask, offset, position or length says.
 
-Every source the batch has is read: `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence
-numbers, lengths and positions. Each is checked against the shape of the tokens and against the others, and any
-disagreement raises. Costs O(B * S), and for a dense mask a few passes over its bytes.
-
+Read are `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions.
+Costs O(B * S), and for a dense mask a few passes over its bytes.
 Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 """
 
@@ -129,7 +127,7 @@ def _told(
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
         unsaid = flat is not None and flat[0] == "input_lengths" and not says_padding(sources)
-        rows = {} if unsaid else {key: full for key, full in rows.items() if not _repeats(full, keep_BS)}
+        rows = {} if unsaid else {key: full for key, full in rows.items() if not np.array_equal(full, keep_BS)}
     told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
     if keep_BS is not None:
         told.append(_of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep"))
@@ -171,11 +169,6 @@ def _parted(
     if truth and truth.name in ("position_ids", *sources.offsets) and not says_padding(sources):
         truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
     return truth, positions_BS
-
-
-def _repeats(full: Tensor, keep_BS: Array | None) -> bool:
-    """Is it the 2D mask once more?"""
-    return keep_BS is not None and full.dtype == torch.bool and np.array_equal(full.numpy(), keep_BS)
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:

@@ -3,7 +3,6 @@
 Dense forms cost B * Q * S elements and are built only when asked for; on the CPU every element is written once, by
 copying rows out of one vector of 2 * S elements (a causal block is the same row, shifted). None and varlen cost O(B * S)
 or less; a BlockMask keeps O(B * S) but is found by evaluating every place, unless it is compiled.
-
 Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens without padding, N sequences.
 `■` attends, `⬚` is blocked; the pictures are for lengths 3 and 5.
 """

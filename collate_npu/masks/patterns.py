@@ -203,9 +203,6 @@ class Bidirectional(Pattern):
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         return q == q
 
-    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
-        block_QK[:] = allowed
-
     @classmethod
     def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
         return Bidirectional() if any(prefixes) else None
