@@ -43,7 +43,6 @@ else:
 Array = npt.NDArray[Any]
 Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
-SIDES: tuple[Side, Side] = ("right", "left")
 
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOST_PLACES = 2**31 - 1

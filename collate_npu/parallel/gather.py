@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
 from collate_npu.parallel.groups import check_group, gloo_group, mesh_group
@@ -76,7 +77,9 @@ def gather_sequence(
                 check_group(cp.group, cp.size, cp.rank)
         if cp.size > 1:
             shard = _in_order(_all_gather(shard, cp, loss, str(facts.get("number"))).unbind(0), pieces, dim)
-    return _jagged(shard, torch.tensor(offsets), segments) if output.is_nested else shard
+    if not output.is_nested:
+        return shard
+    return to_nested(shard[None], segments) if segments else jagged(shard, torch.tensor(offsets, device=shard.device))
 
 
 @checked
@@ -121,13 +124,6 @@ def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segment
     if width != S or (dim == 1 and shard[0] != B):
         rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
         raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
-
-
-def _jagged(whole: Tensor, offsets: Tensor, segments: Segments | None) -> Tensor:
-    if segments is None:
-        return jagged(whole, offsets.to(whole.device))
-    keep = segments.indices.to(whole.device)
-    return jagged(whole.index_select(0, keep), segments.cu_seqlens.to(whole.device, torch.int64))
 
 
 def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:
