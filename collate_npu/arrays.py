@@ -44,8 +44,8 @@ Array = npt.NDArray[Any]
 Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
 
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOST_PLACES = 2**31 - 1
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 
@@ -56,10 +56,14 @@ def host_tensor(name: str, value: Any) -> Tensor:
     Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
     fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
     """
-    plain: bool = type(value) is Tensor and value.dtype in _PLAIN and value.is_cpu
-    if plain and value.layout is torch.strided and not value.is_nested:
-        held: Tensor = value.detach() if value.requires_grad else value
-        return held
+    if (
+        type(value) is Tensor
+        and value.dtype in _PLAIN
+        and value.is_cpu
+        and value.layout is torch.strided
+        and not value.is_nested
+    ):
+        return value.detach()
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     if _means_something_else(type(value)):

@@ -7,7 +7,6 @@ square ones a few passes over their bytes. Legend: B batch, S width, H heads, Q/
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
@@ -103,8 +102,6 @@ def _polarities(values: MaskValues) -> tuple[Polarity, ...]:
 
 def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
     """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
-    if held.dtype == torch.bool and held.ndim == 2 and polarity == "keep":
-        return of_keep(held.numpy())
     values = MaskValues(held, polarity, key)
     if values.full.ndim != 2:
         raise _no_shape(values)

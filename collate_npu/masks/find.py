@@ -34,7 +34,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
 from collate_npu.masks.sources import Sources, misfit
-from collate_npu.segments import Segments, keep_array, of_ids, position_array, ready
+from collate_npu.segments import Segments, keep_array, of_ids, of_keep, position_array, ready
 
 
 @checked
@@ -127,10 +127,13 @@ def _told(
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
         unsaid = flat is not None and flat[0] == "input_lengths" and not says_padding(sources)
-        rows = {} if unsaid else {key: full for key, full in rows.items() if not np.array_equal(full, keep_BS)}
+        repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
+        rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
     told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
     if keep_BS is not None:
-        told.append(_of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep"))
+        plain = keep_BS.dtype == bool and keep_BS.ndim == 2
+        keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
+        told.append(keep)
     beside = bool(told)
     for key, full in rows.items():
         zeros = beside and not bool(full.any())  # alone they could mean anything
