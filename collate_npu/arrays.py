@@ -1,8 +1,6 @@
 """Arrays: what a caller hands in, as a CPU tensor or an array; and what ids, keep masks and positions `[B, S]` show of
-their rows: where padding stands, where sequences begin.
-
-Everything public takes tensors, numpy arrays and nested lists alike; they come in here, or an error names the type. What
-is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
+their rows: where padding stands, where sequences begin. Everything public takes tensors, numpy arrays and nested lists.
+What is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ def side_of(keep_BS: Array) -> PaddingSide:
     return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
 
 
-def _run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
+def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
     """Real tokens whose value is not `step` more than that of the real token before them in their row, bool `[B, S]`."""
     real_T = np.flatnonzero(keep_BS)
     values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
@@ -167,7 +165,7 @@ def _run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
 
 def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
     """Where sequences begin by their positions, bool `[B, S]`; in which rows each counts 0, 1, 2, ..., bool `[B]`."""
-    starts_BS = _run_starts(positions_BS, keep_BS, step=1)
+    starts_BS = run_starts(positions_BS, keep_BS, step=1)
     return starts_BS, ~(starts_BS & (positions_BS != 0)).any(axis=1)
 
 
@@ -206,7 +204,7 @@ def check_order(ids_BS: Array) -> None:
 
 def _numbered(ids_BS: Array) -> tuple[Array, Array]:
     """1, 2, ... for each run of one label in a row, and where each begins."""
-    starts_BS = _run_starts(ids_BS, ids_BS != 0, step=0)
+    starts_BS = run_starts(ids_BS, ids_BS != 0, step=0)
     return np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0), starts_BS
 
 

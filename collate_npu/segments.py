@@ -3,9 +3,7 @@
 The smallest thing from which every mask, offset and position follows. It lives on the host, costs four bytes a token,
 and is built where the lengths are known (the collator) or derived, with proof, from a mask someone else built.
 Every tensor it gives is a fresh one: writing to it changes nothing else.
-
-Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch.
-`■` is a real token, `⬚` padding.
+Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch. `■` is a real token, `⬚` padding.
 """
 
 from __future__ import annotations

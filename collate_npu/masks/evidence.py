@@ -30,14 +30,9 @@ class UnexplainedError(Exception):
     `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when asked for.
     """
 
-    def __init__(self, told: Callable[[], Rows], instead: Pattern | None = None) -> None:
+    def __init__(self, rows: Callable[[], Rows], instead: Pattern | None = None) -> None:
         super().__init__()
-        self._told, self.instead = told, instead
-
-    @property
-    def rows(self) -> Rows:
-        """`(row of the batch, what is wrong with it)`."""
-        return self._told()
+        self.rows, self.instead = rows, instead
 
 
 @dataclass(slots=True)
@@ -174,10 +169,8 @@ def fillers(full_BQ: Bools) -> Bools:
 
 
 def read_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
-    """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend.
-
-    Where it is not known which rows count, those that attend everything do not.
-    """
+    """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend: where
+    that is not known, all that do not attend everything."""
     rows_QK = square.rows(b, low, high)
     at, own_Q = (b, slice(low, high)), np.arange(low, high)
     first_Q, last_Q = rows_QK.argmax(axis=1), rows_QK.shape[1] - 1 - rows_QK[:, ::-1].argmax(axis=1)

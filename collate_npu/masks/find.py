@@ -19,17 +19,9 @@ from collate_npu.arrays import Array, as_ids
 from collate_npu.checked import checked
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+from collate_npu.masks import offsets
 from collate_npu.masks.derive import MASK_KEY, check_same_padding, read_bare_mask, read_keys, read_mask, spelled
 from collate_npu.masks.hazards import hazards, say_hazards
-from collate_npu.masks.offsets import (
-    check_offsets,
-    check_positions,
-    parted_by_positions,
-    says_padding,
-    segments_from_offsets,
-    unless_in_doubt,
-    without_tail,
-)
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
@@ -81,15 +73,15 @@ def agreed(
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth, positions_BS = _parted(sources, _told(sources, shape, polarity, squares), shape, padding_free)
     told = truth is not None
-    parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
+    parting_BS = None if told or positions_BS is None else offsets.unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
         truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared, own))
     if truth is None:
         raise _unknown(sources, padding_free)
     if positions_BS is not None:
-        check_positions(positions_BS, truth.segments)
+        offsets.check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
-        check_offsets(sources, truth.segments)
+        offsets.check_offsets(sources, truth.segments)
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
@@ -123,10 +115,10 @@ def _told(
     """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree."""
     numbered_BS = sources.array(SEGMENT_KEY) if sources.named["segment_ids"] else None
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    flat = segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
+    flat = offsets.segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
-        unsaid = flat is not None and flat[0] == "input_lengths" and not says_padding(sources)
+        unsaid = flat is not None and flat[0] == "input_lengths" and not offsets.says_padding(sources)
         repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
         rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
     told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
@@ -167,10 +159,10 @@ def _parted(
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+    if known and (found := offsets.parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
         truth = _Truth("position_ids", *found)
-    if truth and truth.name in ("position_ids", *sources.offsets) and not says_padding(sources):
-        truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    if truth and truth.name in ("position_ids", *sources.offsets) and not offsets.says_padding(sources):
+        truth = truth._replace(segments=offsets.without_tail(sources, truth.segments, positions_BS))
     return truth, positions_BS
 
 
@@ -209,7 +201,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
         try:
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
-            told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
+            told = None if positions_BS is None else offsets.parted_by_positions(positions_BS, None, padding_free=False)
             if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])

@@ -3,7 +3,6 @@
 A pattern is one class, a frozen dataclass: `attends` is its definition, from which every form follows. What else the laws
 need of it (`causal`, `cuts`, `settles`) it declares, and that is compared with the definition when it is made. A fast
 `fill` and the readings of a mask that it explains (`explaining`) are optional, and tested to agree with the definition.
-
 Legend: q, k the places of a query and a key, counted from the first token of their sequence; n the number of the
 sequence in the batch; Q, K query and key rows.
 """

@@ -7,8 +7,6 @@ of 16; and there with offsets of a fixed length, for 4 sequences, as recurrent l
     1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     places 4 4 8        offsets 0 4 8 16
                                         places 4 4 4 4      offsets 0 4 8 12 16
                                         places 4 4 8 0      offsets 0 4 8 16 16
-
-Legend: S width, N sequences.
 """
 
 from __future__ import annotations

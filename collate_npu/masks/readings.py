@@ -179,8 +179,8 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
 def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
     """Padding may attend itself (a forced diagonal, a sequence of its own) and then looks like a sequence.
 
-    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows
-    nothing: it was unmasked, or is a token of padding that attends the others and, on its diagonal, itself.
+    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
+    it was unmasked, or is padding that attends the others and, on its diagonal, itself.
     """
     if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
         return

@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 from collate_npu.errors import CollateError, explain
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits where its group does not say: as long as NCCL's collectives wait by default."""
-
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
 
@@ -59,7 +56,7 @@ def timeout_of(group: Any) -> timedelta:
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(told := getattr(options, "_timeout", None), timedelta):
             return told
-    return TIMEOUT
+    return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
 def megatron_group() -> tuple[Any, int]:

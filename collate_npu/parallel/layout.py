@@ -11,7 +11,7 @@ Nothing here touches a tensor of the batch or a process group; the cost is O(run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from math import lcm
@@ -201,18 +201,16 @@ def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
     _check_width(width, cp)
     bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
-    ring_rank = cp.rank // cp.ulysses_size
-    return _merged(run for start, stop in bounds for run in _ring_chunks(start, stop, cp._ring, ring_rank, cp._chunks))
+    at, runs = cp.rank // cp.ulysses_size, list[Run]()
+    for start, stop in bounds:
+        size = (stop - start) // cp.document_multiple
+        runs.append((start + at * size, start + (at + 1) * size))
+        if cp._chunks == 2:
+            runs.append((stop - (at + 1) * size, stop - at * size))
+    return _merged(runs)
 
 
-def _ring_chunks(start: int, stop: int, ring: int, rank: int, chunks: int) -> Iterator[Run]:
-    size = (stop - start) // (chunks * ring)
-    yield start + rank * size, start + (rank + 1) * size
-    if chunks == 2:
-        yield stop - (rank + 1) * size, stop - rank * size
-
-
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
