@@ -18,7 +18,7 @@ from collate_npu import debug
 from collate_npu.arrays import Array, as_ids
 from collate_npu.checked import checked
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks import offsets
 from collate_npu.masks.derive import MASK_KEY, check_same_padding, read_bare_mask, read_keys, read_mask, spelled
 from collate_npu.masks.hazards import hazards, say_hazards
@@ -113,7 +113,6 @@ def _told(
     sources: Sources, shape: tuple[int, int], polarity: Polarity | None, squares: Mapping[str, Tensor]
 ) -> _Truth | None:
     """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree."""
-    numbered_BS = sources.array(SEGMENT_KEY) if sources.named["segment_ids"] else None
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
     flat = offsets.segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
@@ -121,7 +120,7 @@ def _told(
         unsaid = flat is not None and flat[0] == "input_lengths" and not offsets.says_padding(sources)
         repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
         rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
-    told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
+    told = [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     if keep_BS is not None:
         plain = keep_BS.dtype == bool and keep_BS.ndim == 2
         keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")

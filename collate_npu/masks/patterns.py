@@ -279,10 +279,6 @@ def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidd
     np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
 
 
-_SMALL = 1 << 18
-"""Bytes of a square that is kept whole, so that its rows are copied all at once."""
-
-
 @lru_cache(maxsize=8)
 def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: Any) -> Array:
     """`[size, size]`, every band of up to that size, in 2 * size elements; read-only."""
@@ -290,5 +286,4 @@ def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: 
     near = key_minus_query > -reach if reach else True
     band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
     item = band.itemsize
-    shifted = np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
-    return shifted.copy() if shifted.nbytes <= _SMALL else shifted
+    return np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
