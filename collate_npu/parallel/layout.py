@@ -259,9 +259,7 @@ def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple
     bounds = tuple(map(int, host_array(name, offsets).tolist()))
     if bounds[:1] != (0,) or bounds[-1] != width or any(start > stop for start, stop in pairwise(bounds)):
         rule = f"Offsets are of the whole row of {width} tokens: 0 first, {width} last, never falling."
-        remedy = (
-            "Pass those of the unsplit row, the tail counted (or padding of the last): no rank's own, nor ends or lengths."
-        )
+        remedy = "Pass those of the unsplit row, the tail counted (alone, or with the last): no rank's own, ends or lengths."
         raise CollateError(explain(name, str(list(bounds[:16])), rule, remedy))
     return bounds
 
