@@ -1,8 +1,6 @@
 """Arrays: what a caller hands in, as a CPU tensor or an array; and what ids, keep masks and positions `[B, S]` show of
-their rows: where padding stands, where sequences begin.
-
-Everything public takes tensors, numpy arrays and nested lists alike; they come in here, or an error names the type. What
-is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
+their rows: where padding stands, where sequences begin. Everything public takes tensors, numpy arrays and nested lists.
+What is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
 """
 
 from __future__ import annotations
@@ -43,10 +41,9 @@ else:
 Array = npt.NDArray[Any]
 Side = Literal["right", "left"]
 PaddingSide = Literal["none", "left", "right", "mixed"]
-SIDES: tuple[Side, Side] = ("right", "left")
 
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOST_PLACES = 2**31 - 1
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 
@@ -57,10 +54,14 @@ def host_tensor(name: str, value: Any) -> Tensor:
     Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
     fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
     """
-    plain: bool = type(value) is Tensor and value.dtype in _PLAIN and value.is_cpu
-    if plain and value.layout is torch.strided and not value.is_nested:
-        held: Tensor = value.detach() if value.requires_grad else value
-        return held
+    if (
+        type(value) is Tensor
+        and value.dtype in _PLAIN
+        and value.is_cpu
+        and value.layout is torch.strided
+        and not value.is_nested
+    ):
+        return value.detach()
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     if _means_something_else(type(value)):
@@ -133,21 +134,6 @@ def check_places(name: str, places: int, remedy: str) -> None:
         raise CollateError(explain(name, f"{places} places", rule, remedy))
 
 
-def one_run(keep_BS: Array, side: Side) -> list[int]:
-    """Real tokens of each row, if they stand together on one side, padding on this."""
-    B, S = keep_BS.shape
-    if not S:
-        return [0] * B
-    if side == "right":
-        at_B = keep_BS.argmin(axis=1)  # the first padding, or any place of a row without
-        lengths_B = np.where(keep_BS[np.arange(B), at_B], S, at_B)
-    else:
-        at_B = keep_BS.argmax(axis=1)  # the first token, or any place of a row without
-        lengths_B = np.where(keep_BS[np.arange(B), at_B], S - at_B, 0)
-    lengths: list[int] = lengths_B.tolist()
-    return lengths
-
-
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
     """Where padding stands around rows of so many tokens, without gaps."""
     if min(totals, default=width) == width:
@@ -167,16 +153,20 @@ def side_of(keep_BS: Array) -> PaddingSide:
     return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
 
 
+def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
+    """Real tokens whose value is not `step` more than that of the real token before them in their row, bool `[B, S]`."""
+    real_T = np.flatnonzero(keep_BS)
+    values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
+    follows_T = (values_T[1:] == values_T[:-1] + step) & (rows_T[1:] == rows_T[:-1])
+    starts_BS: Array = keep_BS.copy()
+    starts_BS.reshape(-1)[real_T[1:][follows_T]] = False
+    return starts_BS
+
+
 def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
     """Where sequences begin by their positions, bool `[B, S]`; in which rows each counts 0, 1, 2, ..., bool `[B]`."""
-    real_T = np.flatnonzero(keep_BS)
-    values_T, rows_T = positions_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
-    follows_T = np.zeros(len(real_T), bool)
-    follows_T[1:] = (values_T[1:] == values_T[:-1] + 1) & (rows_T[1:] == rows_T[:-1])
-    starts_BS = np.zeros(keep_BS.shape, bool)
-    starts_BS.reshape(-1)[real_T[~follows_T]] = True
-    custom_BS = starts_BS & (positions_BS != 0)
-    return starts_BS, ~custom_BS.any(axis=1)
+    starts_BS = run_starts(positions_BS, keep_BS, step=1)
+    return starts_BS, ~(starts_BS & (positions_BS != 0)).any(axis=1)
 
 
 def as_ids(ids: Any) -> Array:
@@ -203,29 +193,24 @@ def as_offsets(name: str, offsets: Array) -> Array:
     return offsets.astype(np.int64, copy=False)
 
 
-def _previous_real(ids_BS: Array) -> Array:
-    """For each place, the id of the nearest real token before it in the row, 0 if there is none."""
-    B, S = ids_BS.shape
-    last_BS = np.maximum.accumulate(np.where(ids_BS != 0, np.arange(S), -1), axis=1)
-    before_BS = np.concatenate([np.full((B, 1), -1), last_BS[:, :-1]], axis=1)[:, :S]
-    previous: Array = np.where(before_BS >= 0, np.take_along_axis(ids_BS, np.maximum(before_BS, 0), axis=1), 0)
-    return previous
-
-
 def check_order(ids_BS: Array) -> None:
     """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
-    step_BS = np.where(ids_BS != 0, ids_BS - _previous_real(ids_BS), 0)
-    bad = np.flatnonzero(((step_BS < 0) | (step_BS > 1)).any(axis=1))
+    bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
     if len(bad):
         rule = "The n-th sequence of a row has the id n, and sequences stand in order."
         rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
         raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
 
 
+def _numbered(ids_BS: Array) -> tuple[Array, Array]:
+    """1, 2, ... for each run of one label in a row, and where each begins."""
+    starts_BS = run_starts(ids_BS, ids_BS != 0, step=0)
+    return np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0), starts_BS
+
+
 def renumber(ids_BS: Array) -> Array:
     """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
-    starts_BS = (ids_BS != 0) & (ids_BS != _previous_real(ids_BS))
-    numbered_BS = np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0)
+    numbered_BS, starts_BS = _numbered(ids_BS)
     labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
     bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
     if bad:
@@ -235,21 +220,8 @@ def renumber(ids_BS: Array) -> Array:
     return numbered_BS
 
 
-def positions_with_holes(ids_S: Array) -> Array:
-    """Of one row: real tokens count in their own sequence, padding after a token counts on from it."""
-    place_S, real_S = np.arange(len(ids_S)), ids_S != 0
-    last_S = np.maximum.accumulate(np.where(real_S, place_S, -1))
-    rank_S = np.cumsum(real_S) - 1
-    starts_S = real_S & (ids_S != _previous_real(ids_S[None])[0])
-    origin_S = np.maximum.accumulate(np.where(starts_S, rank_S, 0))
-    positions_S: Array = np.where(last_S >= 0, rank_S - origin_S + place_S - last_S, 0)
-    return positions_S
-
-
 def length_rows(lengths: Any) -> list[list[int]]:
     """One list of token counts for each row of the batch; raises for what is no count."""
-    if isinstance(lengths, list) and all(type(n) is int and n >= 0 for n in lengths):
-        return [[n] for n in lengths]
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array("lengths", lengths)
         if lengths.ndim not in (1, 2):

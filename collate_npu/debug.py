@@ -31,13 +31,9 @@ def say(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
         return
     _said.add((os.getpid(), what))
     if not _LOGGER.handlers:
-        _LOGGER.addHandler(_handler())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s [%(processName)s %(process)d] %(message)s"))
+        _LOGGER.addHandler(handler)
         _LOGGER.propagate = False  # else an application's own handlers say it a second time
     _LOGGER.setLevel(logging.DEBUG)
     _LOGGER.log(level, printable(text))
-
-
-def _handler() -> logging.Handler:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s [%(processName)s %(process)d] %(message)s"))
-    return handler

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
 _HARMLESS = "\n\t\xa0\u3000\u200d"
 """Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
-REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
 
 
 class CollateError(ValueError):

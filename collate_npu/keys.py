@@ -66,13 +66,7 @@ TOKENS = Key(kind="tokens", why="one value a token")
 SAMPLE = Key(kind="sample", share="replicate", why="one value a sample")
 
 _IDS = Key(kind="tokens", whole=True, fill="pad", role="tokens", why="one id a token")
-_LABELS = Key(
-    kind="tokens",
-    whole=True,
-    fill="ignored",
-    role="labels",
-    why="shift_labels() before a split, where the model shifts them",
-)
+_SHIFT = "shift_labels() before a split, where the model shifts them"
 _POSITIONS = Key(kind="positions", whole=True, fill="next", dim=-1, why="[B, S], or [3, B, S] with mRoPE: tokens are last")
 _KERNEL = "of the whole row; ring kernels divide them themselves (TransformerEngine thd)"
 _OFFSETS = Key(kind="offsets", share="replicate", role="offsets", why=_KERNEL)
@@ -89,7 +83,7 @@ KEYS: Mapping[str, Key] = {
     "input_ids": _IDS,
     "tokens": _IDS,
     "inputs_embeds": Key(kind="tokens", role="tokens", why="one vector a token"),
-    "labels": _LABELS,
+    "labels": Key(kind="tokens", whole=True, fill="ignored", role="labels", why=_SHIFT),
     "shift_labels": Key(kind="tokens", whole=True, fill="ignored", why="labels already moved to the token before"),
     "token_type_ids": Key(kind="tokens", whole=True, fill="pad_type", why="one flag a token"),
     **dict.fromkeys(("mm_token_type_ids", "visual_pos_masks", "routed_experts"), TOKENS),

@@ -149,7 +149,7 @@ MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integratio
 # flashserve/flash-linear-attention-npu, read up to September 2026.
 FLA_COUNTS_EMPTY = Since("fla", "0.5.1", "#909", "chunk tables go wrong after an empty sequence")
 FLA_CONVOLUTION = Since(
-    "fla", "0.5.1", "#871", "its convolution gives wrong gradients where that of its output is not contiguous"
+    "fla", "0.5.1", "#871", "gradients of its convolution are wrong where the output's is not contiguous"
 )
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
 FLA_ROWS = Since(
@@ -198,9 +198,7 @@ between two of these are not in its table."""
 
 # What Megatron and MindSpeed do.
 MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")
-MEGATRON_PACKED = Since(
-    "megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 core/ssm/gated_delta_net.py:295 raises"
-)
+MEGATRON_PACKED = Since("megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 ssm/gated_delta_net.py:295 raises")
 MEGATRON_PARALLEL = Since("megatron", "0.18", "and context parallelism: 0.16 core/transformer/transformer_config.py:982-986")
 MINDSPEED_GATED_DELTA = Since("mindspeed", "0.16", "a Gated DeltaNet module: core_r0.16.0 ssm/gated_delta_net.py:592-665")
 MINDSPEED_TRITON_RULE = Since("mindspeed", "0.17", "its own rule: core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355")

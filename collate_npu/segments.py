@@ -3,15 +3,12 @@
 The smallest thing from which every mask, offset and position follows. It lives on the host, costs four bytes a token,
 and is built where the lengths are known (the collator) or derived, with proof, from a mask someone else built.
 Every tensor it gives is a fresh one: writing to it changes nothing else.
-
-Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch.
-`■` is a real token, `⬚` padding.
+Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch. `■` is a real token, `⬚` padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
 
 import numpy as np
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import arrays
-from collate_npu.arrays import SIDES, Array, PaddingSide, Side, once
+from collate_npu.arrays import Array, PaddingSide, Side, once
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Values = Tensor | npt.ArrayLike
@@ -57,11 +54,6 @@ class Segments:
     ((0,), (1,), ((0, 0, 4),), 4)
     """
 
-    _compiled: tuple[Tensor, Tensor]
-    _shape: tuple[int, int]
-    _side: Side | None
-    """Where padding stands around rows without gaps, which are known by their lengths; None where ids were given."""
-
     def __init__(self, ids: Values) -> None:
         ids_BS = arrays.as_ids(ids)
         arrays.check_order(ids_BS)
@@ -69,9 +61,8 @@ class Segments:
 
     def _hold(self, ids_BS: Array) -> Segments:
         """By its ids; everything else is computed where it is asked for."""
-        array = np.array(ids_BS, np.int32, order="C")
-        array.flags.writeable = False
-        self.array, self._side, self._shape = array, None, array.shape
+        self.array = np.array(ids_BS, np.int32, order="C")
+        self.array.flags.writeable = False
         return self
 
     # --- built from
@@ -164,24 +155,17 @@ class Segments:
     @once
     def array(self) -> Array:
         """`ids` as a numpy array, read-only and not copied."""
-        ids_BS = np.zeros(self._shape, np.int32)
-        at = iter(self.spans)
-        for row in self.lengths:
-            for n, (b, start, end) in zip(range(1, len(row) + 1), at):
-                ids_BS[b, start:end] = n
+        ids_BS = np.zeros(self.shape, np.int32)
+        numbers = [n for row in self.lengths for n in range(1, len(row) + 1)]
+        for n, (b, start, end) in zip(numbers, self.spans):
+            ids_BS[b, start:end] = n
         ids_BS.flags.writeable = False
         return ids_BS
 
     @once
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
-        counts_B = self.array.max(axis=1, initial=0)
-        if counts_B.max(initial=0) <= 1:
-            return tuple((n,) if n else () for n in np.count_nonzero(self.array, axis=1).tolist())
-        starts_B = np.cumsum(counts_B) - counts_B
-        sequence_T = (self.array + (starts_B - 1)[:, None])[self.array != 0]
-        flat = iter(np.bincount(sequence_T, minlength=int(counts_B.sum())).tolist())
-        return tuple(tuple(next(flat) for _ in range(n)) for n in counts_B.tolist())
+        return tuple(tuple(np.bincount(ids_S)[1:].tolist()) for ids_S in self.array)
 
     @once
     def sequence_lengths(self) -> tuple[int, ...]:
@@ -191,17 +175,18 @@ class Segments:
     @property
     def empty_rows(self) -> tuple[int, ...]:
         """Rows of padding alone."""
-        return () if all(self.lengths) else tuple(b for b, row in enumerate(self.lengths) if not row)
+        return tuple(b for b, row in enumerate(self.lengths) if not row)
 
     @property
     def ids(self) -> Tensor:
         """int32 `[B, S]`: 0 is padding, n the n-th sequence of the row."""
         return torch.from_numpy(self.array.copy())
 
-    @property
+    @once
     def shape(self) -> tuple[int, int]:
         """`(B, S)`."""
-        return self._shape
+        B, S = self.array.shape
+        return B, S
 
     @property
     def keep(self) -> Tensor:
@@ -226,12 +211,12 @@ class Segments:
     @property
     def num_padding(self) -> int:
         """Places of the batch that are padding, alignment and tail included: computed, and thrown away."""
-        return self._shape[0] * self._shape[1] - self.num_tokens
+        return self.shape[0] * self.shape[1] - self.num_tokens
 
     @property
     def padding_share(self) -> float:
         """The part of all places that is padding, 0 to 1: what a throughput in tokens is to be corrected by."""
-        return self.num_padding / max(self._shape[0] * self._shape[1], 1)
+        return self.num_padding / max(self.shape[0] * self.shape[1], 1)
 
     @property
     def max_length(self) -> int:
@@ -259,13 +244,8 @@ class Segments:
         return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
 
     @once
-    def _keep_BS(self) -> Array:
-        if self._side is None:
-            return self.array.astype(bool)
-        keep_BS = np.zeros(self._shape, bool)
-        for row_S, n in zip(keep_BS, self.row_lengths):
-            row_S[slice(n) if self._side == "right" else slice(len(row_S) - n, None)] = True
-        return keep_BS
+    def _compiled(self) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
 
     @once
     def _indices_T(self) -> Array:
@@ -299,31 +279,19 @@ class Segments:
     @property
     def longest_span(self) -> int:
         """Places from the first to the last token of the widest sequence, holes counted."""
-        if self._side is not None:
-            return self.max_length
         return max((end - start for _, start, end in self.spans), default=0)
 
     @property
     def hole_rows(self) -> tuple[int, ...]:
         """Rows in which padding stands inside a sequence."""
-        if self._side is not None:
-            return ()
         wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
         return tuple(sorted(wide))
 
     @once
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
-        if self._side is not None:
-            spans = []
-            for b, row in enumerate(self.lengths):
-                start = 0 if self._side == "right" else self._shape[1] - self.row_lengths[b]
-                for length in row:
-                    spans.append((b, start, start := start + length))
-            return tuple(spans)
-        S = max(self._shape[1], 1)
-        stops_N = np.array(self.cu_seqlens_host)
-        first_N, last_N = self._indices_T[stops_N[:-1]], self._indices_T[stops_N[1:] - 1]
+        S = max(self.shape[1], 1)
+        first_N, last_N = self._indices_T[np.array(self.cu_seqlens_host)[:-1]], self._ends_N
         return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
 
     def __eq__(self, other: object) -> bool:
@@ -343,23 +311,25 @@ class Segments:
 def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
     """As `Segments.from_lengths`, of rows of counts that fit."""
     segments = object.__new__(Segments)
+    segments.shape = len(rows), width
     segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
-    segments.row_lengths = tuple(map(sum, segments.lengths))
-    segments.packed = max(map(len, segments.lengths), default=0) > 1
     segments.padding_side = arrays.side_around(segments.row_lengths, width, side)
-    segments._shape, segments._side = (len(rows), width), side
+    spans: list[tuple[int, int, int]] = []
+    for b, row in enumerate(segments.lengths):
+        start = 0 if side == "right" else width - segments.row_lengths[b]
+        for length in row:
+            spans += [(b, start, start := start + length)]
+    segments.spans = tuple(spans)
     return segments
 
 
 def of_keep(keep_BS: Array) -> Segments:
     """As `Segments.from_keep`, of a bool array."""
-    real = np.count_nonzero(keep_BS)
-    for side in SIDES:
-        if real == sum(lengths := arrays.one_run(keep_BS, side)):
-            segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
-            segments._keep_BS = keep_BS.copy()
-            return segments
-    return _built(keep_BS)
+    side = arrays.side_of(keep_BS)
+    if side == "mixed":
+        return _built(keep_BS)
+    lengths_B1 = keep_BS.sum(axis=1, keepdims=True)
+    return of_lengths(lengths_B1.tolist(), keep_BS.shape[1], "left" if side == "left" else "right")
 
 
 def of_ids(ids_BS: Array) -> Segments:
@@ -374,42 +344,27 @@ def _built(ids_BS: Array) -> Segments:
 
 def ready(segments: Segments) -> Segments:
     """The same, with what compiled code reads computed now, for torch cannot trace the search."""
-    segments._compiled = torch.from_numpy(segments._indices_T), torch.from_numpy(segments._ends_N)
+    _ = segments.shape, segments._compiled
     return segments
 
 
 def keep_array(segments: Segments) -> Array:
     """`keep` as a fresh numpy array, bool `[B, S]`."""
-    keep_BS: Array = segments._keep_BS.copy()
-    return keep_BS
-
-
-@lru_cache(maxsize=8)
-def _places(S: int) -> Array:
-    """int64 `[S]`: 0, 1, ..., never written to."""
-    return np.arange(S)
+    keep_BS = np.zeros(segments.shape, bool)
+    for b, start, end in segments.spans:
+        keep_BS[b, start:end] = True
+    return keep_BS & (segments.array != 0) if segments.hole_rows else keep_BS
 
 
 def position_array(segments: Segments) -> Array:
     """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
-    B, S = segments._shape
-    count_S, positions_BS = _places(S), np.empty(segments._shape, np.int64)
-    if not segments.packed and segments.padding_side in ("none", "right"):
-        positions_BS[:] = count_S
-        for b in segments.empty_rows:
-            positions_BS[b] = 0
-        return positions_BS
-    spans = segments.spans
-    positions_BS[:, : max((start for _, start, _ in spans), default=0)] = 0
-    for (b, start, _), (next_b, next_start, _) in zip(spans, (*spans[1:], (B, 0, 0))):
-        end = next_start if next_b == b else S
-        positions_BS[b, start:end] = count_S[: end - start]
-    for b in segments.empty_rows if segments._side else (*segments.hole_rows, *segments.empty_rows):
-        positions_BS[b] = arrays.positions_with_holes(segments.array[b])
+    (B, S), spans, lengths = segments.shape, segments.spans, segments.sequence_lengths
+    positions_BS, place_S = np.zeros((B, S), np.int64), np.arange(S)
+    for n, (b, start, end), (next_b, next_start, _) in zip(lengths, spans, (*spans[1:], (B, 0, 0))):
+        stop = next_start if next_b == b else S
+        positions_BS[b, start:stop] = place_S[: stop - start]
+        if end - start > n:  # a place in a hole counts on from the token before it
+            real_L = segments.array[b, start:stop] != 0
+            last_L = np.maximum.accumulate(place_S[: stop - start] * real_L)
+            positions_BS[b, start:stop] += np.cumsum(real_L) - 1 - last_L
     return positions_BS
-
-
-def counts_as(segments: Segments, positions_BS: Array) -> bool:
-    """Are these its `position_ids`, at every place?"""
-    plain = not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
-    return bool((positions_BS == (_places(segments.shape[1]) if plain else position_array(segments))).all())

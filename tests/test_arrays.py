@@ -9,28 +9,9 @@ import numpy as np
 import pytest
 import strategies
 from hypothesis import given, strategies as st
-from hypothesis.extra import numpy as arrays
 
-from collate_npu import CollateError
-from collate_npu.arrays import once, one_run, positions_with_holes, renumber, sequence_starts, side_around, side_of
-
-keeps = arrays.arrays(bool, st.tuples(st.integers(0, 4), st.integers(0, 6)))
-
-
-def stands(row, side):
-    """The lengths such a row may have: its tokens at one end."""
-    order = row if side == "right" else row[::-1]
-    return [n for n in range(len(row) + 1) if order == [True] * n + [False] * (len(row) - n)]
-
-
-@given(keeps)
-def test_rows_that_stand_on_one_side(keep):
-    for side in ("right", "left"):
-        lengths = one_run(keep, side)
-        told = [stands(row, side) for row in keep.tolist()]
-        assert (sum(lengths) == keep.sum()) == all(told)
-        if all(told):
-            assert [[n] for n in lengths] == told
+from collate_npu import CollateError, Segments
+from collate_npu.arrays import once, renumber, sequence_starts, side_around, side_of
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2), st.sampled_from(["right", "left"]))
@@ -54,8 +35,7 @@ def positions(row):
 
 @given(strategies.segment_ids())
 def test_positions_of_rows_with_holes(ids):
-    for row in ids:
-        assert positions_with_holes(np.array(row)).tolist() == positions(row)
+    assert Segments(ids).position_ids.tolist() == [positions(row) for row in ids]
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=3))

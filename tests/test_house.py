@@ -13,9 +13,9 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1530, 1250),
-    "masks": (2590, 2400),
-    "parallel": (1600, 1450),
+    "ground": (1450, 1250),
+    "masks": (2490, 2400),
+    "parallel": (1550, 1450),
     "kernels": (3580, 3400),
     "consumers": (2260, 1950),
     "collate": (1580, 1500),

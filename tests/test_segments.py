@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
-from collate_npu.segments import counts_as
 
 
 def sequences(row):
@@ -241,4 +240,3 @@ def test_a_row_without_tokens_counts_none(lengths, side):
     """Beside others, alone, on either side: padding before the first token is at position 0."""
     segments = Segments.from_lengths(lengths, width=4, side=side)
     assert not segments.position_ids[[n == 0 for n in lengths]].any()
-    assert counts_as(segments, segments.position_ids.numpy())

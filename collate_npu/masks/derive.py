@@ -1,34 +1,22 @@
 """Derive: from a mask someone else built to `Segments`, or a refusal that names the readings.
 
-Takes every rank, dtype and polarity in use (transformers, Megatron-LM, ms-swift, verl, torch_npu); reads the whole mask,
-before any context-parallel split. Key masks cost O(B * S), square ones a few passes over their bytes.
-
-Legend: B batch, S width, H heads, Q/K query and key rows.
+Takes every rank, dtype and polarity in use (transformers, Megatron-LM, ms-swift, verl, torch_npu). Key masks cost O(B * S),
+square ones a few passes over their bytes. Legend: B batch, S width, H heads, Q/K query and key rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
 from collate_npu.checked import checked
-from collate_npu.errors import (
-    REMEDY_CARRY_2D,
-    REMEDY_DECLARE_POLARITY,
-    AmbiguousMaskError,
-    CollateError,
-    PolarityError,
-    UnsupportedFormError,
-    explain,
-    explain_rows,
-    shape_of,
-)
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError, explain, explain_rows
 from collate_npu.masks.evidence import UnexplainedError
 from collate_npu.masks.patterns import Pattern, Prefix
-from collate_npu.masks.polarity import Bools, MaskValues, Polarity
+from collate_npu.masks.polarity import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading, read_square
+from collate_npu.masks.sources import misfit
 from collate_npu.masks.square import Square
 from collate_npu.segments import Segments, Values, of_keep, ready
 
@@ -81,31 +69,23 @@ def derive_segments(
         return ready(read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments)
     truth = read_keys("keep", host_tensor("keep", keep), "keep")
     known = Known(keep=truth.array != 0, pattern=how, prove=prove)
-    return ready(read_mask(full, known, polarity=polarity, batch_size=truth.shape[0]).segments)
+    return ready(read_mask(full, known, polarity=polarity).segments)
 
 
-def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int) -> Reading:
-    """What a mask of any rank says beside what is known of its batch, a keep mask or the Segments; both must agree.
-
-    Padding that attends itself and the polarity of a key mask are settled by what is known.
-    """
+def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Reading:
+    """What a mask of any rank says beside a keep mask or the Segments of its batch; both must agree on what is real."""
     keep_BS = known.keep if known.segments is None else known.segments.array != 0
     assert keep_BS is not None
-    if full.ndim < 2 or full.shape[-1] != keep_BS.shape[-1] or full.shape[0] not in (1, len(keep_BS), keep_BS.shape[-1]):
-        got = f"{shape_of(full)} beside tokens {list(keep_BS.shape)}"
-        rule = "All masks of a batch describe the same tokens."
-        raise CollateError(explain(MASK_KEY, got, rule, "Build them together, and split them together."))
-    values = MaskValues(full, polarity)
-    if tuple(full.shape[:-1]) in ((len(keep_BS),), (len(keep_BS), 1, 1)) and not (full.ndim == 4 and full.shape[-1] == 1):
+    values, (B, S) = MaskValues(full, polarity), keep_BS.shape
+    if full.ndim < 2 or full.shape[-1] != S or full.shape[0] not in (1, B, S):
+        raise misfit(MASK_KEY, values.got, (B, S))
+    if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
         found = _key_mask(values, keep_BS)
         check_same_padding(of_keep(keep_BS), MASK_KEY, found)
-        if found.packed and known.segments is not None and found != known.segments:
-            rule = "Its packing ids part the rows at other places than the other sources of the batch."
-            raise CollateError(explain(MASK_KEY, repr(found), rule, "Keep one of them."))
         return Reading(known.segments or found, None)
     if full.shape[-2] != full.shape[-1]:
-        raise _no_shape(full)
-    return _square(values, known, batch_size)
+        raise _no_shape(values)
+    return _square(values, known, B)
 
 
 def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
@@ -121,15 +101,10 @@ def _polarities(values: MaskValues) -> tuple[Polarity, ...]:
 
 
 def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
-    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, or as declared, or packing ids `1 1 2 2 0`.
-
-    Unlike `derive_segments`, never takes a square one for `[S, S]`. Raises for zeros alone that might be additive.
-    """
-    if held.dtype == torch.bool and held.ndim == 2 and polarity == "keep":
-        return of_keep(held.numpy())
+    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
     values = MaskValues(held, polarity, key)
     if values.full.ndim != 2:
-        raise _no_shape(values.full)
+        raise _no_shape(values)
     return _from_keys(values)
 
 
@@ -146,7 +121,7 @@ def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
 def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
     """What a mask of any rank says by itself, for a batch of `batch_size` rows where that is known."""
     values, shape = MaskValues(full, polarity), full.shape
-    _refuse_compressed(full)
+    _refuse_compressed(values)
     if not full.numel() and len(shape) in (2, 3, 4):
         return Reading(Segments(np.zeros((batch_size or shape[0], shape[-1]), np.int32)), None)
     if len(shape) == 2:
@@ -154,11 +129,11 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
         if values.declared is None:
             rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
-            raise PolarityError(explain(MASK_KEY, shape_of(full), rule, REMEDY_DECLARE_POLARITY))
-        return _repeat(Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
+            raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY))
+        return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
-        return _repeat(_square(values, known, shape[0]), batch_size)
-    raise _no_shape(full)
+        return _repeat(values, _square(values, known, shape[0]), batch_size)
+    raise _no_shape(values)
 
 
 def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> Reading:
@@ -166,10 +141,10 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
     low, high = values.range
     if rows != S or low == high or high > 1:
         if batch_size not in (None, rows):
-            raise _of_other_rows(values.full, batch_size)
+            raise _of_other_rows(values, batch_size)
         return Reading(_from_keys(values), None)
     if batch_size not in (None, S):
-        return _repeat(_square(values, known, 1), batch_size)
+        return _repeat(values, _square(values, known, 1), batch_size)
     try:
         _square(values, known, 1)
     except AmbiguousMaskError:
@@ -177,7 +152,7 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
     except PolarityError:
         pass
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
-    raise AmbiguousMaskError(explain(MASK_KEY, shape_of(values.full), rule, "Pass [B, 1, S, S], or attention_mask_2d."))
+    raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
 
 
 def _from_keys(values: MaskValues) -> Segments:
@@ -185,10 +160,10 @@ def _from_keys(values: MaskValues) -> Segments:
     if values.packing_ids:
         if values.declared not in (None, "keep"):
             rule = "Numbers above 1 are packing ids, 0 = padding."
-            raise PolarityError(explain(values.key, shape_of(values.full), rule, "Pass polarity=None."))
+            raise PolarityError(explain(values.key, values.got, rule, "Pass polarity=None."))
         return Segments.from_ids(values.raw)
     if values.declared is None and not values.range[1] and values.full.numel():
-        got = f"{shape_of(values.full)} of zeros"
+        got = f"{values.got} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
     return of_keep(values.read(values.declared or "keep"))
@@ -209,26 +184,23 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
     if not found:
         raise _unexplained(values, known, failed)
-    told = [f"as '{name}' {_told(result)}" for name, result in found.items()]
+    said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
     # where a pattern was declared, that may be what is wrong, and not the other reading
-    told += [f"as '{name}' it is {error.instead}" for name, error in failed.items() if error.instead is not None]
+    said |= {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
     result = next(iter(found.values()))
-    if len(told) > 1 and (len(found) > 1 or isinstance(result, Reading)):
-        rule = f"Both readings are possible: {'; '.join(told)}."
-        raise PolarityError(explain(MASK_KEY, shape_of(values.full), rule, REMEDY_DECLARE_POLARITY))
+    if len(said) > 1 and (len(found) > 1 or isinstance(result, Reading)):
+        told = "; ".join(f"as '{name}' it is {text}" for name, text in said.items())
+        rule = f"Both readings are possible: {told}."
+        raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY))
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
 
 
-def _told(result: Reading | AmbiguousMaskError) -> str:
-    return "it is ambiguous too" if isinstance(result, AmbiguousMaskError) else f"it is {result.segments!r}"
-
-
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
-    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
+    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows()]
     instead = next((error.instead for error in failed.values() if error.instead is not None), None)
-    got = shape_of(values.full)
+    got = values.got
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
         remedy = f"Pass pattern={spelled(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
@@ -251,35 +223,35 @@ def spelled(pattern: Pattern) -> str:
     return f"Pattern.{pattern}" if "(" in str(pattern) else repr(str(pattern))
 
 
-def _repeat(reading: Reading, batch_size: int | None) -> Reading:
+def _repeat(values: MaskValues, reading: Reading, batch_size: int | None) -> Reading:
     rows = reading.segments.shape[0]
     if batch_size in (None, rows):
         return reading
     if rows == 1 and batch_size:
         return Reading(Segments(np.repeat(reading.segments.array, batch_size, axis=0)), reading.pattern)
-    raise _of_other_rows(reading.segments.ids, batch_size)
+    raise _of_other_rows(values, batch_size)
 
 
-def _of_other_rows(full: Tensor, batch_size: int | None) -> CollateError:
+def _of_other_rows(values: MaskValues, batch_size: int | None) -> CollateError:
     rule = f"The batch has {batch_size} rows."
-    return CollateError(explain(MASK_KEY, shape_of(full), rule, "Pass the mask of this batch, before any split."))
+    return CollateError(explain(MASK_KEY, values.got, rule, "Pass the mask of this batch, before any split."))
 
 
-def _refuse_compressed(full: Tensor) -> None:
+def _refuse_compressed(values: MaskValues) -> None:
     """torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin doc:554-606."""
-    if tuple(full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
+    if tuple(values.full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
-    below_QK = (full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
+    below_QK = (values.full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
     if below_QK.all() or not below_QK.any():
         rule = "It is torch_npu's compressed causal triangle, which holds no padding, or 2048 tokens without padding."
-        raise AmbiguousMaskError(explain(MASK_KEY, shape_of(full), rule, REMEDY_CARRY_2D))
+        raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, REMEDY_CARRY_2D))
 
 
-def _no_shape(full: Tensor) -> CollateError:
-    got = shape_of(full)
-    if full.ndim in (3, 4):
-        rule = f"{full.shape[-2]} query rows and {full.shape[-1]} keys: a context-parallel shard, or a KV cache."
+def _no_shape(values: MaskValues) -> CollateError:
+    if values.full.ndim in (3, 4):
+        Q, K = values.full.shape[-2:]
+        rule = f"{Q} query rows and {K} keys: a context-parallel shard, or a KV cache."
         remedy = "Derive from the whole mask, before the split; self-attention has as many rows as keys."
-        return AmbiguousMaskError(explain(MASK_KEY, got, rule, remedy))
+        return AmbiguousMaskError(explain(MASK_KEY, values.got, rule, remedy))
     rule = "Masks are [B,S], [B,1,1,S], [B,S,S], [S,S], [1,1,S,S], [B,1,S,S] or [B,H,S,S]."
-    return UnsupportedFormError(explain(MASK_KEY, got, rule, "Reshape it, or pass attention_mask_2d."))
+    return UnsupportedFormError(explain(MASK_KEY, values.got, rule, "Reshape it, or pass attention_mask_2d."))

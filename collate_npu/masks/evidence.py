@@ -1,12 +1,11 @@
 """Evidence: what a square attention matrix shows: which tokens are real, what each query attends, where sequences part.
 
 A token is real if it attends itself and if its key is used; both must agree. A query row that attends everything while
-others do not is a filler (an empty row that its producer "unmasked") and is no evidence. Sequences end where a real
-token does not attend the real token before it.
+others do not is a filler (an empty row that its producer "unmasked") and is no evidence.
 
-Most masks are those of plain causal attention. So that is tried first, from a few reads of each row, and compared block by
-block: where a block is as expected, what it shows is known; where not, it is read. One pass over the matrix, one block of it
-where the polarity is wrong; memory is a block of rows. Legend: B batch, S width, Q/K query and key rows.
+Most masks are those of plain causal attention: that is guessed from a few reads of each row, and compared block by block;
+what is not as guessed is read. One pass over the matrix, one block of it where the polarity is wrong; memory is a block of
+rows. Legend: B batch, S width, Q/K query and key rows.
 """
 
 from __future__ import annotations
@@ -28,18 +27,12 @@ Rows = list[tuple[int, str]]
 class UnexplainedError(Exception):
     """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why.
 
-    `instead` names a pattern that would explain it, where the pattern was given. What is said is read off the matrix when
-    it is asked for: where the other polarity is proved, nobody does.
+    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when asked for.
     """
 
-    def __init__(self, told: Callable[[], Rows], instead: Pattern | None = None) -> None:
+    def __init__(self, rows: Callable[[], Rows], instead: Pattern | None = None) -> None:
         super().__init__()
-        self._told, self.instead = told, instead
-
-    @property
-    def rows(self) -> Rows:
-        """`(row of the batch, what is wrong with it)`."""
-        return self._told()
+        self.rows, self.instead = rows, instead
 
 
 @dataclass(slots=True)
@@ -122,7 +115,11 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     diagonal_BS, used_BK = square.diagonal(), np.zeros(square.shape, bool)
     may_BK = diagonal_BS if keep_BS is None else keep_BS
     wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
-    if _turned_around(square, diagonal_BS) if keep_BS is None else (keep_BS & ~diagonal_BS).any():
+    if keep_BS is None:  # a token that does not attend itself attends another such: one row tells most wrong polarities
+        inverted_BS = square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS
+    else:
+        inverted_BS = keep_BS & ~diagonal_BS
+    if inverted_BS.any():
         raise wrong
     shown = Shown(square, diagonal_BS, keep_BS)
 
@@ -146,21 +143,12 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     return shown
 
 
-def _turned_around(square: Square, diagonal_BS: Bools) -> bool:
-    """Does the first token that does not attend itself attend another such? One row tells most wrong polarities."""
-    return bool((square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS).any())
-
-
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
     """A sequence ends where a real token does not attend the real token before it; `[B, S]` says where one begins."""
-    begins_BS, follows_BS = real_BS.copy(), np.zeros_like(real_BS)
-    follows_BS[:, 1:] = real_BS[:, :-1]
-    begins_BS[:, 1:] &= ~(follows_BS[:, 1:] & square.diagonal(before=1))
-    distant_BS = begins_BS & ~follows_BS & np.logical_or.accumulate(follows_BS, axis=1)
-    if distant_BS.any():  # holes, and padding between sequences
-        last_BS = np.maximum.accumulate(np.where(real_BS, np.arange(real_BS.shape[1]), 0), axis=1)
-        b_N, q_N = np.nonzero(distant_BS)
-        begins_BS[b_N, q_N] = ~square.at(b_N, q_N, last_BS[b_N, q_N - 1])
+    begins_BS, (b_N, q_N) = real_BS.copy(), np.nonzero(real_BS)
+    follow_N = np.flatnonzero(b_N[1:] == b_N[:-1]) + 1
+    at = b_N[follow_N], q_N[follow_N]
+    begins_BS[at] = ~square.at(*at, q_N[follow_N - 1])
     if (np.count_nonzero(begins_BS, axis=1) <= 1).all():
         return of_keep(real_BS), begins_BS
     return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
@@ -181,10 +169,8 @@ def fillers(full_BQ: Bools) -> Bools:
 
 
 def read_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
-    """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend.
-
-    Where it is not known which rows count, those that attend everything do not.
-    """
+    """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend: where
+    that is not known, all that do not attend everything."""
     rows_QK = square.rows(b, low, high)
     at, own_Q = (b, slice(low, high)), np.arange(low, high)
     first_Q, last_Q = rows_QK.argmax(axis=1), rows_QK.shape[1] - 1 - rows_QK[:, ::-1].argmax(axis=1)

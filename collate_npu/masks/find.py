@@ -1,9 +1,7 @@
 """Find: the one door from a batch to its `Segments`; nothing else decides what a mask, offset, position or length says.
 
-Every source the batch has is read: `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence
-numbers, lengths and positions. Each is checked against the shape of the tokens and against the others, and any
-disagreement raises. Costs O(B * S), and for a dense mask a few passes over its bytes.
-
+Read are `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions.
+Costs O(B * S), and for a dense mask a few passes over its bytes.
 Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 """
 
@@ -19,32 +17,16 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.arrays import Array, as_ids
 from collate_npu.checked import checked
-from collate_npu.errors import (
-    REMEDY_CARRY_2D,
-    AmbiguousMaskError,
-    CollateError,
-    PolarityError,
-    explain,
-    explain_rows,
-    shape_of,
-)
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
+from collate_npu.keys import KEEP_KEY
+from collate_npu.masks import offsets
 from collate_npu.masks.derive import MASK_KEY, check_same_padding, read_bare_mask, read_keys, read_mask, spelled
 from collate_npu.masks.hazards import hazards, say_hazards
-from collate_npu.masks.offsets import (
-    check_offsets,
-    check_positions,
-    parted_by_positions,
-    says_padding,
-    segments_from_offsets,
-    unless_in_doubt,
-    without_tail,
-)
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.polarity import MaskValues, Polarity
+from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
 from collate_npu.masks.sources import Sources, misfit
-from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
+from collate_npu.segments import Segments, keep_array, of_ids, of_keep, position_array, ready
 
 
 @checked
@@ -91,15 +73,15 @@ def agreed(
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth, positions_BS = _parted(sources, _told(sources, shape, polarity, squares), shape, padding_free)
     told = truth is not None
-    parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
+    parting_BS = None if told or positions_BS is None else offsets.unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
-        truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared), own)
+        truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared, own))
     if truth is None:
-        return _refuse_unknown(sources, padding_free)
+        raise _unknown(sources, padding_free)
     if positions_BS is not None:
-        check_positions(positions_BS, truth.segments)
+        offsets.check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
-        check_offsets(sources, truth.segments)
+        offsets.check_offsets(sources, truth.segments)
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
@@ -109,7 +91,7 @@ def agreed(
     return truth.segments
 
 
-_Declared = tuple[Polarity | None, Pattern | None]
+_Declared = tuple[Polarity | None, Pattern | None, Collection[Pattern]]
 
 
 class _Truth(NamedTuple):
@@ -131,14 +113,14 @@ def _told(
     sources: Sources, shape: tuple[int, int], polarity: Polarity | None, squares: Mapping[str, Tensor]
 ) -> _Truth | None:
     """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree."""
-    numbered_BS = sources.array(SEGMENT_KEY) if sources.named["segment_ids"] else None
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    flat = segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
+    flat = offsets.segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
-        unsaid = flat is not None and flat[0] == "input_lengths" and not says_padding(sources)
-        rows = {} if unsaid else {key: full for key, full in rows.items() if not _repeats(full, keep_BS)}
-    told = [] if numbered_BS is None else [_Truth(SEGMENT_KEY, of_ids(as_ids(numbered_BS)), True)]
+        unsaid = flat is not None and flat[0] == "input_lengths" and not offsets.says_padding(sources)
+        repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
+        rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
+    told = [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     if keep_BS is not None:
         plain = keep_BS.dtype == bool and keep_BS.ndim == 2
         keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
@@ -170,20 +152,17 @@ def _parted(
 ) -> tuple[_Truth | None, Array | None]:
     """The truth with what positions say of it, and the positions, where they may say more."""
     positions_BS = sources.text_positions(shape)
-    sources.counted = truth is not None and positions_BS is not None and counts_as(truth.segments, positions_BS)
-    if positions_BS is None or sources.counted:  # as our own collators add them
+    if positions_BS is None:
+        return truth, None
+    sources.counted = truth is not None and np.array_equal(positions_BS, position_array(truth.segments))
+    if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+    if known and (found := offsets.parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
         truth = _Truth("position_ids", *found)
-    if truth and truth.name in ("position_ids", *sources.offsets) and not says_padding(sources):
-        truth = truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    if truth and truth.name in ("position_ids", *sources.offsets) and not offsets.says_padding(sources):
+        truth = truth._replace(segments=offsets.without_tail(sources, truth.segments, positions_BS))
     return truth, positions_BS
-
-
-def _repeats(full: Tensor, keep_BS: Array | None) -> bool:
-    """Is it the 2D mask once more?"""
-    return keep_BS is not None and full.dtype == torch.bool and np.array_equal(full.numpy(), keep_BS)
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
@@ -192,16 +171,10 @@ def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
 
 
 def _with_dense(
-    key: str,
-    full: Tensor,
-    truth: _Truth | None,
-    positions_BS: Array | None,
-    shape: tuple[int, int],
-    declared: _Declared,
-    own: Collection[Pattern],
+    key: str, full: Tensor, truth: _Truth | None, positions_BS: Array | None, shape: tuple[int, int], declared: _Declared
 ) -> _Truth:
     """The truth with what a dense mask says of it; the mask must be that of the pattern."""
-    polarity, pattern = declared
+    polarity, pattern, own = declared
     full = _one_head(key, full, polarity)
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
         asked = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
@@ -222,12 +195,12 @@ def _with_dense(
 
 def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int, declared: _Declared) -> Reading:
     """What is known beside the mask decides; positions only what the mask alone leaves open, were all of it real."""
-    polarity, pattern = declared
+    polarity, pattern, _ = declared
     if truth is None:
         try:
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
-            told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
+            told = None if positions_BS is None else offsets.parted_by_positions(positions_BS, None, padding_free=False)
             if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])
@@ -235,7 +208,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
         known = Known(pattern=pattern, segments=truth.segments)
     else:
         known = Known(pattern=pattern, keep=keep_array(truth.segments))
-    return read_mask(full, known, polarity=polarity, batch_size=B)
+    return read_mask(full, known, polarity=polarity)
 
 
 def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
@@ -253,15 +226,13 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
     return full
 
 
-def _refuse_unknown(sources: Sources, padding_free: bool) -> Segments:
-    keys = f"keys {', '.join(map(str, sources))}"
+def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
+    rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
+    remedy = "Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it)."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
         remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True)."
-        raise AmbiguousMaskError(explain("batch", keys, rule, remedy))
-    rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = "Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it)."
-    raise AmbiguousMaskError(explain("batch", keys, rule, remedy))
+    return AmbiguousMaskError(explain("batch", f"keys {', '.join(map(str, sources))}", rule, remedy))
 
 
 def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:

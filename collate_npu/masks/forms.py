@@ -3,7 +3,6 @@
 Dense forms cost B * Q * S elements and are built only when asked for; on the CPU every element is written once, by
 copying rows out of one vector of 2 * S elements (a causal block is the same row, shifted). None and varlen cost O(B * S)
 or less; a BlockMask keeps O(B * S) but is found by evaluating every place, unless it is compiled.
-
 Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens without padding, N sequences.
 `■` attends, `⬚` is blocked; the pictures are for lengths 3 and 5.
 """
@@ -14,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +27,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
 from collate_npu.masks.polarity import Polarity
 from collate_npu.masks.square import fill_rows, regions_of
-from collate_npu.segments import Segments, of_lengths
+from collate_npu.segments import Segments, keep_array, of_lengths
 
 MAX_MASK_BYTES = 4 << 30
 EVALUATED_BYTES = 21
@@ -113,7 +112,7 @@ def dense(
     pattern.check(segments.num_sequences)
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape
-    runs = [(0, 0, S)] if rows is None else _runs(_query_rows(rows, S))
+    runs = [(0, 0, S)] if rows is None else _query_runs(rows, S)
     Q = sum(high - low for _, low, high in runs)
     check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
     allowed, forbidden = _carried(dtype, attend, blocked)
@@ -153,16 +152,16 @@ def _carried(dtype: torch.dtype, attend: float, blocked: float) -> Array:
     return (values.view(torch.uint16) if dtype == torch.bfloat16 else values).numpy()
 
 
-def _query_rows(rows: slice | Sequence[int] | Tensor, S: int) -> Array:
-    if isinstance(rows, slice):
-        return np.arange(S)[rows]
-    picked = host_array("rows", rows)
+def _query_runs(rows: slice | Sequence[int] | Tensor, S: int) -> list[tuple[int, int, int]]:
+    """`(place in the output, first row, last row + 1)` of each stretch of neighbouring rows."""
+    picked = np.arange(S)[rows] if isinstance(rows, slice) else host_array("rows", rows)
     if (picked.dtype.kind not in "iu" and picked.size) or picked.ndim != 1:
         rule = "Query rows are a slice, or whole numbers [Q]."
         raise CollateError(explain("rows", shape_of(picked), rule, "Pass rows.nonzero()[:, 0] of a bool."))
     if picked.size and (picked.min() < 0 or picked.max() >= S):
         raise CollateError(explain("rows", f"{picked.min()}..{picked.max()}", f"Query rows lie in 0..{S - 1}.", "Clip."))
-    return picked.astype(np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(picked.astype(np.int64)) != 1) + 1).tolist(), len(picked)]
+    return [(low, int(picked[low]), int(picked[high - 1]) + 1) for low, high in pairwise(cuts) if low < high]
 
 
 def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) -> None:
@@ -172,12 +171,6 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
         rule = f"The limit max_mask_bytes is {limit / 2**30:.2f} GiB."
         remedy = "Use None where none_is_exact, varlen(), a slice of rows, or raise the limit."
         raise UnsupportedFormError(explain(what, f"{size / 2**30:.2f} GiB ({list(shape)})", rule, remedy))
-
-
-def _runs(query_rows: Array) -> list[tuple[int, int, int]]:
-    """`(place in the output, first row, last row + 1)` of each stretch of neighbouring rows."""
-    cuts = [0, *(np.flatnonzero(np.diff(query_rows) != 1) + 1).tolist(), len(query_rows)]
-    return [(low, int(query_rows[low]), int(query_rows[high - 1]) + 1) for low, high in pairwise(cuts) if low < high]
 
 
 # --- predicates: BlockMask, and dense on a device
@@ -197,17 +190,14 @@ def mask_mod(
     """
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
-    owner_BS, start_BS, number_BS = (np.zeros(segments.shape, np.int64) for _ in range(3))
+    start_BS, number_BS = np.zeros(segments.shape, np.int64), np.zeros(segments.shape, np.int64)
     for b, regions in enumerate(regions_of(segments)):
         for n, start, _, first, last, _ in regions:
-            owner_BS[b, first:last] = segments.array[b, start]
-            start_BS[b, first:last] = start
-            number_BS[b, first:last] = n
-    held = (segments.array.copy(), owner_BS, start_BS, number_BS)
-    ids, owner, origin, number = (torch.from_numpy(x).to(device) for x in held)
+            start_BS[b, first:last], number_BS[b, first:last] = start, n
+    keep, origin, number = (torch.from_numpy(x).to(device) for x in (keep_array(segments), start_BS, number_BS))
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same = (ids[b, k] == owner[b, q]) & (ids[b, k] > 0)
+        same = keep[b, k] & (number[b, k] == number[b, q])
         attended: Tensor = same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
         return attended
 
@@ -274,7 +264,7 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     """
     held = own_places(segments) if places is None else list(places)
     flat = of_lengths([held], sum(held))
-    physical, longest = _cumulated(held), max(longest or 0, flat.max_length)
+    physical, longest = torch.tensor([0, *accumulate(held)], dtype=torch.int32), max(longest or 0, flat.max_length)
     told = {
         "position_ids": flat.position_ids,
         "cu_seq_lens_q": physical,
@@ -285,10 +275,8 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     }
     lengths = [*segments.lengths[0], *([0] * (len(held) - segments.num_sequences if places is not None else 0))]
     if places is not None:
-        told |= {"cu_seqlens": _cumulated(lengths), "cu_seqlens_padded": physical.clone()}
+        told |= {
+            "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            "cu_seqlens_padded": physical.clone(),
+        }
     return told | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
-
-
-def _cumulated(lengths: Sequence[int]) -> Tensor:
-    """int32 `[N + 1]`, with a leading 0."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from collate_npu.arrays import Array, sequence_starts
+from collate_npu.arrays import Array, run_starts, sequence_starts
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.masks.places import fitting_places
 from collate_npu.masks.sources import Sources
@@ -82,14 +82,12 @@ def check_offsets(sources: Sources, segments: Segments) -> None:
         bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in told if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if len(rows[b]) > 1 or rows[b] != [segments.row_lengths[b]]]
         if bad:
-            raise CollateError(
-                explain_rows(sources.named["lengths"][0], bad, "Lengths count the real tokens of each sequence.", _REMEDY)
-            )
+            rule = "Lengths count the real tokens of each sequence."
+            raise CollateError(explain_rows(sources.named["lengths"][0], bad, rule, _REMEDY))
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
-        numbers_BS = sources.array(key)
+        numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
-        held = ((n[ids > 0], ids[ids > 0]) for n, ids in zip(numbers_BS, segments.array)) if same else ()
-        if not same or any(((np.diff(n) != 0) != (np.diff(ids) != 0)).any() for n, ids in held):
+        if not same or (run_starts(numbers_BS, keep_BS, 0) != run_starts(segments.array, keep_BS, 0)).any():
             rule = "It numbers other sequences than the rest of the batch tells."
             raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
@@ -100,9 +98,8 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
     if len(lengths) == B:
         return lengths
     if B != 1:
-        raise CollateError(
-            explain(sources.named["lengths"][0], f"{len(lengths)} entries", f"The batch has {B} rows.", _REMEDY)
-        )
+        got, rule = f"{len(lengths)} entries", f"The batch has {B} rows."
+        raise CollateError(explain(sources.named["lengths"][0], got, rule, _REMEDY))
     return [[n for row in lengths for n in row]]
 
 
@@ -147,10 +144,8 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 
 def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
-    """A keep mask does not show where one sequence of a row ends and the next begins; positions that restart do.
-
-    The sequences, and whether every row tells them; None where nothing is told. Without a mask (`known` is None) all of the
-    row is real.
+    """The sequences by positions that restart, which a keep mask does not show, and whether every row tells them; None where
+    nothing is told. Without a mask (`known` is None) all of the row is real.
     """
     keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)

@@ -3,7 +3,6 @@
 A pattern is one class, a frozen dataclass: `attends` is its definition, from which every form follows. What else the laws
 need of it (`causal`, `cuts`, `settles`) it declares, and that is compared with the definition when it is made. A fast
 `fill` and the readings of a mask that it explains (`explaining`) are optional, and tested to agree with the definition.
-
 Legend: q, k the places of a query and a key, counted from the first token of their sequence; n the number of the
 sequence in the batch; Q, K query and key rows.
 """
@@ -203,9 +202,6 @@ class Bidirectional(Pattern):
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         return q == q
 
-    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
-        block_QK[:] = allowed
-
     @classmethod
     def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
         return Bidirectional() if any(prefixes) else None
@@ -283,10 +279,6 @@ def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidd
     np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
 
 
-_SMALL = 1 << 18
-"""Bytes of a square that is kept whole, so that its rows are copied all at once."""
-
-
 @lru_cache(maxsize=8)
 def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: Any) -> Array:
     """`[size, size]`, every band of up to that size, in 2 * size elements; read-only."""
@@ -294,5 +286,4 @@ def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: 
     near = key_minus_query > -reach if reach else True
     band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
     item = band.itemsize
-    shifted = np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
-    return shifted.copy() if shifted.nbytes <= _SMALL else shifted
+    return np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)

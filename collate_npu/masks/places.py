@@ -1,14 +1,13 @@
 """Places: how much of a flat row each sequence takes up: its tokens, the padding behind it, and what the tail is cut into.
 
-Their sums are the physical offsets that kernels go by. Two sequences of 3 and 2, each at a multiple of 4; the same in a row
-of 16; and there with offsets of a fixed length, for 4 sequences, as recurrent layers and as attention alone take them::
+Their sums are the physical offsets that kernels go by, in a row of width S with N sequences. Two of 3 and 2, each at a
+multiple of 4; the same in a row of 16; and there with offsets of a fixed length, for 4 sequences, as recurrent layers and as
+attention alone take them::
 
     1 1 1 0 2 2 0 0                     places 4 4          offsets 0 4 8
     1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     places 4 4 8        offsets 0 4 8 16
                                         places 4 4 4 4      offsets 0 4 8 12 16
                                         places 4 4 8 0      offsets 0 4 8 16 16
-
-Legend: S width, N sequences.
 """
 
 from __future__ import annotations

@@ -15,19 +15,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, once
-from collate_npu.errors import (
-    REMEDY_DECLARE_POLARITY,
-    AmbiguousMaskError,
-    CollateError,
-    PolarityError,
-    explain,
-    explain_rows,
-    shape_of,
-)
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 
 Polarity = Literal["keep", "masked", "bias"]
 POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
 Bools = npt.NDArray[np.bool_]
+REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
+REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
 
 BLOCKED_BELOW = -9984.0
 """A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
@@ -61,6 +55,11 @@ class MaskValues:
         """Whole numbers above 1: `1 1 2 2 0`."""
         self._refuse_values(declared)
         self.declared: Polarity | None = "bias" if self.additive else declared
+
+    @property
+    def got(self) -> str:
+        """What arrived, as a message says it."""
+        return shape_of(self.full)
 
     @once
     def raw(self) -> Array:
@@ -141,7 +140,7 @@ class MaskValues:
             kind, remedy = PolarityError, "Pass polarity='keep' or 'masked'."
         else:
             return
-        raise kind(explain(self.key, "{} with values from {} to {}".format(shape_of(self.full), *self.range), rule, remedy))
+        raise kind(explain(self.key, "{} with values from {} to {}".format(self.got, *self.range), rule, remedy))
 
 
 BLOCK = 1 << 19

@@ -1,12 +1,11 @@
 """Readings: what a square mask means: sequences and one attention pattern that give it back, and no others that do too.
 
-The reading is proved: the rows that a pattern gives are written beside those of the mask, a block at a time, and compared
-byte by byte; the first block with a wrong row ends it. Then any other reading that gives the same matrix is looked for, and
-where there is one, the mask is refused and both are named. What is known beside the matrix (`Known`) is not guessed from it:
-with a keep mask only real rows count, with the Segments they are compared and nothing else.
+The reading is proved: rows that a pattern gives are compared with those of the mask, a block at a time; the first block
+with a wrong row ends it. Where another reading gives the same matrix, the mask is refused and both are named. What is known
+beside it (`Known`) is not guessed: with a keep mask only real rows count, with the Segments they are compared, no more.
 
-One pass over the mask for each pattern that holds, one block for most that do not; doubts cost O(B * S). Legend: B batch,
-S width, N sequences, Q/K query and key rows.
+One pass over the mask for each pattern that holds, one block for most that do not; doubts cost O(B * S).
+Legend: B batch, S width, N sequences, Q/K query and key rows.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from collate_npu.errors import REMEDY_CARRY_2D, AmbiguousMaskError, explain_rows
+from collate_npu.errors import AmbiguousMaskError, explain_rows
 from collate_npu.masks.evidence import Extents, Shown, UnexplainedError, after_token, all_extents, look
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
-from collate_npu.masks.polarity import Bools
+from collate_npu.masks.polarity import REMEDY_CARRY_2D, Bools
 from collate_npu.masks.square import Region, Square, regions_of
 from collate_npu.segments import Segments, of_keep
 
@@ -84,9 +83,8 @@ def prove(
 ) -> Pattern:
     """The pattern that gives the matrix back on every real row: the declared one, or the first that does.
 
-    `extents` gives what every query attends, and how far back any that counts looks; it is asked only where the first
-    pattern fails. `proved_BQ` are queries that plain causal attention is known to give on these sequences. Raises
-    `UnexplainedError`.
+    `extents`, what every query attends and how far back any that counts looks, is asked where the first pattern fails.
+    `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
     """
 
     def wrong(tried: Pattern) -> Iterator[int]:
@@ -124,10 +122,7 @@ def _differs(square: Square, b: int, at: tuple[int, int], regions: list[Region],
 
 
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:
-    """What `Pattern.explaining` is told.
-
-    Real queries that attend another sequence follow no pattern; for those, what is shown need not make sense.
-    """
+    """What `Pattern.explaining` is told; where real queries attend another sequence, it need not make sense."""
     place_Q = np.arange(segments.shape[1])
     real_BQ = segments.array != 0
     back_BQ = np.where(real_BQ, place_Q - extents.first, 0)
@@ -184,8 +179,8 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
 def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
     """Padding may attend itself (a forced diagonal, a sequence of its own) and then looks like a sequence.
 
-    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows
-    nothing: it was unmasked, or is a token of padding that attends the others and, on its diagonal, itself.
+    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
+    it was unmasked, or is padding that attends the others and, on its diagonal, itself.
     """
     if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
         return

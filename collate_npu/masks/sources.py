@@ -7,7 +7,7 @@ again. Legend: B batch, S width, H heads, Q/K query and key rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -81,8 +81,14 @@ class Sources(dict[str, Any]):
     @once
     def offsets(self) -> Mapping[str, Array]:
         """Offsets of a flat row, physical and real ones, those of Megatron's `packed_seq_params` among them."""
-        told = self.get("packed_seq_params") is not None or any(self.named[role] for role in _OFFSETS)
-        return dict(self._offsets()) if told else {}
+        told: dict[str, Array] = {}
+        params = self.get("packed_seq_params")
+        for name in KEYS if params is not None else ():
+            if KEYS[name].role in _OFFSETS and (value := getattr(params, name, None)) is not None:
+                told[f"packed_seq_params.{name}"] = as_offsets(f"packed_seq_params.{name}", host_array(name, value))
+        for role in _OFFSETS:
+            told |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
+        return told
 
     @once
     def lengths(self) -> list[list[int]] | None:
@@ -136,14 +142,6 @@ class Sources(dict[str, Any]):
             rule = "Tokens of a batch are [B, S]."
             raise CollateError(explain(name, f"shape {list(shape)}", rule, "Add the row: x[None]."))
         return shape[0], shape[1]
-
-    def _offsets(self) -> Iterator[tuple[str, Array]]:
-        params = self.get("packed_seq_params")
-        for name in KEYS if params is not None else ():
-            if KEYS[name].role in _OFFSETS and (value := getattr(params, name, None)) is not None:
-                yield f"packed_seq_params.{name}", as_offsets(f"packed_seq_params.{name}", host_array(name, value))
-        for role in _OFFSETS:
-            yield from ((name, as_offsets(name, self.array(name))) for name in self.named[role])
 
 
 def misfit(name: str, got: str, shape: tuple[int, int]) -> CollateError:

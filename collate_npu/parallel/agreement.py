@@ -1,10 +1,8 @@
 """Agreement: ranks that share a row compare what they hold, at every call, before any of them hands data to the others.
 
 A rank with other tokens, truth or layout, or one that skipped a call, makes wrong data on every rank, or a collective that
-never ends, without an error. So at each call every rank says what it holds and hears the others: where two differ, all
-raise, before any data moves. A rank that raises, or gives up waiting, says so, and takes along those who wait for it.
-Costs a wait for the slowest rank, three round trips to the store (`meeting`), and a checksum of the batch: 0.14 ms for
-int64 `[8, 4096]`. A batch on a device is read to the host for it.
+never ends, without an error. Costs a wait for the slowest rank, three round trips to the store (`meeting`), and a checksum
+of the batch: 0.14 ms for int64 `[8, 4096]`. A batch on a device is read to the host for it.
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
 
 
 def turn_of(cp: ContextParallel) -> AbstractContextManager[Any]:
-    """One thread at a time agrees on a collective of this group and runs it: where ranks would run those of two threads in
-    another order, they wait for each other, and raise."""
+    """One thread at a time agrees on a collective of this group and runs it: in another order on each rank, they would wait
+    for each other."""
     return nullcontext() if cp.group is None or cp.size == 1 else meeting_of(mesh_group(cp.group)).data
 
 
@@ -108,8 +106,7 @@ def _eager(function: Callable[..., Any]) -> Any:
 
 
 def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Mapping[str, Key] = KEYS) -> Facts:
-    """What a whole batch is: the shape of each key, a digest of its truth and masks, and one of each key of whole numbers a
-    token; numbers that are no tensors as they are."""
+    """What a whole batch is: each key's shape or number, and digests of its truth, masks and whole numbers a token."""
     facts: Facts = {}
     if segments is not None:
         facts |= {"segments": str(list(segments.shape)), "truth": partial(digest, segments.array)}
@@ -119,7 +116,8 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Ma
         parts = {f"{key}[{kind!r}]": part for kind, part in value.items()} if by_layer else {key: value}
         for name, part in parts.items():
             if isinstance(part, Tensor):
-                facts[name] = _kind(part) if rule == KEYS.get(key) else f"{_kind(part)} as {rule}"
+                kind = f"jagged {shape_of(part.values())}" if part.is_nested else shape_of(part)
+                facts[name] = kind if rule == KEYS.get(key) else f"{kind} as {rule}"
                 if _is_compared(name, part, rule or (TOKENS if part.ndim > 1 else SAMPLE), segments):
                     facts[f"the values of {name}"] = partial(digest, part)
             elif part is None or (rule is not None and isinstance(part, (int, float, list, tuple, np.ndarray))):
@@ -142,13 +140,8 @@ def digest_offsets(offsets: Tensor | Sequence[int] | None) -> str:
     return "none" if offsets is None else digest(host_array("cu_seqlens", offsets).astype(np.int64))
 
 
-def _kind(value: Tensor) -> str:
-    return f"jagged {shape_of(value.values())}" if value.is_nested else shape_of(value)
-
-
 def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) -> bool:
-    """Masks, and whole numbers that belong to tokens. Vectors may differ in their last bits; of a dense mask the `segments`
-    tell."""
+    """Masks, and whole numbers of tokens: vectors may differ in their last bits; of a dense mask the `segments` tell."""
     if key.role == "mask" and value.ndim > 2 and segments is not None:
         return False
     of_tokens = key.kind in ("tokens", "positions", "truth", "offsets")

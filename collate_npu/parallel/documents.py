@@ -104,10 +104,7 @@ def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str,
 def place_documents(
     batch: Mapping[str, Any], segments: Segments, places: Sequence[int], *, keys: Mapping[str, Key] = KEYS
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row without padding, each document moved to its place (`masks.places`); what follows them is a tail.
-
-    Offsets in the batch stay as they are. Padding holds what `keys` say, with numbers for ids.
-    """
+    """A flat row without padding, each document moved to its place (`masks.places`); its offsets stay as they are."""
     lengths_N = np.zeros(len(places), np.int64)
     lengths_N[: segments.num_sequences] = segments.sequence_lengths
     starts_N = np.cumsum(lengths_N) - lengths_N
@@ -162,14 +159,12 @@ class _Plan:
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
         """From N documents: their real lengths, where they start now, and the places each is to take up."""
-        first_N = np.cumsum(places_N) - places_N
-        place_W, number_W = np.arange(places_N.sum()), np.repeat(np.arange(len(places_N)), places_N)
-        at_W = place_W - first_N[number_W]
+        number_W = np.repeat(np.arange(len(places_N)), places_N)
+        place_W = np.arange(len(number_W))
+        at_W = place_W - (np.cumsum(places_N) - places_N)[number_W]
         real_W = at_W < lengths_N[number_W]
-        last_N = np.maximum.accumulate(np.where(lengths_N > 0, first_N + lengths_N - 1, -1))
-        source_N = np.maximum.accumulate(np.where(lengths_N > 0, starts_N + lengths_N - 1, 0))
-        source_W = np.where(real_W, starts_N[number_W] + at_W, source_N[number_W])
-        steps_W = np.where(real_W, 0, place_W - last_N[number_W])
+        source_W = np.maximum.accumulate(np.where(real_W, starts_N[number_W] + at_W, 0))
+        steps_W = place_W - np.maximum.accumulate(np.where(real_W, place_W, -1))
         segments = Segments(((number_W + 1) * real_W)[None])
         return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
 

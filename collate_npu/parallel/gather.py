@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
 from collate_npu.parallel.groups import check_group, gloo_group, mesh_group
@@ -57,30 +58,28 @@ def gather_sequence(
     >>> gather_sequence(torch.tensor([[4, 5, 6]]), ContextParallel(size=1, rank=0)).tolist()  # README runs it on two ranks
     [[4, 5, 6]]
     """
+    shard, offsets = output, cu_seqlens
     with turn_of(cp):
-        return _gathered(output, cp, segments, dim, cu_seqlens, loss)
-
-
-def _gathered(output: Tensor, cp: ContextParallel, segments: Segments | None, dim: int, offsets: Any, loss: Loss) -> Tensor:
-    with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
-        dim = dimension("output", output, dim)
-        if loss not in ("same", "local"):
-            rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
-            raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
-        shard = output
-        if output.is_nested:
-            shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
-        _check_shape(output, shard.shape, cp, segments, dim)
-        offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # one look at the device
-        facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
-        facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
-        facts["documents"] = partial(digest_offsets, offsets)
-        pieces = _pieces(shard.shape[dim] * cp.size, cp, offsets)
+        with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
+            dim = dimension("output", output, dim)
+            if loss not in ("same", "local"):
+                rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
+                raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
+            if output.is_nested:
+                shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
+            _check_shape(output, shard.shape, cp, segments, dim)
+            offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # one look at the device
+            facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
+            facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
+            facts["documents"] = partial(digest_offsets, offsets)
+            pieces = _pieces(shard.shape[dim] * cp.size, cp, offsets)
+            if cp.size > 1:
+                check_group(cp.group, cp.size, cp.rank)
         if cp.size > 1:
-            check_group(cp.group, cp.size, cp.rank)
-    if cp.size > 1:
-        shard = _in_order(_all_gather(shard, cp, loss, str(facts.get("number"))).unbind(0), pieces, dim)
-    return _jagged(shard, torch.tensor(offsets), segments) if output.is_nested else shard
+            shard = _in_order(_all_gather(shard, cp, loss, str(facts.get("number"))).unbind(0), pieces, dim)
+    if not output.is_nested:
+        return shard
+    return to_nested(shard[None], segments) if segments else jagged(shard, torch.tensor(offsets, device=shard.device))
 
 
 @checked
@@ -125,13 +124,6 @@ def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segment
     if width != S or (dim == 1 and shard[0] != B):
         rule = f"The batch is {[B, S]} (rows, width): one of {cp.size} shards has {S / cp.size:g} tokens in dim {dim}."
         raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
-
-
-def _jagged(whole: Tensor, offsets: Tensor, segments: Segments | None) -> Tensor:
-    if segments is None:
-        return jagged(whole, offsets.to(whole.device))
-    keep = segments.indices.to(whole.device)
-    return jagged(whole.index_select(0, keep), segments.cu_seqlens.to(whole.device, torch.int64))
 
 
 def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:

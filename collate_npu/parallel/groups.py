@@ -8,8 +8,7 @@ utils/framework.py:48-56). `gloo_group` gives the right one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,9 +16,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from collate_npu.errors import CollateError, explain
-
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits where its group does not say: as long as NCCL's collectives wait by default."""
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -60,7 +56,7 @@ def timeout_of(group: Any) -> timedelta:
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(told := getattr(options, "_timeout", None), timedelta):
             return told
-    return TIMEOUT
+    return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
 def megatron_group() -> tuple[Any, int]:
@@ -96,20 +92,15 @@ def gloo_group(group: Any = None) -> Any:
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _GLOO.setdefault(dist.group.WORLD, {})
     if ranks not in made:
-        with _unbound(dist.group.WORLD):
+        # torch hands the device of init_process_group(device_id=) on to each new group, and Gloo has no backend for it
+        # ("No backend type associated with device type npu")
+        world: Any = dist.group.WORLD
+        device, world.bound_device_id = getattr(world, "bound_device_id", None), None
+        try:
             made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        finally:
+            world.bound_device_id = device
     return made[ranks]
-
-
-@contextmanager
-def _unbound(world: Any) -> Iterator[None]:
-    """The world without the device of `init_process_group(device_id=)`: torch hands that on to each new group, and a Gloo
-    group has no backend for it ("No backend type associated with device type npu")."""
-    device, world.bound_device_id = getattr(world, "bound_device_id", None), None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
 
 
 def data_group() -> Any:

@@ -11,9 +11,8 @@ Nothing here touches a tensor of the batch or a process group; the cost is O(run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import whole_number
+from collate_npu.arrays import host_array, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
@@ -166,19 +165,7 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    if cp.documents:
-        return _own(query_runs(width, cp, cu_seqlens), width, cp)
-    return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
-
-
-@lru_cache
-def _row_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
-    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
-    return _own(query_runs(width, cp), width, cp)
-
-
-def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, ...]:
-    share = width // cp.size
+    held, share = query_runs(width, cp, cu_seqlens), width // cp.size
     return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 
@@ -214,18 +201,16 @@ def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
     _check_width(width, cp)
     bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
-    ring_rank = cp.rank // cp.ulysses_size
-    return _merged(run for start, stop in bounds for run in _ring_chunks(start, stop, cp._ring, ring_rank, cp._chunks))
+    at, runs = cp.rank // cp.ulysses_size, list[Run]()
+    for start, stop in bounds:
+        size = (stop - start) // cp.document_multiple
+        runs.append((start + at * size, start + (at + 1) * size))
+        if cp._chunks == 2:
+            runs.append((stop - (at + 1) * size, stop - at * size))
+    return _merged(runs)
 
 
-def _ring_chunks(start: int, stop: int, ring: int, rank: int, chunks: int) -> Iterator[Run]:
-    size = (stop - start) // (chunks * ring)
-    yield start + rank * size, start + (rank + 1) * size
-    if chunks == 2:
-        yield stop - (rank + 1) * size, stop - rank * size
-
-
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -259,18 +244,23 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         rule = f"The layout {cp.layout} shares out each document, so it needs their offsets."
         remedy = "Pass cu_seqlens, or leave cu_seq_lens_q (cu_seqlens_padded) in the batch."
         raise CollateError(explain("cu_seqlens", "None", rule, remedy))
-    offsets = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-    bounds = list(pairwise(offsets))
-    if offsets[:1] != [0] or offsets[-1] != width or any(start > stop for start, stop in bounds):
-        rule = f"Offsets of one flat row begin with 0, never fall and end at its width, {width}."
-        remedy = "Count the alignment tail as a document of its own, or as padding of the last one."
-        raise CollateError(explain("cu_seqlens", str(offsets[:16]), rule, remedy))
+    bounds = list(pairwise(row_offsets("cu_seqlens", cu_seqlens, width)))
     multiple = cp.document_multiple
     bad = [(n, f"{stop - start} tokens") for n, (start, stop) in enumerate(bounds) if (stop - start) % multiple]
     if bad:
         rule = f"{cp.layout} over {cp.size} ranks takes documents of a multiple of {multiple} tokens."
         remedy = f"pad_documents(batch, cp) pads each to {multiple} and carries the real lengths."
         raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, remedy))
+    return bounds
+
+
+def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple[int, ...]:
+    """Offsets of one flat row on the host; raises where they are not those of the whole row."""
+    bounds = tuple(map(int, host_array(name, offsets).tolist()))
+    if bounds[:1] != (0,) or bounds[-1] != width or any(start > stop for start, stop in pairwise(bounds)):
+        rule = f"Offsets are of the whole row of {width} tokens: 0 first, {width} last, never falling."
+        remedy = "Pass those of the unsplit row, the tail counted (alone, or with the last): no rank's own, ends or lengths."
+        raise CollateError(explain(name, str(list(bounds[:16])), rule, remedy))
     return bounds
 
 

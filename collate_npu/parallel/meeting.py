@@ -48,9 +48,8 @@ class Meeting:
     """Held from what is said of a collective to its end: those of one group have one order on all ranks."""
 
     def greet(self, stream: str, timeout: timedelta) -> None:
-        """Agree on a name that no earlier meeting in the same store had, so that ranks which were started again, and
-        groups which were made again, count from 1 together. Waits for the others, once in a world. A call that this rank
-        gave up here is told as soon as there is a name, so that those who come to it late do not take the next for it."""
+        """Agree on a name that no earlier meeting in the same store had: ranks and groups that begin again count from 1
+        together. Waits for the others, once in a world; a call given up here is told as soon as there is a name."""
         with self.turn, _store() as store:
             if self.session:
                 return

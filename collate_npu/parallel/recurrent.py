@@ -25,7 +25,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -33,12 +32,11 @@ from torch import Tensor
 from collate_npu.arrays import host_array
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
+from collate_npu.parallel.layout import ContextParallel, Layout, Run, row_offsets, token_runs
 from collate_npu.segments import Segments
 
 RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
 Offsets = Tensor | Sequence[int]
-
 
 _SLICES: tuple[Layout, ...] = ("contiguous", "ulysses")
 _TAKES: dict[RecurrentScheme, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
@@ -151,7 +149,7 @@ def _held(size: int, layout: Layout, ulysses: int, several: bool) -> tuple[tuple
     """What each rank holds of a row that every layout can share out."""
     offsets = range(0, 2 * size**2 * (3 if several else 2), 2 * size**2)
     ranks = [ContextParallel(size, rank, layout=layout, ulysses=ulysses) for rank in range(size)]
-    return tuple(token_runs(offsets[-1], rank, offsets) for rank in ranks)
+    return tuple(token_runs(offsets[-1], rank, [*offsets]) for rank in ranks)
 
 
 def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, ...]:
@@ -160,15 +158,9 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
     if B != 1:
         rule = "A flat row is [1, S]."
         raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
-    starts = sorted({0, S, *(start for _, start, _ in segments.spans)})
     if offsets is None:
-        return tuple(starts)
-    bounds = tuple(map(int, host_array("offsets", offsets).tolist()))
-    rising = all(a <= b for a, b in pairwise(bounds))
-    if bounds[:1] != (0,) or bounds[-1] != S or not rising:
-        rule = f"Offsets are of the whole row of {S} tokens: 0 first, {S} last, never falling."
-        remedy = "Pass those of the unsplit row, the tail counted: no rank's own, nor ends or lengths."
-        raise CollateError(explain("offsets", str(list(bounds[:16])), rule, remedy))
+        return tuple(sorted({0, S, *(start for _, start, _ in segments.spans)}))
+    bounds = row_offsets("offsets", offsets, S)
     after = [bisect_right(bounds, start) for _, start, _ in segments.spans]
     right = [bounds[k - 1] == a and bounds[k] >= b for k, (_, a, b) in zip(after, segments.spans)]
     bad = [(n, f"tokens {a} to {b - 1}") for n, (_, a, b) in enumerate(segments.spans) if not right[n]]

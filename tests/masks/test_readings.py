@@ -64,7 +64,7 @@ def test_what_a_picture_means_or_may_mean(picture, settings, said):
         return
     with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
         read_square(drawn(picture), **settings)
-    assert said in (str(raised.value) or raised.value.rows[0][1])
+    assert said in (str(raised.value) or raised.value.rows()[0][1])
 
 
 @pytest.mark.parametrize("picture", [NO_DIAGONAL, LONE])
@@ -73,7 +73,7 @@ def test_every_row_in_doubt_is_named_and_no_other(picture):
     with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
         read_square(batch)
     rows = getattr(raised.value, "rows", None)
-    named = [row for row, _ in rows] if rows else [b for b in range(3) if f"row {b}: " in str(raised.value)]
+    named = [row for row, _ in rows()] if rows else [b for b in range(3) if f"row {b}: " in str(raised.value)]
     assert named == [0, 2]
 
 
@@ -82,7 +82,7 @@ def test_one_pattern_explains_the_whole_batch():
     rows = [dense(Segments.from_lengths([4]), pattern=Pattern.sliding(w))[0].numpy() for w in (2, 4)]
     with pytest.raises(UnexplainedError) as raised:
         read_square(np.concatenate(rows))
-    assert [row for row, _ in raised.value.rows] == [0]
+    assert [row for row, _ in raised.value.rows()] == [0]
 
 
 def test_a_producer_of_unmasked_rows_makes_a_full_last_row_doubtful():
