@@ -52,7 +52,8 @@ def describe(batch: Mapping[str, Any]) -> str:
     except CollateError as error:
         told = [f"padding: not known. {error}"]
     facts = _facts(batch, segments) if segments is not None else told
-    return printable("\n".join([*_keys(batch, segments), "", *facts, *_hazards(batch, segments)]))
+    wrong = (f"hazard: {text}" for text in hazards(batch, segments).values())
+    return printable("\n".join([*_keys(batch, segments), "", *facts, *wrong]))
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
@@ -68,19 +69,15 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
     yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
     yield f"in words: {shape_said(segments)}"
-    yield from (f"known by {key}: {said}" for key, said in _sources(batch, segments))
+    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
+    told = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
+    yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in told)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
 
 
-def _sources(batch: Sources, segments: Segments) -> Iterator[tuple[str, str]]:
-    """What each key that tells something says by itself, through the same door; together they agree, or were refused."""
-    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
-    keys = [key for key in keys if key not in with_role(batch, "longest")]
-    yield from ((key, _alone(batch, key, segments)) for key in keys if batch[key] is not None)
-
-
 def _alone(batch: Sources, key: str, segments: Segments) -> str:
+    """What a key says by itself, through the same door; together they agree, or were refused."""
     alone = {**dict.fromkeys(batch), "input_ids": torch.zeros(batch.shape(), dtype=torch.int64), key: batch[key]}
     try:
         found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
@@ -90,11 +87,6 @@ def _alone(batch: Sources, key: str, segments: Segments) -> str:
         return "says all of it, alone"
     same = bool((found.keep == segments.keep).all())
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
-
-
-def _hazards(batch: Sources, segments: Segments | None) -> Iterator[str]:
-    found = hazards(batch, segments)
-    yield from (f"hazard: {text}" for text in found.values())
 
 
 def _value(value: Any, depth: int = 0) -> str:

@@ -101,7 +101,7 @@ def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
-    theirs = partial(_flattened() if subject.side == "packed" else _bare_4d, subject)
+    theirs = partial(_flattened if subject.side == "packed" else _bare_4d, subject)
     return wrap_collator(theirs, consumer="transformers", model=subject.model, pattern=subject.pattern)(features)
 
 
@@ -131,21 +131,18 @@ def _plain(subject: Subject, features: list[Batch]) -> Batch:
     return batch
 
 
-def _flattened(**told: bool) -> Hand:
-    def hand(subject: Subject, features: list[Batch]) -> Batch:
-        from transformers import DataCollatorWithFlattening
+def _flattened(subject: Subject, features: list[Batch], **told: bool) -> Batch:
+    from transformers import DataCollatorWithFlattening
 
-        batch: Batch = DataCollatorWithFlattening(**told)(features)
-        return batch
-
-    return hand
+    batch: Batch = DataCollatorWithFlattening(**told)(features)
+    return batch
 
 
 _COLLATOR = Way("collator", "PaddingCollator(model=model), for a row with padding_free=True", _by_collator, ours=True)
 _ADAPTER = Way("collator + adapter", "a neutral batch, then BatchAdapter at the model", _by_adapter, ours=True)
 _WRAPPED = Way("wrapped collator", "one of 4D masks alone, or of flat rows, inside wrap_collator", _by_wrapping, ours=True)
 _MAPPING = Way("mask per layer kind", "a dict: 4D for attention layers, 2D for recurrent ones", _by_mapping, ours=True)
-_OFFSETS, _INDEX = _flattened(return_flash_attn_kwargs=True), _flattened(return_seq_idx=True)
+_OFFSETS, _INDEX = partial(_flattened, return_flash_attn_kwargs=True), partial(_flattened, return_seq_idx=True)
 PADDED = {
     "collator": _COLLATOR,
     "adapter": _ADAPTER,
@@ -159,9 +156,9 @@ FLAT = {
     "collator": _COLLATOR,
     "adapter": _ADAPTER,
     "wrapped": _WRAPPED,
-    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened()),
+    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened),
     "cu_seq_lens_q": Way("positions + offsets", "cu_seq_lens_q too, for kernels of attention and scans", _OFFSETS),
     "seq_idx": Way("positions + seq_idx", "seq_idx too, for the convolution of recurrent layers", _INDEX),
-    "nothing": Way("no boundaries", "the tokens alone", _flattened(return_position_ids=False)),
+    "nothing": Way("no boundaries", "the tokens alone", partial(_flattened, return_position_ids=False)),
 }
 WAYS: dict[Layout, dict[str, Way]] = {"left": PADDED, "right": PADDED, "packed": FLAT}

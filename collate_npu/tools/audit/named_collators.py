@@ -36,7 +36,13 @@ def named_collator(spec: str) -> Callable[..., Any]:
         raise CollateError(explain("--collator", spec, _RULE, "For example transformers:DataCollatorForSeq2Seq."))
     remedy = "Write the path of its file, or run where Python finds the module."
     with _theirs(spec, "It is imported from here, and does not load.", remedy):
-        return _found(spec, place, name)
+        found: Any = _module(place)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                remedy = did_you_mean([part], dir(found), "Look at its spelling.")
+                raise CollateError(explain("--collator", f"{spec}: no {part} in {place}", _RULE, remedy))
+            found = getattr(found, part)
+        return _callable(spec, found, _RULE)
 
 
 @contextmanager
@@ -60,16 +66,6 @@ def _theirs(spec: str, rule: str, remedy: str) -> Iterator[None]:
     finally:
         os._exit = end
         sys.path[:] = [entry for entry in sys.path if entry not in added]
-
-
-def _found(spec: str, place: str, name: str) -> Callable[..., Any]:
-    found: Any = _module(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            remedy = did_you_mean([part], dir(found), "Look at its spelling.")
-            raise CollateError(explain("--collator", f"{spec}: no {part} in {place}", _RULE, remedy))
-        found = getattr(found, part)
-    return _callable(spec, found, _RULE)
 
 
 def _callable(spec: str, found: Any, rule: str) -> Callable[..., Any]:

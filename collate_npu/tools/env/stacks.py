@@ -6,7 +6,6 @@ consumers refuse. Needs torch; costs what building that model costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from collate_npu.consumers.consumer import Case, Consumer, Model, consumers
@@ -28,15 +27,13 @@ _BATCHES = {
 
 def runs() -> dict[str, str]:
     """Stack -> what it computes attention and Gated DeltaNet with here."""
-    asked = {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
-    return {stack: _tried(question) for stack, question in asked.items() if installed("transformers")}
-
-
-def _tried(question: Callable[[], str]) -> str:
-    try:
-        return question()
-    except Exception as error:  # a package that is half there
-        return f"not known: {said(error)}"
+    found, asked = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
+    for stack, question in asked.items() if installed("transformers") else ():
+        try:
+            found[stack] = question()
+        except Exception as error:  # a package that is half there
+            found[stack] = f"not known: {said(error)}"
+    return found
 
 
 def _attentions() -> str:
