@@ -48,8 +48,11 @@ def contract_breaches(
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
     """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
-    tnd = str(kwargs.get("input_layout")).upper() == "TND"
-    follow = {} if segments is None else _sizes_of(segments, tnd, keep_tail)
+    follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
+    if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
+        follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+    elif segments is not None:
+        follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
     if segments is not None:
@@ -96,14 +99,6 @@ def check_contract(
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse("npu_fusion_attention", contract_breaches(**locals()))
-
-
-def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
-    """The sizes of query and key that follow from the batch."""
-    if tnd:
-        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
-    B, S = segments.shape
-    return {"B": B, "Sq": S, "Skv": S}
 
 
 def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:

@@ -73,9 +73,8 @@ def _check(call: AttentionCall) -> None:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."
         raise UnsupportedFormError(explain("reference", ", ".join(names) or "keep_prob < 1", rule, remedy))
     if call.atten_mask is not None and call.mode in COMPRESSED:
-        refuse(
-            "npu_fusion_attention takes, in blocks that no document describes", compressed_contents(call, call.atten_mask)
-        )
+        takes = "npu_fusion_attention takes, in blocks that no document describes"
+        refuse(takes, compressed_contents(call, call.atten_mask))
 
 
 def _zeroes_empty_rows(call: AttentionCall, n: int) -> bool:

@@ -138,10 +138,8 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     if found:
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         got = "; ".join([*(text for _, text in found[:LISTED]), *["..."] * (len(found) > LISTED)])
-        remedy = (
-            f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the segments that "
-        )
-        remedy += "this call is for."
+        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
+        remedy += "segments that this call is for."
         yield Breach("differs-from-segments", where, got, "The segments say otherwise.", remedy, "Segments", silent=True)
 
 

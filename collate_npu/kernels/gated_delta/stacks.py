@@ -117,8 +117,7 @@ def _fields(call: Call) -> Iterator[Breach]:
         if q in call.arguments and kv in call.arguments:
             (left, why_left), (right, why_right) = call.row(q), call.row(kv)
             if got := why_left or why_right or (str(list(right[:12])) if left != right else ""):
-                says = f"Recurrent layers have one row of offsets, {q}."
-                yield call.breach("keys", kv, got, says, f"Pass {q} for both.")
+                yield call.breach("keys", kv, got, f"Recurrent layers have one row of offsets, {q}.", f"Pass {q} for both.")
     yield from _actual_offsets(call)
 
 
@@ -157,8 +156,7 @@ def _mindspeed(call: Call) -> Iterator[Breach]:
             version = f"{packed.package} {call.release(packed.package)}"
             says = f"It is Megatron's own module, and of {version} that has no packed rows."
             yield call.breach("release", call.where, "given", says, _UNPACKED + " both.", silent=False)
-        given = [n for n in ("q", "k", "v") if isinstance(call.get(n), Tensor)]
-        if floats := [n for n in given if shape_of(call.get(n)).startswith("float32")]:
+        if floats := [n for n in "qkv" if isinstance(x := call.get(n), Tensor) and shape_of(x).startswith("float32")]:
             says, remedy = "The rule takes 16-bit floats.", "Pass bfloat16."
             yield call.breach("float32", floats[0], "float32", says, remedy, silent=False)
     yield from _fields(call)

@@ -130,7 +130,7 @@ class Audit:
     def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
         """Batches that were given, judged like ours; they tell their side themselves."""
         asked = (self.subject.model, self._gradients)
-        found = _tried((case.numbers(*asked), known) for case, known in zip(cases, self._alone))
+        found = _tried(zip((case.numbers(*asked) for case in cases), self._alone))
         given = [case.segments for case in cases]
         left: Layout = "left" if any(segments.padding_side == "left" for segments in given) else "right"
         finding = self._judged("packed" if any(segments.packed for segments in given) else left, column, "yours", found)
@@ -151,10 +151,8 @@ class Audit:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
             hand, subject = WAYS[side][column].hand, replace(self.subject, side=side)
-            pairs = zip(self._batches, self._alone)
-            self._found[side, column] = _tried(
-                (self._run(hand(subject, features), subject.truth(features)), known) for features, known in pairs
-            )
+            runs = (self._run(hand(subject, features), subject.truth(features)) for features in self._batches)
+            self._found[side, column] = _tried(zip(runs, self._alone))
         return self._found[side, column]
 
     @cached_property

@@ -31,8 +31,8 @@ HELP = {
     "data": "Your data: .txt (one sample a line), .jsonl, .json, .parquet, .csv, each also as .gz, or - (standard input). "
     "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours.",
     "batch": "A batch dumped from your trainer, .pt or .safetensors, compared with each of its samples alone.",
-    "collator": "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, or a "
-    "function with arguments tokenizer, model or pad_token_id, makes one. Repeatable.",
+    "collator": "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
+    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable.",
     "tokenizer": "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.",
     "trust": "Run Python code that these folders bring, else they are refused.",
     "attn": "Attention, by transformers' name. Repeatable; default: sdpa and eager.",
