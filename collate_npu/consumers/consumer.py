@@ -259,19 +259,6 @@ def consumer_named(name: str | Consumer) -> Consumer:
     return consumers()[name]
 
 
-def route(
-    consumer: str | Consumer,
-    segments: Segments,
-    *,
-    model: Model | None = None,
-    pattern: str | Pattern = "causal",
-    padding_free: bool = False,
-) -> Route:
-    """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right."""
-    case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
-    return consumer_named(consumer).route(case)
-
-
 def _packed_rows(case: Case) -> str:
     if case.padding_free or not (case.recurrent and case.segments.packed):
         return ""

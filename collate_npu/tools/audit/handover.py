@@ -127,8 +127,7 @@ def _with_keyword(subject: Subject, features: list[Batch]) -> Batch:
 
 def _plain(subject: Subject, features: list[Batch]) -> Batch:
     batch = subject.collator(attention_mask="omit")(features)
-    del batch["attention_mask_2d"]
-    return batch
+    return {key: value for key, value in batch.items() if key != "attention_mask_2d"}
 
 
 def _flattened(subject: Subject, features: list[Batch], **told: bool) -> Batch:
