@@ -1,11 +1,8 @@
 """Check a call of `npu_fusion_attention` against the operator's contract, before the operator does or does not.
 
-The only check there is: torch_npu's own Python, meta and host code take a mask of any shape, and CANN's host code never
-looks inside one. Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the
-collator or once per shape, not at every step.
-
-Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's lists. With the Segments at
-hand none of them passes: what the call computes is compared with them at every real query, in blocks of scores.
+Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the collator or once per
+shape, not at every step. Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's
+lists. With the Segments at hand none of them passes: what the call computes is compared with them at every real query.
 
 Legend: T tokens of the tensor the operator gets (packed, or all B * S places), Q queries and K keys of one row or packed
 sequence, W tokens that its queries attend by either side, H heads of the mask. A place is row * S + column of the batch.

@@ -2,10 +2,7 @@
 
 Dense masks are for eager and sdpa. Flash kernels and attention of other names read the 2D mask: a dense one would make
 them read past their tensors, which on a card ends the process. flex_attention reads a BlockMask.
-
-Each way of a flat row that is not ours leaves a boundary out that some layer needs, so that one sees what it costs: a scan
-of a recurrent layer reads `cu_seq_lens_q`, its convolution `seq_idx`, attention positions that restart (where no cache is
-made) or offsets.
+Each way of a flat row that is not ours leaves a boundary out that some layer needs, so that one sees what it costs.
 """
 
 from __future__ import annotations

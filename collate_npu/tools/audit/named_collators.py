@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -104,7 +105,7 @@ def ready_collators(
         arguments = list(inspect.signature(found).parameters)
     taken = [name for name in arguments if name in GIVEN]
     if not inspect.isclass(found) and arguments and not taken:
-        return [_guarded(spec, found)]
+        return [partial(_called, spec, found)]
     by_side = tokenizer is not None and {"tokenizer", "processing_class"} & {*taken}
     rule = f"It is called with {', '.join(taken) or 'nothing'}, by the names of its arguments."
     made = []
@@ -115,12 +116,10 @@ def ready_collators(
         given = dict(zip(GIVEN, (mine, mine, model, pad_token_id, False)))
         with _theirs(spec, rule, "Name a function of your own: def mine(tokenizer, model): return ..."):
             made.append(found(**{name: given[name] for name in taken}))
-    return [_guarded(spec, _callable(spec, one, "It makes a collator, which is called with features.")) for one in made]
+    rule = "It makes a collator, which is called with features."
+    return [partial(_called, spec, _callable(spec, one, rule)) for one in made]
 
 
-def _guarded(spec: str, collator: Callable[..., Any]) -> Callable[..., Any]:
-    def call(features: Any) -> Any:
-        with _theirs(spec, "It is called with features, a list of dicts.", "Mend it there."):
-            return collator(features)
-
-    return call
+def _called(spec: str, collator: Callable[..., Any], features: Any) -> Any:
+    with _theirs(spec, "It is called with features, a list of dicts.", "Mend it there."):
+        return collator(features)
