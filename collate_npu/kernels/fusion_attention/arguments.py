@@ -40,14 +40,13 @@ from collate_npu.segments import Segments
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
-NpuFormName = CompressedName | Literal["dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpuForm:
     """The form chosen for a batch, its sparse mode, and why it is exact and nothing cheaper is."""
 
-    name: NpuFormName
+    name: CompressedName | Literal["dense"]
     sparse_mode: int
     why: str
 
