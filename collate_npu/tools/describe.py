@@ -18,9 +18,6 @@ from collate_npu.masks.hazards import hazards, reads
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 
-_DEEPEST = 4
-"""Mappings in one another that are written out."""
-
 
 def describe(batch: Mapping[str, Any]) -> str:
     """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact, and
@@ -93,7 +90,7 @@ def _value(value: Any, depth: int = 0) -> str:
     if isinstance(value, Tensor):
         size = value.untyped_storage().nbytes() if value.layout == torch.strided and not value.is_nested else 0
         return f"{shape_of(value)}, {size / 2**20:.1f} MiB" if size >= 2**20 else shape_of(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST:
+    if isinstance(value, Mapping) and depth < 4:
         return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)

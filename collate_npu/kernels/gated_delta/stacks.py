@@ -259,14 +259,12 @@ KERNELS: dict[str, str] = {
     "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
     "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
 }  # fmt: skip
-_PACKAGES = {"mamba_ssm": "mamba"}
-"""Packages whose name is not that of the rows."""
 
 
 def find_operator(name: str) -> Operator | None:
     """The row of this kernel, if there is one. Modules between package and name do not count, nor does `npu_` of fla_npu."""
     package, _, path = name.partition(".")
-    package, last = _PACKAGES.get(package, package), path.rpartition(".")[2]
+    package, last = "mamba" if package == "mamba_ssm" else package, path.rpartition(".")[2]
     tried = (name, f"{package}.{last.removeprefix('npu_' if package == 'fla_npu' else '')}", f"{package}.npu_{path}")
     found = (OPERATORS.get(KERNELS.get(each, each)) for each in tried)
     return next((row for row in found if row is not None), None)

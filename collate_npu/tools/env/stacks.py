@@ -15,7 +15,6 @@ from collate_npu.segments import Segments
 from collate_npu.testing import tiny_model
 from collate_npu.tools.refusals import said
 
-_FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
 _FLAT = "flat rows (padding_free=True)"
 _BATCHES = {
     "padded right": Segments.from_lengths([3, 5]),
@@ -43,7 +42,7 @@ def _attentions() -> str:
     def has(name: str) -> bool:
         return bool(getattr(utils, name, bool)())
 
-    here = ["sdpa", "eager", *(name for name, question in _FLASH.items() if has(question))]
+    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
     if has("is_torch_npu_available"):
         here.append("flash_attention_2 (npu_fusion_attention)")
     return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
