@@ -27,7 +27,7 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-from collate_npu.consumers.consumer import Model, route as route_of
+from collate_npu.consumers.consumer import Case, Model, consumer_named
 from collate_npu.consumers.mindspeed import kernel_of_settings, layout_of_settings
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
@@ -107,7 +107,8 @@ def flat(model=DENSE, consumer="megatron", segments=FLAT, **settings):
 
 def form(segments, consumer="transformers", needs_2d=False, config=None, **settings):
     model = Model(config=config or (HYBRID if needs_2d else None), needs_mask_2d=needs_2d, **settings.pop("model", {}))
-    return route_of(consumer, segments, model=model, **settings).form
+    case = Case(segments=segments, model=model, pattern=Pattern.of(settings.pop("pattern", "causal")), **settings)
+    return consumer_named(consumer).route(case).form
 
 
 def window(size):
@@ -597,7 +598,7 @@ FOLLOWED = [
 def flat_route(**known):
     """A flat row on a model that was asked."""
     asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True, **known)
-    return route_of("transformers", FLAT, model=asked, padding_free=True)
+    return consumer_named("transformers").route(Case(segments=FLAT, model=asked, padding_free=True))
 
 
 def bare(batch):

@@ -16,13 +16,13 @@ LINES = {
     "ground": (1450, 1250),
     "masks": (2490, 2400),
     "parallel": (1550, 1450),
-    "kernels": (3580, 3400),
-    "consumers": (2260, 1950),
+    "kernels": (3500, 3400),
+    "consumers": (2220, 1950),
     "collate": (1580, 1500),
     "proof": (1270, 1250),
     "integrations": (2790, 3000),
     "testing": (430, 450),
-    "tools": (3760, 3600),
+    "tools": (3660, 3600),
     "tests": (35580, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""

@@ -36,7 +36,7 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.collate import Layout
-from collate_npu.consumers.consumer import Model, consumer_named, consumers, route
+from collate_npu.consumers.consumer import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.parallel import join_shards
@@ -402,7 +402,7 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
     adapter = BatchAdapter(config, consumer=consumer, pattern=pattern)
     batch = {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "attention_mask": "theirs"}
     try:
-        chosen = route(consumer, segments, model=Model.of(config), pattern=pattern)
+        chosen = consumer_named(consumer).route(Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern)))
     except UnsupportedFormError:
         with pytest.raises(UnsupportedFormError):
             adapter.render(batch, segments)

@@ -18,16 +18,7 @@ import torch
 
 from collate_npu import debug
 from collate_npu.arrays import once
-from collate_npu.consumers.forwards import (
-    LabelRule,
-    Pooling,
-    PositionRule,
-    first_position,
-    label_rule,
-    pooling,
-    position_rule,
-    reads_dense_mask,
-)
+from collate_npu.consumers import forwards
 from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.consumers.routes import Keeps, MaskForm, Route, say_route
@@ -54,7 +45,7 @@ class Model:
     needs_mask_2d: bool | None = None
     """Does it carry state from token to token? None where nobody said."""
     attn_implementation: str = "sdpa"
-    positions: PositionRule = "places"
+    positions: forwards.PositionRule = "places"
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
     """The position of a sequence's first token."""
@@ -62,9 +53,9 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
-    pooling: Pooling = ""
+    pooling: forwards.Pooling = ""
     """Which token of a row its head takes."""
-    labels: LabelRule | None = None
+    labels: forwards.LabelRule | None = None
     """What its head does with labels; None where nobody can know."""
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
@@ -89,9 +80,9 @@ class Model:
         read: dict[str, Any] = {}
         asked = consumer_of(model) == "transformers"
         if asked or type(config).__module__.startswith("transformers."):
-            read = {"positions": position_rule(model), "first_position": first_position(model)}
-            read |= {"reads_dense": reads_dense_mask(model), "pattern": pattern_of(model), "pooling": pooling(model)}
-            read |= {"labels": label_rule(model)}
+            read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
+            read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         return cls(
             config=config,
@@ -266,19 +257,6 @@ def consumer_named(name: str | Consumer) -> Consumer:
     if not isinstance(name, str) or name not in consumers():
         raise CollateError(explain("consumer", repr(name), f"Known are {', '.join(consumers())}.", "Name one of them."))
     return consumers()[name]
-
-
-def route(
-    consumer: str | Consumer,
-    segments: Segments,
-    *,
-    model: Model | None = None,
-    pattern: str | Pattern = "causal",
-    padding_free: bool = False,
-) -> Route:
-    """What becomes of the masks of such a batch. Raises `UnsupportedFormError` where no form is right."""
-    case = Case(segments=segments, model=model or Model(), pattern=Pattern.of(pattern), padding_free=padding_free)
-    return consumer_named(consumer).route(case)
 
 
 def _packed_rows(case: Case) -> str:

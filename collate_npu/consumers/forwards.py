@@ -45,16 +45,11 @@ def position_rule(model: Any) -> PositionRule:
     return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
 
 
-# Counted from 2 whatever the pad id is: modeling_nystromformer.py:60, modeling_yoso.py:239, modeling_mra.py:477,
-# and modeling_mpnet.py:61 (`self.padding_idx = 1`).
-_FIRST_POSITION = dict.fromkeys(("nystromformer", "yoso", "mra", "mpnet"), 2)
-
-
 def first_position(model: Any) -> int:
     """The position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
     config = text_config(config_of(model))
-    if config.model_type in _FIRST_POSITION:
-        return _FIRST_POSITION[config.model_type]
+    if config.model_type in ("nystromformer", "yoso", "mra", "mpnet"):
+        return 2  # whatever the pad id is: modeling_nystromformer.py:60, _yoso.py:239, _mra.py:477, _mpnet.py:61
     return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
 
 
@@ -64,14 +59,12 @@ def reads_dense_mask(model: Any) -> bool:
     So do those that build theirs with transformers' masking_utils.py (:833-846), and before 5.0 with the helper below. Of
     the others most raise, and some read it the other way round in silence (XGLM, MPT in 4.57: 1 = attended, on eager).
     """
-    if getattr(config_of(model), "model_type", "") in _READS_2D_TOO:
+    # ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
+    # (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
+    read_2d_too = ("bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model")
+    if getattr(config_of(model), "model_type", "") in read_2d_too:
         return False
     return _say(_classes(unwrap(model)), "masking_utils", "_prepare_4d_causal_attention_mask_with_cache_position")
-
-
-# ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
-# (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
-_READS_2D_TOO = frozenset({"bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model"})
 
 
 def pooling(model: Any) -> Pooling:

@@ -84,9 +84,7 @@ _COUNTING_PLACES = {
     "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
 }
 # Learned or sinusoidal positions by place. distilbert takes position_ids in 5.x; the others never do.
-_ABSOLUTE = frozenset(
-    {"bart", "blenderbot", "blenderbot-small", "distilbert", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"}
-)
+_ABSOLUTE = {"bart", "blenderbot", "blenderbot-small", "distilbert", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"}
 _NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
 _DISTANCE = "the distance between two tokens is counted in places, those of a hole included"
 _COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from collate_npu.consumers import mindspeed
-from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal, not_exact, route
+from collate_npu.consumers import consumer, mindspeed
+from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
@@ -80,7 +80,7 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
     exact = none_is_exact(segments)
     if not exact:
-        route(kernel, segments)
+        consumer.consumer_named(kernel).route(Case(segments=segments))
     if recurrent and not exact:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
         remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from "

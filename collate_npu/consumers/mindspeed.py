@@ -122,12 +122,11 @@ MINDSPEED_LLM = Consumer(
     "401-410; core/transformer/custom_dot_product_attention.py:205-206",
 )
 
-MINDSPEED_LLM_FSDP2 = Consumer(
+MINDSPEED_LLM_FSDP2 = replace(
+    MINDSPEED_LLM,
     name="mindspeed_llm_fsdp2",
     forms=(Form(form="keep_2d", reads="the 2D mask, int64, which its router's loss alone reads"),),
-    refuses=(_PACKED, _FLAT, _LLM_NOT_EXACT),
     keep_dtype=torch.int64,
-    keeps_mask_2d="never",
     not_shared="its loader hands out contiguous slices, which its layer takes for zigzag and puts out of order "
     "(fsdp2/train/trainer.py:526-565, fsdp2/distributed/context_parallel/gdn_context_parallel.py:150-151)",
     source="MindSpeed-LLM c77308a1 fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843, 1239-1248, 1281-1291, 1463-1468",

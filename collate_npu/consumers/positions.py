@@ -1,8 +1,8 @@
 """Positions: what a consumer is given as `position_ids`, and when it is better left to count by itself.
 
 Megatron-style stacks always get them. A transformers model gets them only where its own count would be wrong (left
-padding, packing), and then as that model counts: RoBERTa's family from `padding_idx + 1` on, models with several axes as
-`[4, 1, T]`. Positions that count places over padding are counted again; a caller's own are never replaced.
+padding, packing), and then as that model counts (`forwards.position_rule`). Positions that count places over padding are
+counted again; a caller's own are never replaced.
 Legend: B rows, S width, T tokens of a flat row.
 """
 

@@ -17,11 +17,11 @@ from collate_npu.segments import Segments
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
 Keeps = Literal["recurrent", "always", "never"]
 
-_SPELLED: Mapping[MaskForm, str] = {
+SPELLED: Mapping[MaskForm, str] = {
     "none": "None",
     "keep_2d": "the 2D mask, True or 1 = real",
-    "masked": "4D, True = blocked",
-    "keep": "4D, True = attends",
+    "masked": "4D, True is blocked",
+    "keep": "4D, True attends",
     "bias": "4D, additive",
     "mapping": "a mask for each kind of layer",
     "block_mask": "a BlockMask",
@@ -44,7 +44,7 @@ def say_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
     lines = (
         reader,
-        f"{key}: {_SPELLED[route.form]} ({route.why})",
+        f"{key}: {SPELLED[route.form]} ({route.why})",
         f"attention_mask_2d: {kept}",
         f"the first such batch: {shape_said(segments)}",
         f"context parallelism: {cp or 'none'}",

@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 
+from collate_npu.consumers import leaks
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.leaks import (
-    HOLE_IN_A_STATE,
-    rope_limit,
-    sparse_from,
-    why_lengths_clash,
-    why_padding_leaks,
-    width_dependence,
-)
 from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -51,11 +44,6 @@ def _masked_flat_row(case: Case) -> bool:
     families never (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
     return case.padding_free and case.segments.packed and not by_offsets
-
-
-def _reads_offsets(case: Case) -> bool:
-    """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
-    return case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case))
 
 
 def _on(*implementations: str) -> Any:
@@ -128,9 +116,9 @@ def _leak(case: Case) -> str:
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
-        return str(case.model.ask(why_padding_leaks, "left" if case.inside else "right"))
-    why = why_padding_leaks(case.model.named, "holes", longest=case.segments.longest_span)
-    return why or (HOLE_IN_A_STATE if case.recurrent else "")
+        return str(case.model.ask(leaks.why_padding_leaks, "left" if case.inside else "right"))
+    why = leaks.why_padding_leaks(case.model.named, "holes", longest=case.segments.longest_span)
+    return why or (leaks.HOLE_IN_A_STATE if case.recurrent else "")
 
 
 def _one_row_inside(case: Case) -> bool:
@@ -140,7 +128,7 @@ def _one_row_inside(case: Case) -> bool:
 
 def _width(case: Case) -> str:
     """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
-    limit, sparse, S = case.model.ask(width_dependence), case.model.ask(sparse_from), case.segments.shape[1]
+    limit, sparse, S = case.model.ask(leaks.width_dependence), case.model.ask(leaks.sparse_from), case.segments.shape[1]
     if sparse is not None and sparse < S and any(n != S for n in case.segments.sequence_lengths):
         return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
@@ -149,8 +137,8 @@ def _width(case: Case) -> str:
 
 
 def _clash(case: Case) -> str:
-    limited = case.model.ask(rope_limit) is not None
-    return why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
+    limited = case.model.ask(leaks.rope_limit) is not None
+    return leaks.why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
 
 
 def _pooled(case: Case) -> str:
@@ -202,7 +190,8 @@ def _unplaced(case: Case) -> str:
     """Packed rows on a model that cannot be told where a sequence begins, or mixes tokens in other ways than attention."""
     if not case.segments.packed or case.recurrent or case.model.config is None:
         return ""
-    return why_padding_leaks(case.model.config, "right") or ("" if case.model.reads_dense else "it builds its own masks")
+    own = "" if case.model.reads_dense else "it builds its own masks"
+    return leaks.why_padding_leaks(case.model.config, "right") or own
 
 
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
@@ -301,7 +290,8 @@ TRANSFORMERS = Consumer(
     not_shared="a transformers model runs them on this rank's shard alone, out of order, in silence",
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
-    reads_offsets=_reads_offsets,
+    # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart
+    reads_offsets=lambda case: case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case)),
     patterns=patterns_by_kind,
     here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.consumers.mindspeed import NOT_EXACT
 from collate_npu.releases import installed
@@ -25,12 +27,11 @@ VERL = Consumer(
     source="verl models/mcore/util.py:649-655, 775-848",
 )
 
-VERL_NPU = Consumer(
+VERL_NPU = replace(
+    VERL,
     name="verl_npu",
     forms=(Form(form="none", reads="None, which MindSpeed turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, NOT_EXACT),
-    keeps_mask_2d="always",
-    recurrent_scheme="head_exchange_zigzag",
     here=lambda: bool(installed("verl") and installed("torch_npu")),
     source="verl 0.9.1 models/mcore/util.py:649-655, 768-770, 884-885; workers/engine/mindspeed/transformer_impl.py:40-54",
 )

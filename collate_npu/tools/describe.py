@@ -18,9 +18,6 @@ from collate_npu.masks.hazards import hazards, reads
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 
-_DEEPEST = 4
-"""Mappings in one another that are written out."""
-
 
 def describe(batch: Mapping[str, Any]) -> str:
     """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact, and
@@ -52,7 +49,8 @@ def describe(batch: Mapping[str, Any]) -> str:
     except CollateError as error:
         told = [f"padding: not known. {error}"]
     facts = _facts(batch, segments) if segments is not None else told
-    return printable("\n".join([*_keys(batch, segments), "", *facts, *_hazards(batch, segments)]))
+    wrong = (f"hazard: {text}" for text in hazards(batch, segments).values())
+    return printable("\n".join([*_keys(batch, segments), "", *facts, *wrong]))
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
@@ -68,19 +66,15 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
     yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
     yield f"in words: {shape_said(segments)}"
-    yield from (f"known by {key}: {said}" for key, said in _sources(batch, segments))
+    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
+    told = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
+    yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in told)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
 
 
-def _sources(batch: Sources, segments: Segments) -> Iterator[tuple[str, str]]:
-    """What each key that tells something says by itself, through the same door; together they agree, or were refused."""
-    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
-    keys = [key for key in keys if key not in with_role(batch, "longest")]
-    yield from ((key, _alone(batch, key, segments)) for key in keys if batch[key] is not None)
-
-
 def _alone(batch: Sources, key: str, segments: Segments) -> str:
+    """What a key says by itself, through the same door; together they agree, or were refused."""
     alone = {**dict.fromkeys(batch), "input_ids": torch.zeros(batch.shape(), dtype=torch.int64), key: batch[key]}
     try:
         found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
@@ -92,16 +86,11 @@ def _alone(batch: Sources, key: str, segments: Segments) -> str:
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 
 
-def _hazards(batch: Sources, segments: Segments | None) -> Iterator[str]:
-    found = hazards(batch, segments)
-    yield from (f"hazard: {text}" for text in found.values())
-
-
 def _value(value: Any, depth: int = 0) -> str:
     if isinstance(value, Tensor):
         size = value.untyped_storage().nbytes() if value.layout == torch.strided and not value.is_nested else 0
         return f"{shape_of(value)}, {size / 2**20:.1f} MiB" if size >= 2**20 else shape_of(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST:
+    if isinstance(value, Mapping) and depth < 4:
         return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)

@@ -78,8 +78,7 @@ def page(console: Console, title: str) -> str:
 
 
 def _in_columns(found: re.Match[str]) -> str:
-    wide = ("", "<i>{}</i>", "<i class=wide>{}</i>")[cell_len(found[0])]
-    return wide.format(found[0]) or found[0]
+    return ("", "<i>{}</i>", "<i class=wide>{}</i>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
 def check_place(path: Path) -> None:

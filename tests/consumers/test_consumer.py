@@ -18,7 +18,7 @@ CONSUMERS = consumers()
 
 
 def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=False, aux_loss=False, config=None, **model):
-    """`route` of a model that is described in words."""
+    """The route of a model that is described in words."""
     if aux_loss:
         config = SimpleNamespace(
             output_router_logits=True, layer_types=["linear_attention", "full_attention"] if needs_2d else []
@@ -26,7 +26,8 @@ def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=
     if needs_2d and config is None and not model.get("model_type"):
         config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
     known = Model(config=config, needs_mask_2d=needs_2d, **model)
-    return room.route(consumer, segments, model=known, pattern=pattern, padding_free=padding_free)
+    case = room.Case(segments=segments, model=known, pattern=Pattern.of(pattern), padding_free=padding_free)
+    return CONSUMERS[consumer].route(case)
 
 
 RIGHT = Segments.from_lengths([3, 5])
@@ -245,7 +246,8 @@ def test_a_config_is_asked_once_for_each_side():
     """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
     config = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)
     model = Model(config=config, needs_mask_2d=True, model_type="qwen3_next")
+    right, left = (room.Case(segments=segments, model=model) for segments in (RIGHT, LEFT))
     for _ in range(2):
-        assert room.route("transformers", Segments.from_lengths([2, 3]), model=model).form == "keep_2d"
+        assert CONSUMERS["transformers"].route(right).form == "keep_2d"
         with pytest.raises(UnsupportedFormError, match="use_bias"):
-            room.route("transformers", Segments.from_lengths([2, 3], side="left"), model=model)
+            CONSUMERS["transformers"].route(left)

@@ -16,7 +16,7 @@ from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments
 from collate_npu.consumers import mindspeed
-from collate_npu.consumers.consumer import Model, route
+from collate_npu.consumers.consumer import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle
@@ -160,11 +160,14 @@ def test_context_parallelism_takes_no_mask(te):
 @pytest.mark.parametrize("consumer", ["mindspeed", "mindspeed_dense"])
 def test_a_window_that_is_dropped_is_refused(consumer):
     model = Model(config=SimpleNamespace(window_size=(3, 0)), needs_mask_2d=False)
+    wide = Model(config=SimpleNamespace(window_size=(-1, 0)), needs_mask_2d=False)
+    route = consumer_named(consumer).route
     with pytest.raises(UnsupportedFormError, match=r"drops Megatron's window_size .* \(3, 0\)"):
-        route(consumer, Segments.from_lengths([5]), model=model)
-    assert route(consumer, Segments.from_lengths([4]), model=model)
-    assert route(consumer, RIGHT, model=Model(config=SimpleNamespace(window_size=(-1, 0)), needs_mask_2d=False))
-    assert route("mindspeed_dense", RIGHT, model=model, pattern=Pattern.sliding(4)).form == "masked"
+        route(Case(segments=Segments.from_lengths([5]), model=model))
+    assert route(Case(segments=Segments.from_lengths([4]), model=model))
+    assert route(Case(segments=RIGHT, model=wide))
+    sliding = Case(segments=RIGHT, model=model, pattern=Pattern.sliding(4))
+    assert consumer_named("mindspeed_dense").route(sliding).form == "masked"
 
 
 # --- which release, which attention

@@ -92,11 +92,8 @@ def _shapes(call: AttentionCall) -> Iterator[Breach]:
 def _unused(call: AttentionCall) -> Iterator[Breach]:
     for name in ("padding_mask", "pse", "sink", "dropout_mask"):
         if call.arguments[name] is not None:
-            says, remedy = (
-                f"{name} would pass unread.",
-                "Express padding in atten_mask; check a call with the others by hand.",
-            )
-            yield Breach(name.replace("_", "-"), name, "a tensor", says, remedy, "PD:34")
+            remedy = "Express padding in atten_mask; check a call with the others by hand."
+            yield Breach(name.replace("_", "-"), name, "a tensor", f"{name} would pass unread.", remedy, "PD:34")
     if call.prefix is not None and call.mode not in (5, 6):
         says, remedy = "A prefix is read in modes 5 and 6 alone.", "Pass sparse_mode 5 or 6, or leave the prefix out."
         yield Breach("prefix-unread", "prefix", f"{call.prefix[:8]} in sparse_mode {call.mode}", says, remedy, "PD:181, D")
@@ -104,8 +101,7 @@ def _unused(call: AttentionCall) -> Iterator[Breach]:
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:
     for name, ends, T in zip(LISTS, call.ends, (call.Tq, call.Tkv)):
-        assert ends is not None
-        yield from _ends(call, name, ends, T)
+        yield from _ends(call, name, ends or (), T)
     if rows := [pair for pair in call.lengths if pair[0] and not pair[1]]:
         says, remedy = "A sequence with queries has keys.", "Drop the sequence from both lists."
         yield Breach("no-keys", "actual_seq_kvlen", f"(Sq, Skv) {rows[:8]}", says, remedy, "MS:111")
@@ -153,8 +149,7 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     shape = tuple(atten_mask.shape)
     if call.tnd and atten_mask.ndim == 4:
         says = "The kernel steps through it by packed Sq * Skv, which is right for equal lengths only."
-        source = "PD:35, K flash_attention_var_len_score.h:354,376"
-        yield Breach("tnd-4d", "atten_mask", got, says, PACKED_REMEDY, source)
+        yield Breach("tnd-4d", "atten_mask", got, says, PACKED_REMEDY, "PD:35, K flash_attention_var_len_score.h:354,376")
     elif call.tnd and shape != call.longest:
         says = "A mask of all tokens is undocumented, and the backward refuses it."
         yield Breach("tnd-packed-mask", "atten_mask", got, says, PACKED_REMEDY, "PD:35, G:508-516")
@@ -170,8 +165,7 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
 
 def _contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     if atten_mask.dtype == torch.uint8:
-        flat = atten_mask.flatten()
-        top = max(int(block.cpu().max()) for block in torch.split(flat, geometry.BLOCK_SCORES))
+        top = max(int(block.cpu().max()) for block in torch.split(atten_mask.flatten(), geometry.BLOCK_SCORES))
         if top > 1:
             says, remedy = "A uint8 mask holds 0 and 1.", "Pass bool."
             yield Breach("mask-values", "atten_mask", f"values up to {top}", says, remedy, "PD:35")

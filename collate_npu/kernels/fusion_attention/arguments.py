@@ -40,14 +40,13 @@ from collate_npu.segments import Segments
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
-NpuFormName = CompressedName | Literal["dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpuForm:
     """The form chosen for a batch, its sparse mode, and why it is exact and nothing cheaper is."""
 
-    name: NpuFormName
+    name: CompressedName | Literal["dense"]
     sparse_mode: int
     why: str
 
@@ -95,8 +94,7 @@ def fusion_attention_kwargs(
 ) -> dict[str, Any]:
     """The mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch, as a plain dict.
 
-    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0, and
-    `check_contract` asks for `scale` beside these. Only
+    Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
     arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
 
     `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
@@ -104,9 +102,8 @@ def fusion_attention_kwargs(
     and both are the same attention. `_v3` (op-plugin 26.0 on: torch_npu 2.7.1.post4) takes its length lists as CPU tensors.
     Masks are built on `device`.
 
-    Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator
-    documents or a sliding window over a sequence with holes; and where the mask, compressed ones included, would take
-    more than `max_mask_bytes`.
+    Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator documents
+    or a sliding window over a sequence with holes; and where the mask, compressed or not, takes over `max_mask_bytes`.
     Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
     ops-transformer flash_attention_score_tiling_general.cpp:639-812.
 

@@ -1,11 +1,8 @@
 """Check a call of `npu_fusion_attention` against the operator's contract, before the operator does or does not.
 
-The only check there is: torch_npu's own Python, meta and host code take a mask of any shape, and CANN's host code never
-looks inside one. Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the
-collator or once per shape, not at every step.
-
-Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's lists. With the Segments at
-hand none of them passes: what the call computes is compared with them at every real query, in blocks of scores.
+Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the collator or once per
+shape, not at every step. Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's
+lists. With the Segments at hand none of them passes: what the call computes is compared with them at every real query.
 
 Legend: T tokens of the tensor the operator gets (packed, or all B * S places), Q queries and K keys of one row or packed
 sequence, W tokens that its queries attend by either side, H heads of the mask. A place is row * S + column of the batch.
@@ -48,8 +45,11 @@ def contract_breaches(
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
     """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
-    tnd = str(kwargs.get("input_layout")).upper() == "TND"
-    follow = {} if segments is None else _sizes_of(segments, tnd, keep_tail)
+    follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
+    if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
+        follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+    elif segments is not None:
+        follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
     if segments is not None:
@@ -96,14 +96,6 @@ def check_contract(
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse("npu_fusion_attention", contract_breaches(**locals()))
-
-
-def _sizes_of(segments: Segments, tnd: bool, keep_tail: bool) -> dict[str, int]:
-    """The sizes of query and key that follow from the batch."""
-    if tnd:
-        return dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
-    B, S = segments.shape
-    return {"B": B, "Sq": S, "Skv": S}
 
 
 def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:

@@ -33,7 +33,6 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, shap
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
 INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
-FLOATS = ("scale", "keep_prob")
 TENSORS = ("query", "key", "value")
 LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
 INTEGER_LISTS = ("prefix", *LISTS)
@@ -69,9 +68,8 @@ def sizes_of(query: Any, key: Any, head_num: Any, input_layout: Any) -> dict[str
 class AttentionCall:
     """Arguments with the operator's defaults filled in, lists read as tuples of host numbers, and the sizes.
 
-    query, key and value may be among them, for their shapes.
-
-    Sizes are None where nobody gave them: under TND the lists say B (sequences), Sq and Skv (the longest) as well.
+    query, key and value may be among them, for their shapes. Sizes are None where nobody gave them: under TND the lists
+    say B (sequences), Sq and Skv (the longest) as well.
     Raises `CollateError` for values that the operator's schema does not take.
     """
 
@@ -94,7 +92,7 @@ class AttentionCall:
         self.arguments = arguments = DEFAULTS | given
         arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
         arguments |= {name: _integer(name, arguments[name]) for name in INTEGERS}
-        arguments |= {name: _float(name, arguments[name]) for name in FLOATS}
+        arguments |= {name: _float(name, arguments[name]) for name in ("scale", "keep_prob")}
         mask = arguments["atten_mask"]
         if not isinstance(mask, Tensor | None):
             raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)

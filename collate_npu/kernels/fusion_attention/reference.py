@@ -61,7 +61,8 @@ def reference_fusion_attention(
         behind = query.shape[0] - sum(q_lengths)
         out, top, total = (pad(x[0].transpose(0, 1), (0, 0) * (x.ndim - 2) + (0, behind)) for x in (out, top, total))
     else:
-        out = _from_bnsd(out, input_layout)
+        out = out.permute(*map(_TO_BNSD[input_layout].index, range(4)))
+        out = out.flatten(2) if input_layout in ("BSH", "SBH") else out.contiguous()
     lanes = [x.detach().float().unsqueeze(-1).repeat_interleave(SOFTMAX_LANES, -1) for x in (top, total)]
     return out.to(query.dtype), lanes[0], lanes[1], query.new_empty(0), 0, 0, 0
 
@@ -73,9 +74,8 @@ def _check(call: AttentionCall) -> None:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."
         raise UnsupportedFormError(explain("reference", ", ".join(names) or "keep_prob < 1", rule, remedy))
     if call.atten_mask is not None and call.mode in COMPRESSED:
-        refuse(
-            "npu_fusion_attention takes, in blocks that no document describes", compressed_contents(call, call.atten_mask)
-        )
+        takes = "npu_fusion_attention takes, in blocks that no document describes"
+        refuse(takes, compressed_contents(call, call.atten_mask))
 
 
 def _zeroes_empty_rows(call: AttentionCall, n: int) -> bool:
@@ -113,10 +113,3 @@ def _rows(x: Tensor, lengths: Sequence[int], layout: str, heads: int) -> Sequenc
         return torch.split(x.transpose(0, 1)[None], [*lengths, x.shape[0] - sum(lengths)], 2)
     x = x.view(*x.shape[:-1], heads, -1) if layout in ("BSH", "SBH") else x
     return x.permute(_TO_BNSD[layout])[:, None].unbind()
-
-
-def _from_bnsd(x: Tensor, layout: str) -> Tensor:
-    if layout == "BNSD":
-        return x
-    x = x.permute(2, 0, 1, 3) if layout == "SBH" else x.transpose(1, 2)
-    return x.flatten(2) if layout in ("BSH", "SBH") else x.contiguous()

@@ -18,10 +18,7 @@ from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS, LISTS, 
 COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIANGLE, 8: TRIANGLE}
 """The shape of the mask that each compressed sparse mode takes."""
 MAX_HEAD_DIM = 768
-DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 TOKENS = "pre_tockens, next_tockens"
-PADDED_MODES = (0, 1, 2, 3, 4, 5, 6)
-PACKED_MODES = (0, 1, 2, 3, 4, 6, 7, 8)
 
 
 def breaches(call: AttentionCall) -> Iterator[Breach]:
@@ -36,7 +33,7 @@ def breaches(call: AttentionCall) -> Iterator[Breach]:
 def _tensors(call: AttentionCall) -> Iterator[Breach]:
     given = {name: x for name in TENSORS if isinstance(x := call.kwargs.get(name), Tensor)}
     dtypes = {x.dtype for x in given.values()}
-    if len(dtypes) > 1 or not dtypes <= DTYPES:
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16, torch.float32}:
         got, says = ", ".join(map(shape_of, given.values())), "They are all float16, all bfloat16 or all float32."
         yield Breach("tensor-dtype", ", ".join(given), got, says, "Cast them alike, to bfloat16 for one.", "A:397, PD:26-28")
     value = given.get("value")
@@ -53,15 +50,14 @@ def _arguments(call: AttentionCall) -> Iterator[Breach]:
     if call.layout not in tuple(RANKS):
         says, remedy = f"The layouts are {', '.join(RANKS)}.", "Name the one q, k and v are in."
         yield Breach("layout", "input_layout", repr(call.layout), says, remedy, "P:743")
-    modes = PACKED_MODES if call.tnd else PADDED_MODES
+    modes = (0, 1, 2, 3, 4, 6, 7, 8) if call.tnd else (0, 1, 2, 3, 4, 5, 6)
     if call.mode not in modes:
         says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, modes))}."
         remedy = "Use mode 6 for a prefix under TND; 7 and 8 are for TND alone."
         yield Breach("sparse-mode", "sparse_mode", str(call.mode), says, remedy, "P:772-786, T:768, T:4098")
     if min(call.N, call.Nkv) < 1 or call.N % call.Nkv:
         says, remedy = "Query heads are a whole multiple of key heads.", "Pass head_num as the number of query heads."
-        got = f"{call.N} query heads, {call.Nkv} key heads"
-        yield Breach("heads", "head_num", got, says, remedy, "T:1099")
+        yield Breach("heads", "head_num", f"{call.N} query heads, {call.Nkv} key heads", says, remedy, "T:1099")
     if not 1 <= call.D <= MAX_HEAD_DIM:
         says, remedy = f"A head has 1 to {MAX_HEAD_DIM} elements.", "Use another attention kernel for this head size."
         yield Breach("head-size", "D", str(call.D), says, remedy, "A:442, T:1097")

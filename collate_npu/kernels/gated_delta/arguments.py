@@ -123,8 +123,7 @@ def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -
         case "fla_npu":
             return {"cu_seqlens": tuple(offsets), "chunk_indices": _flat_table(offsets, chunk)}
         case "fla_npu_cumsum":
-            flat = _flat_table(offsets, boundaries.cumsum_block(chunk))
-            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": flat}
+            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": _flat_table(offsets, boundaries.cumsum_block(chunk))}
         case "fla_npu_flash":
             return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_list": [*offsets]}
         case "fla_npu_conv":

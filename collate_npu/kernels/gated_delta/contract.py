@@ -6,8 +6,7 @@ chunk size pass, and other sequences are computed, or memory nobody wrote. Costs
 Against the Segments a causal layer is a chain: each token goes on from the state that another one left, and that one must
 be the token before it in its own sequence, or none where it is the first. A kernel's offsets, numbers or mask give one
 chain, the Segments the other; what padding goes on from does not matter. The convolution reads W - 1 tokens back, and each
-must be the right one. Which tensors the call speaks of follows from its sizes: rows `[B, S]`, the same one behind the other
-`[1, B * S]`, or those of `unpad`, `[1, T]`. A place is row * S + column of the batch.
+must be the right one. A place is row * S + column of the batch.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def check_gated_delta_contract(
 
     With `segments` the sequences that the kernel reads are compared with the truth at every real token, and `scale` must be
     given to operators whose own default is 1.0. What stands in the tensors is not looked at. B and T tell whether the
-    tensors are the rows, the rows one behind the other, or those of `unpad`. Without `segments` the boundaries are believed,
-    and those of another batch pass.
+    tensors are the rows `[B, S]`, the same one behind the other `[1, B * S]`, or those of `unpad`, `[1, T]`. Without
+    `segments` the boundaries are believed, and those of another batch pass.
 
     `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
     what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
@@ -138,10 +137,8 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     if found:
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         got = "; ".join([*(text for _, text in found[:LISTED]), *["..."] * (len(found) > LISTED)])
-        remedy = (
-            f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the segments that "
-        )
-        remedy += "this call is for."
+        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
+        remedy += "segments that this call is for."
         yield Breach("differs-from-segments", where, got, "The segments say otherwise.", remedy, "Segments", silent=True)
 
 

@@ -106,15 +106,14 @@ def _npu_convolution(call: Call) -> Iterator[Breach]:
     x, mode = call.get("x"), call.arguments.get("activation_mode", 0)
     active = not isinstance(mode, int) or mode != 0
     if isinstance(x, Tensor) and x.ndim == 2 and not call.where:
-        says, remedy = "A flat x needs its boundaries.", "Pass query_start_loc."
-        yield call.breach("missing", "query_start_loc", "nothing", says, remedy)
+        says = "A flat x needs its boundaries."
+        yield call.breach("missing", "query_start_loc", "nothing", says, "Pass query_start_loc.")
     rows = tuple(range(0, call.B * call.T + 1, call.T))
     if call.where and call.offsets != rows and (call.B > 1 or (isinstance(x, Tensor) and x.ndim == 3)):
         says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])} here: others are refused by their count, or unread."
         remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
-        yield call.breach(
-            "rows", call.where, str(list(call.offsets[:8])), says, remedy, silent=len(call.offsets) == len(rows)
-        )
+        got, alike = str(list(call.offsets[:8])), len(call.offsets) == len(rows)
+        yield call.breach("rows", call.where, got, says, remedy, silent=alike)
     modes = call.get("initial_state_mode")
     if isinstance(modes, (list, tuple)) and len(modes) != (len(call.lengths) or call.B):
         says, remedy = "There is one mode for each sequence.", "Pass one for each, or leave it out."
@@ -191,8 +190,7 @@ NPU_ROWS: tuple[Operator, ...] = (
     replace(
         _FLA_NPU, name="fla_npu.chunk_kda_fwd",
         source=_NPU + "_aclnn_ctypes.py:1066-1182; aclnn_chunk_kda_fwd.cpp:201-255",
-        tables={"chunk_indices": "rule"}, needs=words(""), own=(_kda,), empties="legal", shapes={},
-        limits={"sequences": 1024},
+        needs=words(""), own=(_kda,), empties="legal", shapes={}, limits={"sequences": 1024},
         checks=words("container rows first falling last table chunk-size states limit layout shape state-dtype"),
     ),
     Operator(

@@ -9,8 +9,7 @@ One state `S [K, V]` a head and sequence, zero (or `initial_state`) at its first
 (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.) It is slow and takes memory for every step: it is
 what fast kernels are compared with, and what stands in for them on a CPU.
 
-Before the rule stands the short causal convolution: each token from itself and the W - 1 before it in its own sequence. It
-mixes neighbours, so a boundary or padding that the rule alone knows comes too late.
+Before the rule stands the short causal convolution: each token from itself and the W - 1 before it in its own sequence.
 Legend: B rows, T tokens, H query and key heads, HV value heads (a multiple of H), K and V head sizes, N sequences, D
 channels, W taps.
 """

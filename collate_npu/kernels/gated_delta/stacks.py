@@ -117,8 +117,7 @@ def _fields(call: Call) -> Iterator[Breach]:
         if q in call.arguments and kv in call.arguments:
             (left, why_left), (right, why_right) = call.row(q), call.row(kv)
             if got := why_left or why_right or (str(list(right[:12])) if left != right else ""):
-                says = f"Recurrent layers have one row of offsets, {q}."
-                yield call.breach("keys", kv, got, says, f"Pass {q} for both.")
+                yield call.breach("keys", kv, got, f"Recurrent layers have one row of offsets, {q}.", f"Pass {q} for both.")
     yield from _actual_offsets(call)
 
 
@@ -157,8 +156,7 @@ def _mindspeed(call: Call) -> Iterator[Breach]:
             version = f"{packed.package} {call.release(packed.package)}"
             says = f"It is Megatron's own module, and of {version} that has no packed rows."
             yield call.breach("release", call.where, "given", says, _UNPACKED + " both.", silent=False)
-        given = [n for n in ("q", "k", "v") if isinstance(call.get(n), Tensor)]
-        if floats := [n for n in given if shape_of(call.get(n)).startswith("float32")]:
+        if floats := [n for n in "qkv" if isinstance(x := call.get(n), Tensor) and shape_of(x).startswith("float32")]:
             says, remedy = "The rule takes 16-bit floats.", "Pass bfloat16."
             yield call.breach("float32", floats[0], "float32", says, remedy, silent=False)
     yield from _fields(call)
@@ -261,14 +259,12 @@ KERNELS: dict[str, str] = {
     "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
     "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
 }  # fmt: skip
-_PACKAGES = {"mamba_ssm": "mamba"}
-"""Packages whose name is not that of the rows."""
 
 
 def find_operator(name: str) -> Operator | None:
     """The row of this kernel, if there is one. Modules between package and name do not count, nor does `npu_` of fla_npu."""
     package, _, path = name.partition(".")
-    package, last = _PACKAGES.get(package, package), path.rpartition(".")[2]
+    package, last = "mamba" if package == "mamba_ssm" else package, path.rpartition(".")[2]
     tried = (name, f"{package}.{last.removeprefix('npu_' if package == 'fla_npu' else '')}", f"{package}.npu_{path}")
     found = (OPERATORS.get(KERNELS.get(each, each)) for each in tried)
     return next((row for row in found if row is not None), None)

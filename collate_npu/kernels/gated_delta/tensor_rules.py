@@ -44,25 +44,19 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 
 def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
-    """The order of dimensions of each tensor, as the call says it."""
-    found = _orders(row, arguments)
-    if "initial_state" in found and any(arguments.get(name) is True for name in V_FIRST):
-        return {**found, "initial_state": "SNVK"}
-    return found
-
-
-def _orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
-    """For some operators of Ascend it follows from the call."""
+    """The order of dimensions of each tensor, as the call says it: for some operators of Ascend it follows from the call."""
+    found, x = row.shapes, arguments.get("x")
     if row.name == "fla_npu.chunk_kda_fwd":
         order = KDA_LAYOUTS.get(str(arguments.get("layout", "BSND")), "")
         values = order.replace("H", "N").replace("K", "V")
-        return {"q": order, "k": order, "v": values, "initial_state": "SNKV"} if order else {}
-    if row.name == "fla_npu.causal_conv1d":
-        x = arguments.get("x")
-        return {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
-    if row.name == "fla_npu.solve_tri":
-        return {"x": SOLVE_LAYOUTS.get(str(arguments.get("layout", "bsnd")).lower(), "BTNC")}
-    return row.shapes
+        found = {"q": order, "k": order, "v": values, "initial_state": "SNKV"} if order else {}
+    elif row.name == "fla_npu.causal_conv1d":
+        found = {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
+    elif row.name == "fla_npu.solve_tri":
+        found = {"x": SOLVE_LAYOUTS.get(str(arguments.get("layout", "bsnd")).lower(), "BTNC")}
+    if "initial_state" in found and any(arguments.get(name) is True for name in V_FIRST):
+        return {**found, "initial_state": "SNVK"}
+    return found
 
 
 def rows_and_tokens(row: Operator, arguments: Mapping[str, Any]) -> tuple[int | None, int] | None:
@@ -104,7 +98,9 @@ def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
 
 def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
     row, x, D, W = call.operator, call.get("x"), sizes.get("D"), sizes.get("W")
-    multiple = {"causal_conv1d": 8 if _channels_last(call, x) else 1, "fla_npu": 16}.get(row.package)
+    last = isinstance(x, Tensor) and x.ndim == 3 and x.stride(1) == 1 and x.stride(2) > 1
+    last |= "seq_idx" in call.arguments  # causal-conv1d takes its kernel for channels last (csrc/causal_conv1d.cpp:175-198)
+    multiple = {"causal_conv1d": 8 if last else 1, "fla_npu": 16}.get(row.package)
     if D and multiple and D % multiple:
         remedy = "Pad the channels, or use another convolution."
         yield call.breach("channels", "x", f"{D} channels", f"Channels are a multiple of {multiple}.", remedy)
@@ -115,14 +111,7 @@ def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
         strides = x.stride()
         if D != 1 and (strides[1] != 1 or (call.B > 1 and strides[0] % 8) or (call.T > 1 and strides[2] % 8)):
             says = "With seq_idx the channels lie together: stride(1) is 1, the other strides are multiples of 8."
-            remedy = "Pass x_BTD.contiguous().transpose(1, 2)."
-            yield call.breach("strides", "x", f"strides {strides}", says, remedy)
-
-
-def _channels_last(call: Call, x: Any) -> bool:
-    """Does causal-conv1d take its kernel for channels that lie together (csrc/causal_conv1d.cpp:175-198)?"""
-    together = isinstance(x, Tensor) and x.ndim == 3 and x.stride(1) == 1 and x.stride(2) > 1
-    return together or "seq_idx" in call.arguments
+            yield call.breach("strides", "x", f"strides {strides}", says, "Pass x_BTD.contiguous().transpose(1, 2).")
 
 
 def _states(call: Call) -> Iterator[Breach]:

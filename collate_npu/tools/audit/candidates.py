@@ -120,6 +120,8 @@ def is_checkpoint(name: str) -> bool:
 
 def check_checkpoint(name: str, *, trust: bool) -> None:
     """Refuse, in one line, a folder whose config does not load, or whose own code nobody said to trust."""
+    import transformers
+
     where, remedy = f"--model {name}", "Name the folder of a whole checkpoint, of a model that this transformers has."
     with refused(where, "", "Its config.json does not load.", remedy):  # validators raise what they like
         own = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("auto_map")
@@ -127,21 +129,14 @@ def check_checkpoint(name: str, *, trust: bool) -> None:
             rule = "The folder brings Python code of its own, which would run here."
             remedy = "Read that code, then pass --trust-remote-code; or take auto_map out, if transformers has the model."
             raise CollateError(explain(where, "auto_map in config.json", rule, remedy))
-        check_one_stack(config_of_checkpoint(name, trust=trust))
-
-
-def config_of_checkpoint(name: str, *, trust: bool) -> Any:
-    """The config of a folder."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust)
+        check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
 
 
 def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
     """The model of a folder, of the class that its config names: with or without a head, text alone or with vision."""
     import transformers
 
-    config = config_of_checkpoint(name, trust=trust)
+    config = transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust)
     own = [key for key in getattr(config, "auto_map", None) or {} if key.startswith("AutoModel")]
     named = [*own, *(getattr(config, "architectures", None) or []), "AutoModelForCausalLM"]
     chosen = next(getattr(transformers, each) for each in named if hasattr(transformers, each))

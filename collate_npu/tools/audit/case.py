@@ -18,16 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.proof.invariance import (
-    Collator,
-    Samples,
-    advice,
-    check_one_stack,
-    check_unequal,
-    check_vocabulary,
-    collated,
-    features_of,
-)
+from collate_npu.proof import invariance
+from collate_npu.proof.invariance import Collator, Samples
 from collate_npu.proof.located import Located
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
 from collate_npu.proof.noise import Yardstick, measure_noise
@@ -97,9 +89,9 @@ class Audit:
         self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int, gradients: bool,
         sides: Sequence[Layout] = ("left", "right"),
     ) -> None:  # fmt: skip
-        check_one_stack(model)
+        invariance.check_one_stack(model)
         self._batches = batches_of(samples, batch_size, sides)
-        check_vocabulary(model, self._batches)
+        invariance.check_vocabulary(model, self._batches)
         model.eval()
         self.name, self.sides, self._gradients = name, sides, gradients
         self.subject = Subject(model=model, side="right", pad_token_id=pad_token_id)
@@ -133,20 +125,22 @@ class Audit:
 
     def of_collator(self, column: str, collator: Collator) -> Finding:
         """The batches of a collator that was given. Raises `CollateError` where they hold other tokens than the samples."""
-        return self.of_given(column, [collated(collator, features) for features in self._batches])
+        return self.of_given(column, [invariance.collated(collator, features) for features in self._batches])
 
     def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
         """Batches that were given, judged like ours; they tell their side themselves."""
         asked = (self.subject.model, self._gradients)
-        found = _tried((case.numbers(*asked), known) for case, known in zip(cases, self._alone))
-        finding = self._judged(layout_of([case.segments for case in cases]), column, "yours", found)
+        found = _tried(zip((case.numbers(*asked) for case in cases), self._alone))
+        given = [case.segments for case in cases]
+        left: Layout = "left" if any(segments.padding_side == "left" for segments in given) else "right"
+        finding = self._judged("packed" if any(segments.packed for segments in given) else left, column, "yours", found)
         if mislabelled := [case for case in cases if case.label_fault()]:
             finding = replace(finding, right=False, astray=(*finding.astray, "labels"))
         if finding.right is False and not finding.note and isinstance(found, Compared):
             yardstick = Yardstick(self._noise)
             pairs = [pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]) or pair[0] in mislabelled]
             wrong, each = pairs[0]
-            return replace(finding, note=advice(wrong, self.subject.model, yardstick.astray(each)))
+            return replace(finding, note=invariance.advice(wrong, self.subject.model, yardstick.astray(each)))
         return finding
 
     def first(self, side: Layout) -> tuple[str, Segments, str]:
@@ -157,10 +151,8 @@ class Audit:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
             hand, subject = WAYS[side][column].hand, replace(self.subject, side=side)
-            pairs = zip(self._batches, self._alone)
-            self._found[side, column] = _tried(
-                (self._run(hand(subject, features), subject.truth(features)), known) for features, known in pairs
-            )
+            runs = (self._run(hand(subject, features), subject.truth(features)) for features in self._batches)
+            self._found[side, column] = _tried(zip(runs, self._alone))
         return self._found[side, column]
 
     @cached_property
@@ -215,22 +207,15 @@ def raised(error: Exception, device: str) -> dict[str, Any]:
     return {"note": first_line(error) if refused else said(error), "refused": refused}
 
 
-def layout_of(given: Sequence[Segments]) -> Layout:
-    """How batches are laid out: packed where a row holds several samples, left where rows end together."""
-    if any(segments.packed for segments in given):
-        return "packed"
-    return "left" if any(segments.padding_side == "left" for segments in given) else "right"
-
-
 def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[list[Batch]]:
     """The samples as batches of features. Raises `CollateError` where a comparison would prove nothing."""
-    features = features_of(samples)
+    features = invariance.features_of(samples)
     batches = [features[i : i + batch_size] for i in range(0, len(features), batch_size)]
     if "packed" in sides and any(len(batch) < 2 for batch in batches):
         rule = "A row of one sequence has no boundary to keep, and a comparison with itself alone proves nothing."
         raise CollateError(explain("--packed", "a row of one sequence", rule, "Give a --batch-size of 2 or more."))
     if any(side != "packed" for side in sides):
-        check_unequal(*batches)
+        invariance.check_unequal(*batches)
     return batches
 
 

@@ -181,8 +181,7 @@ def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
     if tokenizer is None:
         rule = "Text becomes tokens by the tokenizer of the checkpoint."
         raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
-    text = row if isinstance(row, str) else _spoken(row, tokenizer)
-    text = text[: _LETTERS * max_length]
+    text = (row if isinstance(row, str) else _spoken(row, tokenizer))[: _LETTERS * max_length]
     return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
 
 

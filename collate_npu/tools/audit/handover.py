@@ -2,10 +2,7 @@
 
 Dense masks are for eager and sdpa. Flash kernels and attention of other names read the 2D mask: a dense one would make
 them read past their tensors, which on a card ends the process. flex_attention reads a BlockMask.
-
-Each way of a flat row that is not ours leaves a boundary out that some layer needs, so that one sees what it costs: a scan
-of a recurrent layer reads `cu_seq_lens_q`, its convolution `seq_idx`, attention positions that restart (where no cache is
-made) or offsets.
+Each way of a flat row that is not ours leaves a boundary out that some layer needs, so that one sees what it costs.
 """
 
 from __future__ import annotations
@@ -101,7 +98,7 @@ def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
-    theirs = partial(_flattened() if subject.side == "packed" else _bare_4d, subject)
+    theirs = partial(_flattened if subject.side == "packed" else _bare_4d, subject)
     return wrap_collator(theirs, consumer="transformers", model=subject.model, pattern=subject.pattern)(features)
 
 
@@ -127,25 +124,21 @@ def _with_keyword(subject: Subject, features: list[Batch]) -> Batch:
 
 def _plain(subject: Subject, features: list[Batch]) -> Batch:
     batch = subject.collator(attention_mask="omit")(features)
-    del batch["attention_mask_2d"]
+    return {key: value for key, value in batch.items() if key != "attention_mask_2d"}
+
+
+def _flattened(subject: Subject, features: list[Batch], **told: bool) -> Batch:
+    from transformers import DataCollatorWithFlattening
+
+    batch: Batch = DataCollatorWithFlattening(**told)(features)
     return batch
-
-
-def _flattened(**told: bool) -> Hand:
-    def hand(subject: Subject, features: list[Batch]) -> Batch:
-        from transformers import DataCollatorWithFlattening
-
-        batch: Batch = DataCollatorWithFlattening(**told)(features)
-        return batch
-
-    return hand
 
 
 _COLLATOR = Way("collator", "PaddingCollator(model=model), for a row with padding_free=True", _by_collator, ours=True)
 _ADAPTER = Way("collator + adapter", "a neutral batch, then BatchAdapter at the model", _by_adapter, ours=True)
 _WRAPPED = Way("wrapped collator", "one of 4D masks alone, or of flat rows, inside wrap_collator", _by_wrapping, ours=True)
 _MAPPING = Way("mask per layer kind", "a dict: 4D for attention layers, 2D for recurrent ones", _by_mapping, ours=True)
-_OFFSETS, _INDEX = _flattened(return_flash_attn_kwargs=True), _flattened(return_seq_idx=True)
+_OFFSETS, _INDEX = partial(_flattened, return_flash_attn_kwargs=True), partial(_flattened, return_seq_idx=True)
 PADDED = {
     "collator": _COLLATOR,
     "adapter": _ADAPTER,
@@ -159,9 +152,9 @@ FLAT = {
     "collator": _COLLATOR,
     "adapter": _ADAPTER,
     "wrapped": _WRAPPED,
-    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened()),
+    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened),
     "cu_seq_lens_q": Way("positions + offsets", "cu_seq_lens_q too, for kernels of attention and scans", _OFFSETS),
     "seq_idx": Way("positions + seq_idx", "seq_idx too, for the convolution of recurrent layers", _INDEX),
-    "nothing": Way("no boundaries", "the tokens alone", _flattened(return_position_ids=False)),
+    "nothing": Way("no boundaries", "the tokens alone", partial(_flattened, return_position_ids=False)),
 }
 WAYS: dict[Layout, dict[str, Way]] = {"left": PADDED, "right": PADDED, "packed": FLAT}

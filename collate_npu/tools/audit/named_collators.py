@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -36,7 +37,13 @@ def named_collator(spec: str) -> Callable[..., Any]:
         raise CollateError(explain("--collator", spec, _RULE, "For example transformers:DataCollatorForSeq2Seq."))
     remedy = "Write the path of its file, or run where Python finds the module."
     with _theirs(spec, "It is imported from here, and does not load.", remedy):
-        return _found(spec, place, name)
+        found: Any = _module(place)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                remedy = did_you_mean([part], dir(found), "Look at its spelling.")
+                raise CollateError(explain("--collator", f"{spec}: no {part} in {place}", _RULE, remedy))
+            found = getattr(found, part)
+        return _callable(spec, found, _RULE)
 
 
 @contextmanager
@@ -60,16 +67,6 @@ def _theirs(spec: str, rule: str, remedy: str) -> Iterator[None]:
     finally:
         os._exit = end
         sys.path[:] = [entry for entry in sys.path if entry not in added]
-
-
-def _found(spec: str, place: str, name: str) -> Callable[..., Any]:
-    found: Any = _module(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            remedy = did_you_mean([part], dir(found), "Look at its spelling.")
-            raise CollateError(explain("--collator", f"{spec}: no {part} in {place}", _RULE, remedy))
-        found = getattr(found, part)
-    return _callable(spec, found, _RULE)
 
 
 def _callable(spec: str, found: Any, rule: str) -> Callable[..., Any]:
@@ -108,7 +105,7 @@ def ready_collators(
         arguments = list(inspect.signature(found).parameters)
     taken = [name for name in arguments if name in GIVEN]
     if not inspect.isclass(found) and arguments and not taken:
-        return [_guarded(spec, found)]
+        return [partial(_called, spec, found)]
     by_side = tokenizer is not None and {"tokenizer", "processing_class"} & {*taken}
     rule = f"It is called with {', '.join(taken) or 'nothing'}, by the names of its arguments."
     made = []
@@ -119,12 +116,10 @@ def ready_collators(
         given = dict(zip(GIVEN, (mine, mine, model, pad_token_id, False)))
         with _theirs(spec, rule, "Name a function of your own: def mine(tokenizer, model): return ..."):
             made.append(found(**{name: given[name] for name in taken}))
-    return [_guarded(spec, _callable(spec, one, "It makes a collator, which is called with features.")) for one in made]
+    rule = "It makes a collator, which is called with features."
+    return [partial(_called, spec, _callable(spec, one, rule)) for one in made]
 
 
-def _guarded(spec: str, collator: Callable[..., Any]) -> Callable[..., Any]:
-    def call(features: Any) -> Any:
-        with _theirs(spec, "It is called with features, a list of dicts.", "Mend it there."):
-            return collator(features)
-
-    return call
+def _called(spec: str, collator: Callable[..., Any], features: Any) -> Any:
+    with _theirs(spec, "It is called with features, a list of dicts.", "Mend it there."):
+        return collator(features)

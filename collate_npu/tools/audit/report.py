@@ -19,8 +19,7 @@ State = Literal["right", "wrong", "unproved"]
 
 INTERRUPTED = 130
 WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
-"""By exit code: all measured and right; something of ours or yours is wrong; something named could not be run or told
-apart; somebody stopped it."""
+"""By exit code (`cli.console` says what each means)."""
 Told = tuple[str, str]
 """A short label, and what is said under it."""
 KINDS = {"left": "padded batches", "right": "padded batches", "packed": "flat rows"}

@@ -97,18 +97,13 @@ class _Session:
     """What is asked of every candidate, and the report it goes to."""
 
     report: Report
-    build: partial[tuple[Any, Any, int]]
-    """A model, by its name and attention."""
+    build: partial[tuple[Any, Any, int]]  # a model, by its name and attention
     sides: Sequence[Layout]
-    collators: Sequence[str]
-    """By name."""
+    collators: Sequence[str]  # by name
     dumped: Batch | None
-    reference: bool
-    """Do recurrent layers run on the reference kernels?"""
-    how: dict[str, Any]
-    """`batch_size` and `gradients`."""
-    drawn: partial[list[Batch]]
-    """Samples by a tokenizer."""
+    reference: bool  # do recurrent layers run on the reference kernels?
+    how: dict[str, Any]  # batch_size and gradients
+    drawn: partial[list[Batch]]  # samples by a tokenizer
 
     def audit(self, name: str, attn: str, count: str, console: Console) -> None:
         """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""

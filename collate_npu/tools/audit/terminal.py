@@ -188,12 +188,8 @@ def errors(report: Report) -> Iterator[Text]:
         worst = max(range(len(largest)), key=lambda n: size(largest[n]))
         block = block_for(max(map(len, finding.by_position)), _MOST)
         for n, (row, error) in enumerate(zip(finding.by_position, largest)):
-            yield Text(f"  sample {n + 1:<3} {_bars(row, block)} {number(error)}", "bold" if n == worst else "")
-
-
-def _bars(row: Sequence[float], block: int) -> str:
-    """The worst of each block of tokens."""
-    return "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
+            bars = "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
+            yield Text(f"  sample {n + 1:<3} {bars} {number(error)}", "bold" if n == worst else "")
 
 
 def _bar(error: float) -> str:

@@ -26,46 +26,33 @@ EXAMPLES = (
 
 of_model, of_data, of_run = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Data", "What is run"))
 """Options by the panels of the help."""
+HELP = {
+    "model": "A model type (tiny, random), or the folder of a checkpoint. Repeatable; default: all hybrids.",
+    "data": "Your data: .txt (one sample a line), .jsonl, .json, .parquet, .csv, each also as .gz, or - (standard input). "
+    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours.",
+    "batch": "A batch dumped from your trainer, .pt or .safetensors, compared with each of its samples alone.",
+    "collator": "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
+    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable.",
+    "tokenizer": "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.",
+    "trust": "Run Python code that these folders bring, else they are refused.",
+    "attn": "Attention, by transformers' name. Repeatable; default: sdpa and eager.",
+    "kernels": "What recurrent layers run on; reference is slow.",
+}
+"""Of the options that take many words."""
 
 
 @needs("torch", "transformers")
 def audit_command(
-    model: Annotated[
-        list[str] | None,
-        of_model(help="A model type (tiny, random), or the folder of a checkpoint. Repeatable; default: all hybrids."),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        of_data(
-            help="Your data: .txt (one sample a line), .jsonl, .json, .parquet, .csv, each also as .gz, or - (standard "
-            "input). Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours."
-        ),
-    ] = None,
-    batch: Annotated[
-        Path | None,
-        of_data(help="A batch dumped from your trainer, .pt or .safetensors, compared with each of its samples alone."),
-    ] = None,
-    collator: Annotated[
-        list[str] | None,
-        of_run(
-            help="Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
-            "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, of_model(help="Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, of_model("--trust-remote-code", help="Run Python code that these folders bring, else they are refused.")
-    ] = False,
+    model: Annotated[list[str] | None, of_model(help=HELP["model"])] = None,
+    data: Annotated[Path | None, of_data(help=HELP["data"])] = None,
+    batch: Annotated[Path | None, of_data(help=HELP["batch"])] = None,
+    collator: Annotated[list[str] | None, of_run(help=HELP["collator"])] = None,
+    tokenizer: Annotated[Path | None, of_model(help=HELP["tokenizer"])] = None,
+    trust_remote_code: Annotated[bool, of_model("--trust-remote-code", help=HELP["trust"])] = False,
     side: Annotated[Side | None, of_run(help="Padding side. Default: both.")] = None,
-    attn: Annotated[
-        list[str] | None, of_run(help="Attention, by transformers' name. Repeatable; default: sdpa and eager.")
-    ] = None,
+    attn: Annotated[list[str] | None, of_run(help=HELP["attn"])] = None,
     packed: Annotated[bool, of_run("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
-    kernels: Annotated[
-        Literal["installed", "reference"], of_run(help="What recurrent layers run on; reference is slow.")
-    ] = "installed",
+    kernels: Annotated[Literal["installed", "reference"], of_run(help=HELP["kernels"])] = "installed",
     device: Annotated[str, of_model(help="cpu, cuda, npu, or any torch device.")] = "cpu",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="In which dtype.")] = "float32",
     batch_size: Annotated[int, of_data(min=2, help="Samples in a batch, or in a flat row.")] = 4,

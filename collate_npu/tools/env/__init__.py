@@ -1,7 +1,7 @@
 """Environment: what is installed, which kernels each stack would run here, what is refused, and known hazards.
 
-For issue reports and for people who wonder why a mask is lost. Imports nothing of what it tells about: whatever may raise,
-abort or hang is asked in a process of its own (`probe`), so there is always a report. torch need not load.
+For issue reports and for people who wonder why a mask is lost. Imports nothing of what it tells about (`probe`):
+torch need not load.
 """
 
 from __future__ import annotations

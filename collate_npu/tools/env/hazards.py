@@ -44,11 +44,6 @@ def _name(here: Environment, package: str) -> str:
     return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in here.packages), "")
 
 
-def _pair(here: Environment) -> bool:
-    """`{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch."""
-    return numbers(here.packages["torch"]) == numbers(here.packages["torch_npu"])
-
-
 def _wanted_cann(here: Environment) -> str:
     """The release of CANN that the installed torch_npu is made for, "" where the table does not say."""
     ours = here.packages.get("torch_npu", "").partition("+")[0]
@@ -71,8 +66,10 @@ def _no_megatron_layer(here: Environment) -> bool:
 
 
 HAZARDS = (
+    # `{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch
     Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same release of "
-           "both, the one made for this machine's CANN.", lambda here: not _pair(here)),
+           "both, the one made for this machine's CANN.",
+           lambda here: numbers(here.packages["torch"]) != numbers(here.packages["torch_npu"])),
     Hazard("torch_npu", "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install the one made for this "
            "CANN, or that CANN (COMPATIBILITY.md of Ascend/pytorch).", _other_cann),
     Hazard("torch_npu", "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "

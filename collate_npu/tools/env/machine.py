@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +70,6 @@ def cann() -> str:
         return "none: ASCEND_HOME_PATH is not set"
     if not Path(home).is_dir():
         return f"none: ASCEND_HOME_PATH is {home}, which is no folder"
-    return f"{next(_versions(Path(home)), 'version not told')} in {home}"
-
-
-def _versions(home: Path) -> Iterator[str]:
-    for path in (path for pattern in _CANN_FILES for path in sorted(home.glob(pattern)) if path.is_file()):
-        if found := _VERSION.search(path.read_text(encoding="utf-8", errors="replace")):
-            yield found[1]
+    files = (path for pattern in _CANN_FILES for path in sorted(Path(home).glob(pattern)) if path.is_file())
+    found = filter(None, (_VERSION.search(path.read_text(encoding="utf-8", errors="replace")) for path in files))
+    return f"{next((one[1] for one in found), 'version not told')} in {home}"

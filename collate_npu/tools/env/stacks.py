@@ -6,7 +6,6 @@ consumers refuse. Needs torch; costs what building that model costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from collate_npu.consumers.consumer import Case, Consumer, Model, consumers
@@ -16,7 +15,6 @@ from collate_npu.segments import Segments
 from collate_npu.testing import tiny_model
 from collate_npu.tools.refusals import said
 
-_FLASH = {f"flash_attention_{n}": f"is_flash_attn_{n}_available" for n in (2, 3, 4)}
 _FLAT = "flat rows (padding_free=True)"
 _BATCHES = {
     "padded right": Segments.from_lengths([3, 5]),
@@ -28,15 +26,13 @@ _BATCHES = {
 
 def runs() -> dict[str, str]:
     """Stack -> what it computes attention and Gated DeltaNet with here."""
-    asked = {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
-    return {stack: _tried(question) for stack, question in asked.items() if installed("transformers")}
-
-
-def _tried(question: Callable[[], str]) -> str:
-    try:
-        return question()
-    except Exception as error:  # a package that is half there
-        return f"not known: {said(error)}"
+    found, asked = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
+    for stack, question in asked.items() if installed("transformers") else ():
+        try:
+            found[stack] = question()
+        except Exception as error:  # a package that is half there
+            found[stack] = f"not known: {said(error)}"
+    return found
 
 
 def _attentions() -> str:
@@ -46,7 +42,7 @@ def _attentions() -> str:
     def has(name: str) -> bool:
         return bool(getattr(utils, name, bool)())
 
-    here = ["sdpa", "eager", *(name for name, question in _FLASH.items() if has(question))]
+    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
     if has("is_torch_npu_available"):
         here.append("flash_attention_2 (npu_fusion_attention)")
     return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])

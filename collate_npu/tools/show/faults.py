@@ -56,9 +56,8 @@ def _judged(full: Tensor, square: Square, polarity: Polarity, truth: Segments | 
         return _squares(square, full, reading.segments), 0
     pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern
     known = sequences(square, square.diagonal())[0] if truth is None else truth
-    beside = [
-        replace(found, ought=attention_of(known, found.b, pattern=pattern).rows) for found in _squares(square, full, known)
-    ]
+    squares = _squares(square, full, known)
+    beside = [replace(found, ought=attention_of(known, found.b, pattern=pattern).rows) for found in squares]
     judged = [replace(found, counts=known.array[found.b] > 0) for found in beside]
     return judged, sum(found.grid(_BLOCK).wrong for found in beside)
 

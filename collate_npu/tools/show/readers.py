@@ -12,23 +12,14 @@ import numpy as np
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.routes import Route
+from collate_npu.consumers.routes import SPELLED, Route
 from collate_npu.errors import CollateError
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
-from collate_npu.tools.show.faults import MEANS
 from collate_npu.tools.show.sheet import Panel
-
-READS: dict[str, str] = {
-    "none": "None",
-    "keep_2d": "2D, True is real; the model makes the square",
-    "mapping": "a mapping by kind of layer",
-    "block_mask": "a BlockMask",
-    **{polarity: f"4D, {means}" for polarity, means in MEANS.items()},
-}
 
 
 def consumer_panels(
@@ -41,13 +32,12 @@ def consumer_panels(
     adapter = BatchAdapter(consumer=consumer, **model)  # type: ignore[arg-type]
     try:
         segments = segments_from_batch(batch, padding_free=adapter.padding_free)
-        shared = BatchAdapter(consumer=adapter.consumer, context_parallel=context_parallel, **model)
-        route = shared.route(segments)
+        route = BatchAdapter(consumer=adapter.consumer, context_parallel=context_parallel, **model).route(segments)
     except CollateError as error:
         yield Panel(heading=consumer, refused=str(error), derived=True)
         return
     kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
-    facts = f"{adapter.consumer.key} {READS[route.form]}; {kept} ({route.why})"
+    facts = f"{adapter.consumer.key} {SPELLED[route.form]}; {kept} ({route.why})"
     for kind, squares in _by_kind(adapter, segments, route):
         yield Panel(heading=f"{consumer} {kind}".strip(), facts=facts, squares=squares, derived=True)
 

@@ -96,19 +96,14 @@ def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = 
         panels: Iterable[Panel] = (Panel(facts=shape_said(shown), ids=shown.array), _attends(shown))
     else:
         panels = _batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown))
-    panels = _with_row(row, list(panels))
-    asked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
-    return Sheet(panels=tuple(asked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
-
-
-def _with_row(row: int | None, panels: list[Panel]) -> list[Panel]:
-    """The panels, where one of them has that row."""
+    panels = list(panels)
     held = {square.b for panel in panels for square in panel.squares}
     held |= {b for panel in panels if panel.ids is not None for b in range(len(panel.ids))}
     if row is not None and whole_number("row", row) not in held:
         rule = f"The rows are 0 to {max(held)}." if held else "There is no row."
         raise CollateError(explain("row", str(row), rule, "Name one of them, or leave it out for all."))
-    return panels
+    asked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
+    return Sheet(panels=tuple(asked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
 
 
 def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
