@@ -4,8 +4,6 @@
 cause, words of the remedy, the same call as the remedy says, and what must be true of its answer where that does not say it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Bad input, one table: the call, and words of its refusal. Nothing raw, nothing believed, and no memory asked for."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import numpy as np

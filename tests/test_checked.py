@@ -1,7 +1,5 @@
 """Arguments of public functions: whatever stands in the place of one, the call works or is refused in words."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -4,8 +4,6 @@ The limits stand a third above what was counted when they were written (Python 3
 either a mistake, or worth its price: then say so, and raise them. Times are in `benchmarks`.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import counting

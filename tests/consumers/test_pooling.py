@@ -1,7 +1,5 @@
 """Heads that give one answer a row: that of each sample alone, on either side, or a refusal; every class of transformers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

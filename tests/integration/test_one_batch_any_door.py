@@ -4,8 +4,6 @@ Batches are laid out here by hand, as the collators of transformers, TRL and pac
 the ids, positions by place, 2D masks, packing ids.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a kernel's function is given, it answers or raises `CollateError`: nothing raw, and nothing taken for another."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from typing import Any

@@ -3,8 +3,6 @@
 The exhaustive proof that nothing is read wrong is law 2, in test_laws.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@
 named `upstream` hold what a release does without `install()`: one that fails says that a new release does otherwise.
 """
 
-from __future__ import annotations
-
 import warnings
 from itertools import product
 from types import SimpleNamespace

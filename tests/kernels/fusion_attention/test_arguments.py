@@ -1,7 +1,5 @@
 """What `fusion_attention_kwargs` says is computed: the reference operator gives torch's attention over the dense mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
