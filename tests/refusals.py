@@ -26,8 +26,7 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.consumers.consumer import Model, route as route_of
-from collate_npu.consumers.mindspeed import kernel_of_settings, layout_of_settings
-from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
+from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen
@@ -448,21 +447,6 @@ FOLLOWED = [
     (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
     (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
     (
-        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="general", context_parallel_size=2)),
-        "Set attention_mask_type=causal",
-        lambda: kernel_of_settings(SimpleNamespace(attention_mask_type="causal", context_parallel_size=2)) == "mindspeed",
-    ),
-    (
-        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=False), te="own"),
-        "Set use_flash_attn=True",
-        lambda: kernel_of_settings(SimpleNamespace(use_flash_attn=True), te="own") == "mindspeed",
-    ),
-    (
-        lambda: BatchAdapter(HYBRID, consumer="mindspeed_dense", context_parallel=CP),
-        "Leave context_parallel out",
-        lambda: shape(adapted(LEFT, HYBRID, "mindspeed_dense")) == (2, 1, 5, 5),
-    ),
-    (
         lambda: adapted(LEFT, DENSE, "transformer_engine"),
         "(consumer='megatron')",
         lambda: torch.equal(adapted(LEFT)["attention_mask"], dense(LEFT, polarity="masked")),
@@ -573,21 +557,6 @@ FOLLOWED = [
         lambda: gated_delta_kwargs(FLAT, kernel="fla", max_sequences=4),
         "Raise the width to 10",
         lambda: offsets(Segments.from_lengths([[3, 5]], 10), max_sequences=4) == [0, 3, 8, 9, 10],
-    ),
-    (
-        lambda: fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="TND"),
-        "Use a padded layout such as BSND",
-        lambda: (
-            check_contract(
-                {"scale": 1.0, **fusion_attention_kwargs(HOLE, pattern=SLIDING, layout="BSND")},
-                N=1,
-                Nkv=1,
-                D=8,
-                segments=HOLE,
-                pattern=SLIDING,
-            )
-            is None
-        ),
     ),
 ]
 
