@@ -220,20 +220,6 @@ WORDED = {
         lambda: derive_segments(with_nan(0, 2)),
         "attention_mask: 2 bad rows.\n  row 0: got NaN\n  row 2: got NaN\n",
     ),
-    "an all-True 4D mask of unknown polarity": (
-        lambda: derive_segments(torch.ones(2, 1, 4, 4, dtype=torch.bool)),
-        "attention_mask: got bool [2, 1, 4, 4]. Both readings are possible: as 'keep' it is Segments(B=2, S=4, "
-        "lengths=[4, 4], padding='none'); as 'masked' it is Segments(B=2, S=4, lengths=[0, 0], padding='right'). ",
-    ),
-    "a [2048, 2048] triangle": (
-        lambda: derive_segments(torch.ones(2048, 2048, dtype=torch.bool).triu(1)),
-        "attention_mask: got bool [2048, 2048]. It is torch_npu's compressed causal triangle",
-    ),
-    "4D already split for context parallelism": (
-        lambda: derive_segments(dense(Segments.from_lengths([3, 8]), rows=[0, 1, 6, 7])),
-        "attention_mask: got bool [2, 1, 4, 8]. 4 query rows and 8 keys: a context-parallel shard, or a KV cache. "
-        "Derive from the whole mask, before the split; self-attention has as many rows as keys.",
-    ),
     "masks that disagree": (
         lambda: derive_segments(RIGHT.keep, keep=Segments.from_lengths([4, 5]).keep),
         "attention_mask: 1 bad row.\n  row 0: got 3 real tokens, not 4\nIt disagrees with the other mask of the same batch",
