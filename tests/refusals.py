@@ -111,10 +111,6 @@ def window(size):
     return {"config": SimpleNamespace(sliding_window=size, layer_types=["sliding_attention"], model_type="mistral")}
 
 
-def router(on):
-    return SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on)
-
-
 INDEXED = {"layer_types": ["full_attention"], "index_n_heads": 2, "index_topk": 4, "model_type": "x"}
 MISTRAL = SimpleNamespace(sliding_window=2, model_type="mistral", layer_types=["sliding_attention"])
 CP = ContextParallel(2, 0)
@@ -259,7 +255,8 @@ DOOR = [
 
 RWKV, INDEXER = ({"config": SimpleNamespace(**more)} for more in ({"model_type": "rwkv"}, INDEXED))
 FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
-MOE, QUIET = ({"config": router(on), "needs_2d": True, "pattern": SLIDING} for on in (True, False))
+ROUTERS = (SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on) for on in (True, False))
+MOE, QUIET = ({"config": router, "needs_2d": True, "pattern": SLIDING} for router in ROUTERS)
 WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0))}
 FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
 
