@@ -6,8 +6,6 @@ HYPOTHESIS_PROFILE is `fast`, `full` (the default) or `fuzz`, which looks furthe
 its 30 examples, whatever it asks for itself.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from importlib.util import find_spec

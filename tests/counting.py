@@ -1,7 +1,5 @@
 """Work that is counted, not timed: function calls of Python, operations of torch, bytes."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

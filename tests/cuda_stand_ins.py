@@ -6,8 +6,6 @@ device. Reads only the wheel's own symbol tables; needs nm, readelf and cc, and 
 misses nothing, and nothing is done.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable

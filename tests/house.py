@@ -1,7 +1,5 @@
 """The files of the package, their rooms and what they import: read, not run."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists that are read off the code, for a type checker or a reader: `python tests/lists.py` writes them."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a piece of work really allocates at its peak: tensors that live at once, and numpy's arrays."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 import weakref

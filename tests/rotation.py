@@ -1,7 +1,5 @@
 """One seed for all that is drawn: examples, the producers' batches, and what the quick run takes of many."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable, Sequence

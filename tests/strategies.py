@@ -3,8 +3,6 @@
 Legend: B rows, S width, N sequences, L tokens of one sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any

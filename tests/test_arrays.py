@@ -1,7 +1,5 @@
 """Rows: what arrays show of their rows, against a slow count place by place."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Bad input, one table: the call, and words of its refusal. Nothing raw, nothing believed, and no memory asked for."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import numpy as np
@@ -60,7 +58,7 @@ META = torch.ones(2, dtype=torch.int64, device="meta")
 HUGE = 1 << 60
 PLACES = "at most 2147483647 places"
 
-COLLATED = {
+REFUSED = {
     "a column twice": (twice, "input_ids more than once"),
     "a producer that raises": (lambda: collate(Produced(RuntimeError("no disk"))), "RuntimeError: no disk"),
     "a capsule that is none": (lambda: collate(Produced(3)), "cannot be read (ValueError"),
@@ -110,8 +108,6 @@ COLLATED = {
         "Write 'fla'",
     ),
     "no lengths": (lambda: Segments.from_lengths(None), "lengths: got a NoneType"),
-}
-DRAWN = {
     **{f"describe {kind}": (partial(describe, x), "A batch is a mapping") for kind, x in (("None", None), ("text", "x"))},
     "describe a list": (lambda: describe([OK]), "batch: got a list"),
     "describe a tensor": (lambda: describe(IDS), "picture draws a mask alone"),
@@ -123,11 +119,11 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("name", [*COLLATED, *DRAWN])
+@pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_in_words(name):
     if name in ("a producer that raises", "a capsule that is none"):
         pytest.importorskip("pyarrow")
-    call, words = {**COLLATED, **DRAWN}[name]
+    call, words = REFUSED[name]
     with pytest.raises(CollateError) as refusal:
         call()
     assert words in str(refusal.value)

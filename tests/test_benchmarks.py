@@ -1,7 +1,5 @@
 """The bench at tiny sizes: what it compares, counts and says. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

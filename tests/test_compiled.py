@@ -1,8 +1,6 @@
 """The way back under torch.compile(fullgraph=True), torch.export and FakeTensorMode, Segments cold or used before; and flat
 rows of one shape, for which a graph is captured once."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """COLLATE_NPU_DEBUG=1, as a user meets it: a process with the variable set, and one without."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Public is what `collate_npu.__all__` lists and what README and the guide name. E
 installed beside these tests are skipped, and each names the test that runs the same call on the released package.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

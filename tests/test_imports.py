@@ -1,7 +1,5 @@
 """Imports: the library alone loads no framework, and modules know only those before them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

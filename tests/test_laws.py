@@ -4,8 +4,6 @@ Law 4 (padding invariance) is shown on real models in the integration tests, law
 Legend: B rows, S width, H heads.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import pickle

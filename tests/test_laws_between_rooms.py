@@ -4,8 +4,6 @@ Law 11 (two sources that differ raise) is in masks/test_find.py, law 12 (every r
 Legend: B rows, S width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Outputs: the way back loses no real token, invents none, and lets gradients through."""
 
-from __future__ import annotations
-
 import pytest
 import strategies
 import torch

@@ -1,8 +1,6 @@
 """README and the guide: every block runs (Python in a process of its own, with the output shown below it), every command is
 one that exists, every link leads somewhere, every picture and table is what the library says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

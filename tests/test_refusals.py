@@ -3,8 +3,6 @@
 Whatever a caller hands in is read or refused by name: nothing raw, nothing silently rounded; all bad rows at once.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Releases: versions are read one way, and a release number stands in the table alone."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """Segments: every reading agrees with a count done by hand on the ids, and every constructor has its inverse."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The room that builds tiny models: it finds every hybrid family, its models are sound, and on them a fault shows."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

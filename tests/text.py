@@ -1,7 +1,5 @@
 """Samples of the text that ships with the package, as tests take them."""
 
-from __future__ import annotations
-
 from collate_npu.tools.audit.data import samples_of_rows, shipped_text
 
 

@@ -1,7 +1,5 @@
 """Scripts in processes of their own, forked from one that has imported what takes seconds."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -3,8 +3,6 @@
 Legend: B rows, S width.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Consumers: the table is whole, every route is the one its source says, and configs tell who needs the 2D mask."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

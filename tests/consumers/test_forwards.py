@@ -1,7 +1,5 @@
 """What a forward reads, on stand-ins for transformers' classes; the real families are in tests/integration."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Labels: what no sample alone learns from is ignored, whoever moved them, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

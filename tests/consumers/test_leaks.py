@@ -1,7 +1,5 @@
 """What configs alone tell of leaks; the real models are in tests/integration/test_leak_sweep.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

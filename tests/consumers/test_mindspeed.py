@@ -4,8 +4,6 @@
 by the operator's contract and computed by its CPU reference. The releases' own source gave the same calls when it was run.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import FunctionType, SimpleNamespace
 

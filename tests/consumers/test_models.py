@@ -1,7 +1,5 @@
 """What a config or a module tells, on stand-ins: who reads its batches, what is inside a wrapper, which windows it has."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

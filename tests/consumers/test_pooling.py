@@ -1,7 +1,5 @@
 """Heads that give one answer a row: that of each sample alone, on either side, or a refusal; every class of transformers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -27,6 +25,14 @@ OTHERS = sorted({*NAMES} - {"perceiver"})
 FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert")
 
 
+def drawn(model):
+    """Of weights so far apart that padding would be seen: no row of its embedding is zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
+    return model.eval()
+
+
 def classifier(name):
     """A random one, or a skip where it does not build tiny."""
     if name not in NAMES:
@@ -36,13 +42,9 @@ def classifier(name):
     try:
         config = tiny_config(name, vocab_size=VOCAB)
         config.num_labels = 3
-        model = getattr(transformers, kind)(config).eval()
+        return drawn(getattr(transformers, kind)(config))
     except Exception as error:  # whatever its config refuses
         pytest.skip(f"{type(error).__name__}: {error}"[:80])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
-    return model
 
 
 def answers(model, batch):
@@ -93,11 +95,7 @@ def test_every_class_is_right_or_refused(name, side):
 
 def embedder(name, **settings):
     torch.manual_seed(0)
-    model = getattr(transformers, BARE[name])(tiny_config(name, vocab_size=VOCAB), **settings).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
-    return model
+    return drawn(getattr(transformers, BARE[name])(tiny_config(name, vocab_size=VOCAB), **settings))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -137,17 +135,12 @@ KEEP = [[1] * len(row) for row in ROWS]
 
 
 def head(kind, **fields):
-    """One whose padding would be seen: no row of its embedding is zero."""
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
     config = tiny_config(cls.config_class.model_type, vocab_size=VOCAB)
     for name, value in fields.items():
         setattr(config, name, value)
-    model = cls(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2) if parameter.ndim > 1 else None
-    return model
+    return drawn(cls(config))
 
 
 def padded(side):

@@ -1,7 +1,5 @@
 """Which functions the recurrent layers of a real model call, as they stand in this process."""
 
-from __future__ import annotations
-
 import inspect
 from types import MethodType
 

@@ -1,7 +1,5 @@
 """A route in words, once for each kind of batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What ranks do in test_distributed_agreement.py: one of them holds something else than the others."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from datetime import timedelta

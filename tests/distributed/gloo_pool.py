@@ -4,8 +4,6 @@ The test process draws the cases and stays outside the group, so that hypothesis
 fails sends its traceback, and ranks that wait for it are ended instead of waited for.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import tempfile

@@ -1,7 +1,5 @@
 """transformers' Trainer and accelerate's context between two ranks, on a tiny dense Qwen3; see ring_on_cpu."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import types

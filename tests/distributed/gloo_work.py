@@ -1,7 +1,5 @@
 """What ranks do in the distributed tests; every function runs on all ranks of the group at once."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ torch/distributed/tensor/experimental/_context_parallel (NotImplementedError: no
 takes any kernel, so this hands it that one. A stand-in for a card: the sharding, the hooks and the ring are torch's own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

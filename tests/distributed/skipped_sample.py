@@ -3,8 +3,6 @@
 Each rank prints the step at which it raised, how often its optimiser had stepped by then, and what was said.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Ranks that share a row make the same calls with the same tokens, truth and layout, or every one of them raises."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Sequence parallelism between real processes on Gloo; hypothesis draws the cases, every call has a deadline."""
 
-from __future__ import annotations
-
 import gloo_work as work
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st

@@ -1,7 +1,5 @@
 """transformers' Trainer and accelerate with the sequence shared out between two real ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain Accelerate loops, run by torchrun in two processes: prints what each rank received and the losses it got."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A flat row on a real model, against each of its sequences alone; and attention by offsets, as a flash kernel reads it."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 

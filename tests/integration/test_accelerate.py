@@ -1,7 +1,5 @@
 """A plain Accelerate loop in two real processes (torchrun, gloo), the dispatcher among its ways to share batches out."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is handed to transformers' Trainer, accelerate and DeepSpeed's Ulysses, and what is refused."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import nullcontext
 from functools import partial

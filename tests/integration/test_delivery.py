@@ -1,7 +1,5 @@
 """Delivery on transformers' own models: right hand-overs pass, each wrong one is told by the names of the layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A flat row on real models: each sequence keeps its own logits, or the row is refused, by us or by transformers itself."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from dataclasses import replace

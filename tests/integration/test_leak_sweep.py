@@ -1,7 +1,5 @@
 """Where padding reaches the tokens of a hybrid model: `why_padding_leaks` and `width_dependence` against real models."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 

@@ -4,8 +4,6 @@ Batches are laid out here by hand, as the collators of transformers, TRL and pac
 the ids, positions by place, 2D masks, packing ids.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -123,19 +121,12 @@ def packed(rows, side, positions):
     return laid | ({"position_ids": torch.arange(len(ids))[None]} if positions == "by place" else {})
 
 
-def by_adapter(model, batch, rows):
-    return BatchAdapter(model)(batch)
-
-
-def by_wrapping(model, batch, rows):
-    return wrap_collator(lambda _: batch, model=model)(rows)
-
-
-def by_collator(model, batch, rows):
-    return PaddingCollator(pad_token_id=PAD, model=model)(rows)
-
-
-DOORS = {"adapter": by_adapter, "wrapped": by_wrapping, "our collator": by_collator, "adapt": None}
+DOORS = {
+    "adapter": lambda model, batch, rows: BatchAdapter(model)(batch),
+    "wrapped": lambda model, batch, rows: wrap_collator(lambda _: batch, model=model)(rows),
+    "our collator": lambda model, batch, rows: PaddingCollator(pad_token_id=PAD, model=model)(rows),
+    "adapt": None,
+}
 
 
 def through(door, model, batch, rows):

@@ -3,8 +3,6 @@
 Every sequence gives the logits and the gradients it gives alone, or the row is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

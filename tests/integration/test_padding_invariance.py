@@ -4,8 +4,6 @@ Random lengths and sides drive the Gated DeltaNet models; every other hybrid fam
 its embedding row is not zero, and every left-padded batch has power: the bare 4D mask is wrong on it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

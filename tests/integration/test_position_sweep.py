@@ -4,8 +4,6 @@ Each family is padded left and right, and laid flat, as its rule says; every log
 each rule has power: the positions of another rule move the logits.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

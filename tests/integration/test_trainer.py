@@ -1,7 +1,5 @@
 """transformers' Trainer, really run: tiny hybrid models, real text, the mask recorded where it arrives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rotation import rotating

@@ -3,8 +3,6 @@
 TRL's own collators pad right with a 2D mask, which is right on every model here; a collator of the user's (`Left`) is not.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -3,8 +3,6 @@
 A test of the row's name runs it; a row whose stack is not installed here names the test that reproduces it there.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import dataclass

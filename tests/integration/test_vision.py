@@ -4,8 +4,6 @@ Their positions have three axes. Padded, the model computes them itself from the
 images move the logits by 1; flat, it needs [4, 1, T]: a text row that starts again with each sequence, then the axes.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random causal and masked language models of dense families, honest like `collate_npu.testing.tiny_model`."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

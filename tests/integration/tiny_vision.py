@@ -1,7 +1,5 @@
 """Tiny random vision-language models of Qwen's line, and samples with an image for them, made by hand."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

@@ -1,7 +1,5 @@
 """Integrations read a batch through the one door: what says nothing of padding, or two things, is refused by each."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 The stand-in patches as MindSpeed does (patch_utils.py:108-131): in the module, and under the same name wherever it is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Patching: what is taken over comes back exactly, and nobody else's patch is lost by it."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Rules of a contract as its code names them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

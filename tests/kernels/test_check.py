@@ -1,7 +1,5 @@
 """The entry: whoever makes a call, the contract of its name judges it, with sizes read off its tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

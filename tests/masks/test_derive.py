@@ -3,8 +3,6 @@
 The exhaustive proof that nothing is read wrong is law 2, in test_laws.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -108,22 +106,31 @@ def test_packed_rows_without_plain_padding_may_end_in_padding_that_attends_itsel
 
 # --- refusals
 
+BOTH = (
+    "attention_mask: got bool [2, 1, 4, 4]. Both readings are possible: as 'keep' it is Segments(B=2, S=4, "
+    "lengths=[4, 4], padding='none'); as 'masked' it is Segments(B=2, S=4, lengths=[0, 0], padding='right'). "
+)
+SHARD = (
+    "attention_mask: got float32 [2, 1, 3, 6]. 3 query rows and 6 keys: a context-parallel shard, or a KV cache. "
+    "Derive from the whole mask, before the split; self-attention has as many rows as keys."
+)
+
 
 @pytest.mark.parametrize(
     ("attention_mask", "settings", "error", "told"),
     [
-        (torch.ones(2, 1, 4, 4, dtype=torch.bool), {}, PolarityError, "lengths=[4, 4]"),
+        (torch.ones(2, 1, 4, 4, dtype=torch.bool), {}, PolarityError, BOTH),
         (torch.zeros(2, 1, 4, 4), {}, PolarityError, "Both readings are possible"),
         (torch.zeros(2, 4), {}, PolarityError, "float32 [2, 4] of zeros"),
         (torch.ones(2, 1, 1, 4), {}, PolarityError, "a key mask proves neither"),
         (dense(RIGHT), {"polarity": "masked"}, AmbiguousMaskError, "row 0: got as 'masked'"),
         (torch.tensor([[1, 2, 0]]), {"polarity": "masked"}, PolarityError, "packing ids"),
-        (torch.ones(2, 1, 3, 6), {}, AmbiguousMaskError, "3 query rows and 6 keys"),
+        (torch.ones(2, 1, 3, 6), {}, AmbiguousMaskError, SHARD),
         (torch.ones(6), {}, UnsupportedFormError, "float32 [6]"),
         (torch.ones(1, 1, 1, 4, 4), {}, UnsupportedFormError, "[B,H,S,S]"),
         (dense(RIGHT), {"batch_size": 3}, CollateError, "The batch has 3 rows"),
         (RIGHT.keep, {"batch_size": 3}, CollateError, "The batch has 3 rows"),
-        (torch.ones(2048, 2048, dtype=torch.bool).tril(), {}, AmbiguousMaskError, "compressed causal triangle"),
+        (torch.ones(2048, 2048, dtype=torch.bool).tril(), {}, AmbiguousMaskError, "is torch_npu's compressed causal"),
         (torch.ones(2048, 2048, dtype=torch.uint8).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(1, 1, 2048, 2048).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(3072, 2048, dtype=torch.bool).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),

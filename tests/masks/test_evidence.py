@@ -1,7 +1,5 @@
 """Evidence: extents read off the rows or guessed and compared, they are those of the matrix."""
 
-from __future__ import annotations
-
 import pytest
 import strategies
 import torch

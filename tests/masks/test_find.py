@@ -1,7 +1,5 @@
 """Find: the one door. Whatever a batch carries is read, compared, and believed only where nothing contradicts it."""
 
-from __future__ import annotations
-
 import pytest
 import strategies
 import torch

@@ -1,7 +1,5 @@
 """Forms: every builder gives the same truth as a loop over queries and keys, and the pictures of the docstrings."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

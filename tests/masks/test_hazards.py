@@ -1,7 +1,5 @@
 """What is legal in a batch and goes wrong in silence somewhere: named where it is, and nowhere else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

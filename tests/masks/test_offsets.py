@@ -1,7 +1,5 @@
 """Offsets: real and physical ones kept apart, and every number of a flat row held against the others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

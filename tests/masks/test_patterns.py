@@ -1,7 +1,5 @@
 """Patterns: names, sizes, and one prefix for each sequence."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

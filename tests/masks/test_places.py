@@ -1,7 +1,5 @@
 """Places: what each sequence of a flat row takes up, and a tail that is cut so that offsets keep one length."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Numbers of every dtype mean True = attends under one polarity, or are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

@@ -1,8 +1,6 @@
 """Readings: what a matrix means, in pictures (True = ■); each other reading that is looked for; and the proof: one flipped
 place in a real row is noticed wherever it is, and a mask is read so often and no more."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 

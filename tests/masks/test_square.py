@@ -1,8 +1,6 @@
 """A square mask read in blocks is the mask, in every dtype, polarity and layout; any stretch of query rows that is written,
 of rows cut into many sequences, is that stretch of the whole."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import strategies

@@ -5,8 +5,6 @@ symbols, and the names it looks up at run time. The other libraries are empty an
 symbol tables; needs nm, readelf and cc, and about two seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

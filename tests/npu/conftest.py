@@ -3,8 +3,6 @@
 Run with TORCH_DEVICE_BACKEND_AUTOLOAD=0, so that `import torch` does not want CANN before the stand-ins are there.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator

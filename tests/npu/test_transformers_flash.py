@@ -4,8 +4,6 @@ The path is the one an Ascend card takes: `attn_implementation="flash_attention_
 compared with transformers' sdpa and with each sample alone; the operator's calls with `fusion_attention_kwargs`.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

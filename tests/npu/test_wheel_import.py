@@ -1,7 +1,5 @@
 """The package beside the wheel: with CANN, without CANN, with CANN and no card."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

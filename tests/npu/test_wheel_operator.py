@@ -4,8 +4,6 @@ That meta and FakeTensor take a call says its argument names and types are right
 take a mask of any shape. That is what `check_contract` is for.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

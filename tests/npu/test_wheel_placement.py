@@ -1,7 +1,5 @@
 """`collate-npu audit --device npu`, as far as placement goes: the pretended device holds tensors and computes nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Runs in a folder of its own, so that the source tree cannot stand in for what the wheel forgot.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

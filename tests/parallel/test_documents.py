@@ -1,7 +1,5 @@
 """Padded documents: every layout can share them out, nothing real moves or is lost, and the real lengths are carried."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gather without processes: joining undoes splitting, values and gradients, in order. With processes: tests/distributed."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups: what is wrong with one is said at once, and Python objects never travel by HCCL or NCCL."""
 
-from __future__ import annotations
-
 import sys
 import types
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Laws of the layouts: the ranks' rows are a partition of the row, and each layout is the one its name says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import get_args

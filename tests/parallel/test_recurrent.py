@@ -1,7 +1,5 @@
 """Layouts for recurrent layers: the check says yes exactly where a scheme puts the tokens in order; offsets stay whole."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import get_args
 

@@ -5,8 +5,6 @@ A job is "model setting ours|own". `ours` is one more line of the YAML: our plug
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import sys
 import traceback
 from importlib.machinery import ModuleSpec

@@ -1,8 +1,6 @@
 """What the processes of `bridge_work` do with flat rows. Real models; fla's kernels are the references, which leave
 unwritten what no sequence covers, and Transformer Engine's attention goes by the offsets, as in megatron_world."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

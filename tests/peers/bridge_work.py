@@ -4,8 +4,6 @@
 Padded rows here, flat ones in `bridge_packed_work`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

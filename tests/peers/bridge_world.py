@@ -4,8 +4,6 @@ Only hardware is stood in for (`cpu_world`): the card by the CPU, Transformer En
 two kernels by torch. Local attention without a mask is causal, as a flash kernel is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@
 back, and that of a MonkeyPatch elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ What stands in for the card, and only that: the autotuner takes a kernel's first
 to time; and a loop over a number that the kernel loaded counts in Triton's integers, as a compiled one does.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import sys

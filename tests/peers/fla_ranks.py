@@ -4,8 +4,6 @@ argv: the file to write; RANK and STORE tell the rest. A batch is split by `spli
 `gated_delta_kwargs(kernel="fla_cp")`, outputs come back by `gather_sequence`; one process is the truth.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

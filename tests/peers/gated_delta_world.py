@@ -3,8 +3,6 @@
 In the place of fla's two kernels stand the references, which leave unwritten what no sequence covers (NaN).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

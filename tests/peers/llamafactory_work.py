@@ -4,8 +4,6 @@ A job is "stage model setting ours|own". What is `ours` is what README says: a s
 `llamafactory-cli train`. torchaudio is a stand-in: there is no wheel of it for this torch, and no sound in these tests.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

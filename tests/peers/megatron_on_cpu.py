@@ -4,8 +4,6 @@ For a process of its own (`swift_site/sitecustomize.py` imports it there). Nothi
 no forward of mcore-bridge: what stands in is hardware, Transformer Engine's layers, and fla's norm of a vector.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What two ranks do with one `GPTModel`: context parallelism, or tensor parallelism with sequence parallelism. Runs in
 processes of a Pool; the same `CASES` run in one process beside it."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

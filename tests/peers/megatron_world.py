@@ -3,8 +3,6 @@
 Hardware and attention are stood in for by `cpu_world`.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What two ranks do in the parity tests: the same input to a peer's own gather and to ours. Runs in processes of a Pool."""
 
-from __future__ import annotations
-
 import functools
 import types
 import warnings

@@ -1,7 +1,5 @@
 """Work of a peer test in processes of their own: what each of them found."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

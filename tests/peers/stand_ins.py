@@ -4,8 +4,6 @@ torch and Megatron must first find out that triton is missing, so that they keep
 exist for the others.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """What a user of ms-swift types: a tiny random Qwen3-Next with its tokenizer, a jsonl, and the two command lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ One JSON a rank goes to `$SWIFT_RECORD`. Padded samples are run again alone, by 
 told by the ids: the pad token stands in no text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Every function runs in a rank of a `gloo_pool`, which has the process group alre
 collator; a sample alone goes the same way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

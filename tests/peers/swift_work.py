@@ -1,7 +1,5 @@
 """What two ranks do in test_swift_pooling: ms-swift's own pooling of a row they share, on Gloo."""
 
-from __future__ import annotations
-
 import peer_work
 import pytest
 import swift_world

@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 on a CPU: real template, arguments, trainers; an NPU and ranks that are only said to be there."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Stand-ins for Transformer Engine and triton: import this before megatron, mcore_bridge, swift.megatron or verl."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 

@@ -1,7 +1,5 @@
 """Without ms-swift, mcore-bridge or megatron-core our imports work, and import nothing of theirs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """axolotl 0.19.0: `axolotl train` with our plugin in its YAML, and its collators wrapped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from axolotl.utils.collators import (

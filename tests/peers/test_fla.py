@@ -4,8 +4,6 @@ The Triton kernels run on a CPU in Triton's interpreter: their real code, forwar
 races and memory. Legend: T tokens, H heads, K head size, D channels, W taps.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

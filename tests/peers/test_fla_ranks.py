@@ -1,7 +1,5 @@
 """fla's released context parallelism on two Gloo ranks, with our split, our offsets and our way back."""
 
-from __future__ import annotations
-
 import pytest
 from processes import found_by
 

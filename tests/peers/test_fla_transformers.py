@@ -4,8 +4,6 @@ The kernel runs in Triton's interpreter. causal-conv1d is CUDA: its place is tak
 for the package. Alone a sequence is run by transformers' own torch functions, without any kernel.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from importlib.machinery import ModuleSpec

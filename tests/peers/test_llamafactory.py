@@ -1,7 +1,5 @@
 """LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows and with images."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version

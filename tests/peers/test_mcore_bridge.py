@@ -4,9 +4,8 @@
 named `upstream` hold what a release does without `install()`: one that fails says that a new release does otherwise.
 """
 
-from __future__ import annotations
-
 import warnings
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,11 +16,10 @@ from mcore_bridge.model.gpts import qwen3_next
 from mcore_bridge.model.mm_gpts import qwen3_5
 from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer
 from megatron.core import mpu
-from swift_world import World, arguments, prepare
+from swift_world import arguments, prepare
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import mcore_bridge
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
@@ -159,27 +157,20 @@ def built(name, ranks, who):
     return f"{name} on {ranks} ranks is built, {who}"
 
 
-def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(monkeypatch):
-    world, truth = World(monkeypatch), Segments.from_lengths((7, 3), 8)
+def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(world, installed):
+    truth = Segments.from_lengths((7, 3), 8)
     world.npu(False)
     world.rank(0, 2)
     data = {"input_ids": truth.ids.long(), "labels": truth.ids.long(), "position_ids": truth.position_ids}
     data["attention_mask"] = truth.keep
-    swift.install()
-    try:
-        for layout, refused in (("contiguous", True), ("zigzag", False)):
-            args = arguments("qwen3", cp=2, cp_partition_mode=layout, mlp_padding_free=True)
-            if refused:
-                with pytest.raises(UnsupportedFormError, match="cp_partition_mode: got contiguous"):
-                    prepare(args, dict(data))
-            else:
-                assert prepare(args, dict(data))["attention_mask"] is not None
-    finally:
-        swift.uninstall()
+    settings = {"cp": 2, "mlp_padding_free": True}
+    with pytest.raises(UnsupportedFormError, match="cp_partition_mode: got contiguous"):
+        prepare(arguments("qwen3", cp_partition_mode="contiguous", **settings), dict(data))
+    assert prepare(arguments("qwen3", cp_partition_mode="zigzag", **settings), dict(data))["attention_mask"] is not None
 
 
 @pytest.mark.parametrize("ignored", [0, 1, 2])
-def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(found, monkeypatch, ignored):
+def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(found, world, installed, ignored):
     """Measured: the gradient of the prediction layers is off by its own size, and exact with the remedy."""
     assert found["native"]["multi-token prediction, left, learned labels"] > 0.5
     assert found["native"]["multi-token prediction, left, first two ignored"] <= EXACT
@@ -187,18 +178,10 @@ def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_a
     data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids, "attention_mask": truth.keep}
     data["labels"] = truth.ids.long().masked_fill(~truth.keep | (truth.position_ids < ignored), -100)
     args = arguments("qwen3", attention_backend="local", masked_softmax_fusion=False, mtp_num_layers=1)
-    World(monkeypatch).npu(False)
-    swift.install()
-    try:
-        if ignored < 2:
-            with pytest.raises(
-                UnsupportedFormError, match=r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
-            ):
-                prepare(args, data)
-        else:
-            prepare(args, data)
-    finally:
-        swift.uninstall()
+    world.npu(False)
+    text = r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
+    with nullcontext() if ignored == 2 else pytest.raises(UnsupportedFormError, match=text):
+        prepare(args, data)
 
 
 # --- the pieces

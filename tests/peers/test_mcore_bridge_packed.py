@@ -3,8 +3,6 @@
 `bridge_packed_work` runs them, in a process for each value of `USE_MCORE_GDN`; fla's kernels are the references.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mcore_bridge.model.modules import GatedDeltaNet

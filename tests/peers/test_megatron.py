@@ -1,7 +1,5 @@
 """megatron-core 0.16.1: a real `GPTModel` (local spec, CPU), forward and backward: our batches against samples alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ The packages above those functions ask for launchers and inference servers, so o
 model are imported (utils/data.py, engine/megatron_utils/packed_context_parallel.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Delivery on a real `GPTModel` of megatron-core: what `gpt_batch` hands over passes, other hand-overs name the layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron_world import PAD, TEDotProductAttention, build, samples

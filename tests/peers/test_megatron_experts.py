@@ -1,7 +1,5 @@
 """megatron-core 0.16.1: mixture of experts on a real `GPTModel`: what its routers count, with padding and without."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ Real functions and real models on the offsets of `packed_seq_params`, against wh
 Gloo processes. fla's kernels and TransformerEngine's are stand-ins (gated_delta_world.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,7 +1,5 @@
 """megatron-core 0.16.1: multi-token prediction on a real `GPTModel`: which batches its own shifts are right for."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

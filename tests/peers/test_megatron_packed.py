@@ -1,8 +1,6 @@
 """megatron-core 0.16.1 and 0.19.2: several sequences in a row, with dense masks on local kernels, and flat with
 `PackedSeqParams`."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import fields, make_dataclass
 

@@ -1,8 +1,6 @@
 """megatron-core 0.16.1 on two Gloo processes: one real `GPTModel` under context parallelism, or under tensor and sequence
 parallelism, against one process. Attention is the test's own in the place of a GPU kernel's (megatron_world.py)."""
 
-from __future__ import annotations
-
 import megatron_work as work
 import pytest
 from megatron_world import far

@@ -4,8 +4,6 @@ What a rank takes the peers compute from Megatron's sizes alone, so any number o
 gather, two real processes do. Needs an environment of its own (megatron-core, mcore-bridge, ms-swift, verl beside torch).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import product
 from types import SimpleNamespace

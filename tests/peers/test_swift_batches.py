@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 on Megatron: what reaches `model(**batch)`: model types, mask kinds, layouts, ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import mpu

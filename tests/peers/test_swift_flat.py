@@ -1,7 +1,5 @@
 """ms-swift's flat rows on Megatron: its real template, arguments and `prepare_batch`, and what we say of their offsets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

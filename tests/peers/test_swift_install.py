@@ -1,7 +1,5 @@
 """ms-swift 4.6.0: installing, in this process and in a spawned worker, and giving back."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

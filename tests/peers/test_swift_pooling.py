@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 on Megatron: the last token of each row is told by the batch that is pooled, and by no other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st

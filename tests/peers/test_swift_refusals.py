@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 on Megatron: where no right form exists, and which sources of a batch must agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from swift_world import LENGTHS, LOCAL, arguments, as_kind, collate, prepare, reaches_model

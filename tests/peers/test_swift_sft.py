@@ -5,8 +5,6 @@ The console entries start everything: the trainer's process, torchrun's ranks, t
 `megatron sft` runs with a CPU for CUDA and layers that compute in the place of Transformer Engine's (`megatron_on_cpu`).
 """
 
-from __future__ import annotations
-
 import pytest
 from swift_launch import MEGATRON, PLUGIN, RECORDER, TRANSFORMERS, chats, run, save_model, save_rows
 

@@ -1,7 +1,5 @@
 """ms-swift 4.6.0: what its real template sends, with `install()` and on its transformers backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from swift.template.base import Template

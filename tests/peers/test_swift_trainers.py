@@ -4,8 +4,6 @@ The pipelines of `megatron sft` and `megatron rlhf` parse the words a user types
 trainer; a CPU stands for CUDA (`megatron_on_cpu`). GRPO and GKD need a rollout engine: of them the log probabilities alone.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 on its transformers backend: what its real template sends is right for recurrent models, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from swift_world import LENGTHS, VOCABULARY, samples, template

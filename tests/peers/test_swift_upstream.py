@@ -1,7 +1,5 @@
 """ms-swift 4.6.0 without `install()`: its silent defects. A test that fails here says which one upstream has fixed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from swift_world import arguments, as_kind, prepare

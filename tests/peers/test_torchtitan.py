@@ -7,8 +7,6 @@ apart, not what fla computes.
 Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes red says that it changed.
 """
 
-from __future__ import annotations
-
 import pytest
 import titan_kernels
 import torch

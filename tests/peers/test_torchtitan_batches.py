@@ -1,7 +1,5 @@
 """What a dataloader gives torchtitan's trainer."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Tests named `test_upstream_*` pin what happens without us: one that goes red says that it changed.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

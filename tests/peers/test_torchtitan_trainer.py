@@ -5,8 +5,6 @@ of two rows, and rank 0 compares the step's loss and gradients with every sample
 give without us.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from typing import Any

@@ -3,8 +3,6 @@
 Tests named `test_upstream_*` pin a failure of twinkle itself beside our answer: one that goes red says that it changed.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

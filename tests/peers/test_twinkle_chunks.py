@@ -1,7 +1,5 @@
 """twinkle-kit 0.5.1: what reaches the model, whichever of the things a user holds stands for it, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 In one process and on Ray, on a CPU; each program runs in processes of its own (`twinkle_work`, `twinkle_ray_work`).
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Tests named `test_upstream_*` pin a failure of verl itself beside our answer: one that goes red says that verl changed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st

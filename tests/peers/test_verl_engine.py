@@ -3,8 +3,6 @@
 Its `initialize` builds the model with Megatron-Bridge, which needs CUDA; here it is a megatron-core model built on a CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cpu_world import received, watch

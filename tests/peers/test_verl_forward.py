@@ -3,8 +3,6 @@
 Every row equals its logits alone, and the layers say which mask they received.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cpu_world import Attention, received, seen, watch

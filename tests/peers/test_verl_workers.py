@@ -1,7 +1,5 @@
 """verl 0.9.1's processes: who installs ours in each of them, when, and what a user types for Ray's workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -3,8 +3,6 @@
 torchtitan 0.3.0 is written against a torch after 2.13; the two functions that it calls and 2.13 lacks stand at the end.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,8 +6,6 @@ place of its two kernels of Qwen3.5 stand our references; `fla_modules()` are th
 that masks and offsets arrive and keep documents apart, not what a card computes.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys

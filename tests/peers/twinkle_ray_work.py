@@ -1,7 +1,5 @@
 """Run as a program: twinkle on Ray, as its README starts it; the model and its processor live in a worker. Prints JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

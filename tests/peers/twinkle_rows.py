@@ -1,7 +1,5 @@
 """twinkle-kit 0.5.1's processor on rows as its template emits them, on a machine without a card."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

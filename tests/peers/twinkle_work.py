@@ -3,8 +3,6 @@
 A process of its own, because a CPU is put in the place of a card for all of it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -4,8 +4,6 @@ Stand-ins for hardware alone: the platform's device, CUDA's random state and str
 local ones instead), FLA's norm, MindSpeed. `worker` prepares a process of Ray's in the same way.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

@@ -4,8 +4,6 @@ The wrapper around the language model is a stand-in (Megatron-Bridge's needs CUD
 2D mask, or None, counts positions itself, and packs the rows by that mask where it is given packed parameters.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """What a fresh process has of verl's Megatron functions: `wraps` leaves `__wrapped__` on ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

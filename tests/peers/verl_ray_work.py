@@ -4,8 +4,6 @@ Arguments: one hydra override for each run, `--`, and those of all runs, as for 
 leaves a JSON in `trainer.default_local_dir`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

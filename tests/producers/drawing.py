@@ -4,8 +4,6 @@ The truth is written here once more, in plain numpy, so that nothing it is compa
 Legend: B rows, S width, Q/K query and key places, L tokens of one sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

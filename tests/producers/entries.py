@@ -4,8 +4,6 @@ An entry returns in silence where what comes out is right. `make` stands for the
 `test_verdicts` can put a wrong one in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 Legend: B rows, S width, L tokens of one sample.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: B rows, S width.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache, partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Legend: B rows, S width, T tokens of a flat row.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from contextlib import ExitStack

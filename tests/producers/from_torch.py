@@ -5,8 +5,6 @@ are written here. They were compared once with `prepare_4d_attention_mask` (llam
 `V2BatchSamplerDataCollatorForSeq2Seq` (axolotl.utils.collators). Legend: B rows, S width, H heads.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 `_unmask_unattended` runs on a card alone; here it is called by hand, as 4.x calls it (modeling_attn_mask_utils.py:410).
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import cache, partial
 from inspect import signature

@@ -4,8 +4,6 @@
 that no reader could read otherwise: what the library answers there is what the batch says, and not what its maker meant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

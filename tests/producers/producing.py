@@ -3,8 +3,6 @@
 Legend: B rows, S width.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass

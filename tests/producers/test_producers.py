@@ -4,8 +4,6 @@ COLLATE_NPU_PRODUCERS_EACH sets how many batches each producer makes in each sty
 which batches each entry is given: every third, another third with each seed; under the profile `fuzz` all.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The judge itself: adapters and collators that are wrong in one way each must be seen, and a right one must pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

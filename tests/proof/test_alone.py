@@ -1,7 +1,5 @@
 """Alone: which sequences are run again, and what a model of Megatron is handed. On real models: test_delivery."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """`assert_padding_invariant` passes right collators, says what to change of wrong ones, and refuses to compare in words."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

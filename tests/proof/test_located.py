@@ -1,7 +1,5 @@
 """Located: samples are found by their tokens, whatever the side, the order, the packing and the mask; or it is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

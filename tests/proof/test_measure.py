@@ -1,7 +1,5 @@
 """Measuring: nothing that is not finite, missing or of another shape can pass for small."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 

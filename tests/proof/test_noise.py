@@ -1,7 +1,5 @@
 """Noise: the yardstick passes what is right and fails a layer that ignores its mask, or says that it cannot tell."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """What a layer makes of the masks of its rank: Megatron's kernels, alone and under context parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What is recorded of a forward: who reads, who hands on, and who was handed nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

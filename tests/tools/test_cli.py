@@ -1,7 +1,5 @@
 """The command line: what it prints, what it exits with."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -143,7 +141,7 @@ def test_a_recurrent_family_without_kernels_is_not_run_and_not_wrong():
 @NEWER
 @pytest.mark.parametrize("name", ["qwen3_next", "llama"])
 def test_reference_kernels_take_the_place_of_a_cards(name):
-    """One that drops its offsets is caught: test_flat."""
+    """One that drops its offsets is caught: test_case."""
     assert run("--model", name, "--kernels", "reference", *PACKED).exit_code == 0
 
 

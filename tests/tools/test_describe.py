@@ -1,7 +1,5 @@
 """A batch in words: what it is, how that is known, and what can go wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

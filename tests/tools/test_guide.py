@@ -1,7 +1,5 @@
 """`collate-npu guide`: what people read in a terminal is what ships."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess

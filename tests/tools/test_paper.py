@@ -1,7 +1,5 @@
 """Files say what the terminal says, load nothing, and need no font of their own."""
 
-from __future__ import annotations
-
 import html
 import io
 import os

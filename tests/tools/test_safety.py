@@ -1,7 +1,5 @@
 """Nothing runs, fills the memory or moves the cursor because of a file that merely lies there, is read or is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

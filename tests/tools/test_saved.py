@@ -1,7 +1,5 @@
 """Files of batches and of masks, read without running anything they hold."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ A mutation is a name and the changed arguments. Some change nothing that counts 
 ones do is for the reference operator to say, never for this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches, patterns and layouts for the tests of `kernels.fusion_attention`, and attention by torch to compare with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The facts of `data/npu-mask-cases.csv` are the vendor's own test expectations an
 the line of each rule. A case has no mask contents, so each gets the ones its sparse mode asks for.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """With the Segments at hand no wrong call passes: right calls are mutated, and the reference says which went wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

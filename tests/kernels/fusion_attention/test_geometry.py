@@ -1,8 +1,6 @@
 """The compressed masks and the bands, element by element. What each mode blocks is tested with the reference, and that
 blocks of query rows, put together, are the whole, with the check."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """The CPU reference of the operator: against torch's attention over a mask spelt out here, and against the vendor's own."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

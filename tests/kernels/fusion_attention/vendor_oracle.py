@@ -4,8 +4,6 @@ The module needs torch, numpy and einops, a logger and the wheel's constants; th
 tensorboard) is never imported. Install: `pip install --no-deps mindstudio-probe==26.2.0` and `einops`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

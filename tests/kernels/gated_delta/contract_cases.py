@@ -4,8 +4,6 @@ Facts read in the operators' sources, or run; each with its place, or with the r
 makes of it, and its number among the silent traps of the contract. `dev` is a tensor, `meta` one whose shape alone counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

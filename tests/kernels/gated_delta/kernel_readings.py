@@ -4,8 +4,6 @@ Written from the kernels' sources, without a line of the check. One scalar chann
 sum, in float64. `RefusedError` where the kernel raises; NaN where nothing is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

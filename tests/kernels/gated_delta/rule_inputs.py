@@ -3,8 +3,6 @@
 Legend: B rows, T tokens, H heads, K head size, D channels, W taps.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Boundaries of a flat row: every token covered once, no real token in the sequence of another; chunk tables equal to their
 definition; and what must be zero in padded rows without a mask, measured."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -4,8 +4,6 @@ Wrong calls are made from right ones: each argument dropped, shifted, spelled ot
 are harmless (other numbers, int32 for int64); which ones is for the readings to say.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Arguments of each kernel: its own spelling of the same sequences, from which the reference computes each as alone."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import numpy as np

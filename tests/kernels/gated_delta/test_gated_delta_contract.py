@@ -1,7 +1,5 @@
 """`check_gated_delta_contract` takes what a kernel computes rightly, and nothing else; every rule says its name."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any, get_args

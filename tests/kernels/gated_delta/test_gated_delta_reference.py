@@ -1,7 +1,5 @@
 """The references of rule and convolution: against torch's and transformers' own, and by their laws."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import pairwise
 

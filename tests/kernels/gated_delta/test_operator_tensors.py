@@ -4,8 +4,6 @@ Orders are written from the hosts of flash-linear-attention-npu 17e24fd and from
 Legend: B rows, T tokens, H key and N value heads, K and V head sizes, C tokens of a chunk, S states, U values of torch_npu.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports by hand: what an audit might have found, without a model."""
 
-from __future__ import annotations
-
 from collate_npu import Segments
 from collate_npu.proof.measure import Errors
 from collate_npu.proof.noise import Yardstick

@@ -1,7 +1,5 @@
 """What a command line names is checked before any model is built, and refused with the reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 That a wrong gradient alone is seen, and what passes: test_noise.
 """
 
-from __future__ import annotations
-
 from functools import wraps
 
 import pytest

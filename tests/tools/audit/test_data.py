@@ -1,7 +1,5 @@
 """Data: every form of a file gives the same rows, and what is bad is refused with its file and row."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

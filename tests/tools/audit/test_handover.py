@@ -1,7 +1,5 @@
 """Handing over: ours and the others are told apart, and each gives what its name says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Each form of a file, and what is refused in it, is in test_data.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Collators by name: functions, classes and files; what makes one is told by its arguments, what is not there in words."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The report: its exit code says what was measured, its JSON is strict, its words say whose it is and what to do next."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A session: a collator or a batch of yours is judged like ours and told apart from it; what a model has not is forgiven."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The terminal and the page: nothing is wider than it, nothing is said by colour alone, no encoding or name breaks it."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

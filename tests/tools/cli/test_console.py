@@ -1,7 +1,5 @@
 """The console: what is interrupted says what it found. Real processes, real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Hazards of what is installed and set, most of which is not installed here: told where they are, and nowhere else."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

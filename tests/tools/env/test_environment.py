@@ -1,7 +1,5 @@
 """What was found becomes one report, whatever of it failed, with nothing in it that is nobody else's business."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packages, system, settings and CANN, without importing anything of theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Broken setups, run for real: a folder before the installed packages shadows them, and the command says what it finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What each stack would run here is asked of the stack, and what is refused of its consumer."""
 
-from __future__ import annotations
-
 import pytest
 
 from collate_npu import releases

@@ -1,7 +1,5 @@
 """What is drawn of a square is what the dense mask says, whole and folded, and nothing of its size is built."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """A sheet as lines: never wider than the terminal, and every sign counted."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 

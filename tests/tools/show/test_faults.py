@@ -1,7 +1,5 @@
 """A mask as it came: read by its polarity, and where it is refused the very places that are wrong."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches drawn from lengths and from rows of data."""
 
-from __future__ import annotations
-
 import pytest
 
 from collate_npu import CollateError, Segments

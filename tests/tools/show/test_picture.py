@@ -1,7 +1,5 @@
 """Pictures of a batch say what its masks say."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """What is drawn for a consumer and for a rank is what the adapter and the split give them."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """What real producers emit is shown as it is: masks, rows, labels, tokens, refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`collate-npu show`: each input, each view, what it exits with."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
