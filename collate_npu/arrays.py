@@ -134,6 +134,18 @@ def check_places(name: str, places: int, remedy: str) -> None:
         raise CollateError(explain(name, f"{places} places", rule, remedy))
 
 
+def one_run(keep_BS: Array, side: Side) -> list[int]:
+    """Real tokens of each row, if they stand together on one side, padding on this."""
+    B, S = keep_BS.shape
+    if not S:
+        return [0] * B
+    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
+    real_B = keep_BS[np.arange(B), at_B]
+    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
+    lengths: list[int] = lengths_B.tolist()
+    return lengths
+
+
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
     """Where padding stands around rows of so many tokens, without gaps."""
     if min(totals, default=width) == width:

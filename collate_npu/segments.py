@@ -9,7 +9,9 @@ Legend: B batch rows, S width, T tokens without padding, N sequences in the whol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -248,6 +250,13 @@ class Segments:
         return torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
 
     @once
+    def _keep_BS(self) -> Array:
+        keep_BS: Array = self.array != 0 if self.hole_rows else np.zeros(self.shape, bool)
+        for b, start, end in () if self.hole_rows else self.spans:
+            keep_BS[b, start:end] = True
+        return keep_BS
+
+    @once
     def _indices_T(self) -> Array:
         return np.flatnonzero(self.array)
 
@@ -281,7 +290,7 @@ class Segments:
         """Places from the first to the last token of the widest sequence, holes counted."""
         return max((end - start for _, start, end in self.spans), default=0)
 
-    @property
+    @once
     def hole_rows(self) -> tuple[int, ...]:
         """Rows in which padding stands inside a sequence."""
         wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
@@ -319,17 +328,17 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
         start = 0 if side == "right" else width - segments.row_lengths[b]
         for length in row:
             spans += [(b, start, start := start + length)]
-    segments.spans = tuple(spans)
+    segments.spans, segments.hole_rows = tuple(spans), ()
     return segments
 
 
 def of_keep(keep_BS: Array) -> Segments:
     """As `Segments.from_keep`, of a bool array."""
-    side = arrays.side_of(keep_BS)
-    if side == "mixed":
-        return _built(keep_BS)
-    lengths_B1 = keep_BS.sum(axis=1, keepdims=True)
-    return of_lengths(lengths_B1.tolist(), keep_BS.shape[1], "left" if side == "left" else "right")
+    real, sides = np.count_nonzero(keep_BS), get_args(Side)
+    for side in sides:
+        if real == sum(lengths := arrays.one_run(keep_BS, side)):
+            return of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+    return _built(keep_BS)
 
 
 def of_ids(ids_BS: Array) -> Segments:
@@ -350,16 +359,36 @@ def ready(segments: Segments) -> Segments:
 
 def keep_array(segments: Segments) -> Array:
     """`keep` as a fresh numpy array, bool `[B, S]`."""
-    keep_BS = np.zeros(segments.shape, bool)
-    for b, start, end in segments.spans:
-        keep_BS[b, start:end] = True
-    return keep_BS & (segments.array != 0) if segments.hole_rows else keep_BS
+    keep_BS: Array = segments._keep_BS.copy()
+    return keep_BS
+
+
+@lru_cache(maxsize=8)
+def _places(S: int) -> Array:
+    """int64 `[S]`: 0, 1, ..., never written to."""
+    return np.arange(S)
+
+
+def counts_as(segments: Segments, positions_BS: Array) -> bool:
+    """Are these its `position_ids`, at every place?"""
+    right = _places(segments.shape[1]) if _counts_places(segments) else position_array(segments)
+    return bool((positions_BS == right).all())
+
+
+def _counts_places(segments: Segments) -> bool:
+    """One sequence in each row, from its first place on."""
+    return not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
 
 
 def position_array(segments: Segments) -> Array:
     """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
     (B, S), spans, lengths = segments.shape, segments.spans, segments.sequence_lengths
-    positions_BS, place_S = np.zeros((B, S), np.int64), np.arange(S)
+    place_S = _places(S)
+    if _counts_places(segments):
+        positions_BS = np.empty((B, S), np.int64)
+        positions_BS[:] = place_S
+        return positions_BS
+    positions_BS = np.zeros((B, S), np.int64)
     for n, (b, start, end), (next_b, next_start, _) in zip(lengths, spans, (*spans[1:], (B, 0, 0))):
         stop = next_start if next_b == b else S
         positions_BS[b, start:stop] = place_S[: stop - start]

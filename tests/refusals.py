@@ -25,14 +25,8 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-<<<<<<< HEAD
 from collate_npu.consumers.consumer import Case, Model, consumer_named
-from collate_npu.consumers.mindspeed import kernel_of_settings, layout_of_settings
-from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
-=======
-from collate_npu.consumers.consumer import Model, route as route_of
 from collate_npu.consumers.mindspeed import layout_of_settings
->>>>>>> cut-c
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen

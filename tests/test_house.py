@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1450, 1250),
+    "ground": (1490, 1250),
     "masks": (2490, 2400),
-    "parallel": (1550, 1450),
+    "parallel": (1560, 1450),
     "kernels": (3500, 3400),
     "consumers": (2220, 1950),
-    "collate": (1580, 1500),
+    "collate": (1590, 1500),
     "proof": (1270, 1250),
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (3660, 3600),
-    "tests": (35010, 33000),
+    "tests": (34990, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (18115, 12000)}

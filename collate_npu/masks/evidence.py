@@ -145,10 +145,14 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
 
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
     """A sequence ends where a real token does not attend the real token before it; `[B, S]` says where one begins."""
-    begins_BS, (b_N, q_N) = real_BS.copy(), np.nonzero(real_BS)
-    follow_N = np.flatnonzero(b_N[1:] == b_N[:-1]) + 1
-    at = b_N[follow_N], q_N[follow_N]
-    begins_BS[at] = ~square.at(*at, q_N[follow_N - 1])
+    begins_BS, follows_BS = real_BS.copy(), np.zeros_like(real_BS)
+    follows_BS[:, 1:] = real_BS[:, :-1]
+    begins_BS[:, 1:] &= ~(follows_BS[:, 1:] & square.diagonal(before=1))
+    distant_BS = begins_BS & ~follows_BS & np.logical_or.accumulate(follows_BS, axis=1)
+    if distant_BS.any():  # holes, and padding between sequences
+        last_BS = np.maximum.accumulate(np.where(real_BS, np.arange(real_BS.shape[1]), 0), axis=1)
+        b_N, q_N = np.nonzero(distant_BS)
+        begins_BS[b_N, q_N] = ~square.at(b_N, q_N, last_BS[b_N, q_N - 1])
     if (np.count_nonzero(begins_BS, axis=1) <= 1).all():
         return of_keep(real_BS), begins_BS
     return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS

@@ -26,7 +26,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
 from collate_npu.masks.readings import Known, Reading
 from collate_npu.masks.sources import Sources, misfit
-from collate_npu.segments import Segments, keep_array, of_ids, of_keep, position_array, ready
+from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
 
 
 @checked
@@ -154,7 +154,7 @@ def _parted(
     positions_BS = sources.text_positions(shape)
     if positions_BS is None:
         return truth, None
-    sources.counted = truth is not None and np.array_equal(positions_BS, position_array(truth.segments))
+    sources.counted = truth is not None and counts_as(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere

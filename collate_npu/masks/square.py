@@ -123,9 +123,9 @@ class Square:
         for low in range(0, S, step):
             yield low, min(low + step, S)
 
-    def diagonal(self) -> Bools:
-        """`[B, S]`: does each token attend itself?"""
-        return self._any_head(self._read(self._raw_BHQK.diagonal(axis1=2, axis2=3)), 1)
+    def diagonal(self, before: int = 0) -> Bools:
+        """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
+        return self._any_head(self._read(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3)), 1)
 
     def column(self, k: int) -> Bools:
         """`[B, S]`: the queries that attend key k."""

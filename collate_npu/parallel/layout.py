@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
@@ -165,7 +166,19 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    held, share = query_runs(width, cp, cu_seqlens), width // cp.size
+    if cp.documents:
+        return _own(query_runs(width, cp, cu_seqlens), width, cp)
+    return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
+
+
+@lru_cache
+def _row_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
+    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
+    return _own(query_runs(width, cp), width, cp)
+
+
+def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, ...]:
+    share = width // cp.size
     return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 
 
@@ -201,11 +214,11 @@ def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
     _check_width(width, cp)
     bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
-    at, runs = cp.rank // cp.ulysses_size, list[Run]()
+    at, runs, multiple, chunks = cp.rank // cp.ulysses_size, list[Run](), cp.document_multiple, cp._chunks
     for start, stop in bounds:
-        size = (stop - start) // cp.document_multiple
+        size = (stop - start) // multiple
         runs.append((start + at * size, start + (at + 1) * size))
-        if cp._chunks == 2:
+        if chunks == 2:
             runs.append((stop - (at + 1) * size, stop - at * size))
     return _merged(runs)
 

@@ -56,7 +56,7 @@ def split_batch(
     [[False, False, True, True]]
     """
     with ranks_agree(cp, call="split") as facts:
-        facts |= batch_facts(batch, segments, keys=keys)
+        facts |= batch_facts(batch, segments, keys=keys) if cp.group is not None else {}
         if cu_seqlens is None:
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
         if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
@@ -211,13 +211,14 @@ def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
     """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
     if runs == ((0, x.shape[dim]),):
         return x
+    if len(runs) == 1:
+        return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0]).clone(memory_format=torch.contiguous_format)
     if len(runs) > _FEW_RUNS:
         return x.index_select(dim, indices(runs).to(x.device))
     runs = runs or ((0, 0),)
     if _copies_faster_by_numpy(x, dim, runs):
         values, at = x.numpy(), [(*(slice(None),) * dim, slice(*run)) for run in runs]
-        parts = [values[places] for places in at]
-        return torch.from_numpy(parts[0].copy() if len(parts) == 1 else np.concatenate(parts, dim))
+        return torch.from_numpy(np.concatenate([values[places] for places in at], dim))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
