@@ -7,6 +7,7 @@ Legend: B rows, S width, Q query rows of this rank, K keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +22,10 @@ from collate_npu.consumers.transformers import why_state_runs_on
 from collate_npu.kernels.check import call_breaches
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import mask_mod
+from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.proof.received import MASK, Received
+from collate_npu.segments import Segments
 
 _OTHER_TOKENS = "a 2D mask of other tokens than this batch's"
 
@@ -116,22 +119,8 @@ class Judge:
         return past_QK if causal else torch.ones_like(past_QK)
 
     def _why_row_wrong(self, b: int, allowed_QK: Tensor) -> str:
-        """Real queries must attend what the pattern says of their own sequence, and nothing else."""
-        ids_K = self.case.segments.ids[b]
-        shape = len(self._places), len(ids_K)
-        if allowed_QK.shape != shape:
-            return f"row {b} has {list(allowed_QK.shape)} queries and keys, not {[*shape]}"
-        real_Q = ids_K[self._places] != 0
-        places_Q, allowed_QK = self._places[real_Q], allowed_QK.cpu()[real_Q]
-        for keys_QK, whom in ((ids_K == 0, "padding"), (ids_K[places_Q, None] != ids_K, "another sequence")):
-            if bool((allowed_QK & keys_QK).any()):
-                return f"row {b} attends {whom}"
-        attends = mask_mod(self.case.segments, pattern=self.case.pattern)
-        expected_QK = attends(torch.tensor(b), torch.tensor(0), places_Q[:, None], torch.arange(len(ids_K)))
-        if bool((allowed_QK & ~expected_QK).any()):
-            return f"row {b} attends more than {self.case.pattern} attention does"
-        missing_QK = expected_QK & ~allowed_QK & self._within_every_window(places_Q)
-        return f"row {b} does not attend all of its sequence" if bool(missing_QK.any()) else ""
+        within = self._within_every_window
+        return why_row_wrong(self.case.segments, self.case.pattern, b, self._places, allowed_QK, within)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -146,6 +135,35 @@ class Judge:
         chunked = config is not None and getattr(text_config(config), "attention_chunk_size", None)
         back_QK = (places_Q[:, None] - torch.arange(S)).abs()
         return back_QK < (1 if chunked else min(sizes, default=S))
+
+
+def why_row_wrong(
+    segments: Segments,
+    pattern: Pattern | None,
+    b: int,
+    places_Q: Tensor,
+    allowed_QK: Tensor,
+    within: Callable[[Tensor], Tensor] | None = None,
+) -> str:
+    """Real queries must attend what the pattern says of their own sequence, and nothing else; `within(places)` narrows
+    what they must attend. Without a pattern only whose tokens they attend is judged."""
+    ids_K = segments.ids[b]
+    shape = len(places_Q), len(ids_K)
+    if allowed_QK.shape != shape:
+        return f"row {b} has {list(allowed_QK.shape)} queries and keys, not {[*shape]}"
+    real_Q = ids_K[places_Q] != 0
+    places_Q, allowed_QK = places_Q[real_Q], allowed_QK.cpu()[real_Q]
+    for keys_QK, whom in ((ids_K == 0, "padding"), (ids_K[places_Q, None] != ids_K, "another sequence")):
+        if bool((allowed_QK & keys_QK).any()):
+            return f"row {b} attends {whom}"
+    if pattern is None:
+        return ""
+    attends = mask_mod(segments, pattern=pattern)
+    expected_QK = attends(torch.tensor(b), torch.tensor(0), places_Q[:, None], torch.arange(len(ids_K)))
+    if bool((allowed_QK & ~expected_QK).any()):
+        return f"row {b} attends more than {pattern} attention does"
+    missing_QK = expected_QK & ~allowed_QK & (True if within is None else within(places_Q))
+    return f"row {b} does not attend all of its sequence" if bool(missing_QK.any()) else ""
 
 
 def _keep_of(received: Received) -> Tensor | None:

@@ -1,0 +1,232 @@
+"""Forward: the kernel calls of one forward of a model, judged together.
+
+Four questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; against
+the other calls of the same forward, where it does not; against the contract of its operator; and by its window, against the
+config of the model. Attention of padding is judged by whom real tokens attend, never by what padding does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from collate_npu.consumers.models import attention_windows, config_of, text_config
+from collate_npu.errors import CollateError
+from collate_npu.kernels.breach import Breach
+from collate_npu.masks.patterns import Pattern
+from collate_npu.proof.reading import why_row_wrong
+from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_differs
+from collate_npu.segments import Segments
+
+LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning")
+"""Names of classes that look at other tokens than their own."""
+_FOREIGN = re.compile(r"vision|visual|audio|image|cross")
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One call of a kernel."""
+
+    layer: str
+    """The innermost layer around it, by its name in the model."""
+    module: nn.Module | None = field(repr=False)
+    kernel: str
+    kind: str
+    told: Told | None
+    unread: str = ""
+    """Why it could not be read."""
+    breaches: tuple[Breach, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is wrong with a call, and what to do."""
+
+    layer: str
+    kernel: str
+    told: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}, {self.kernel}: told {self.told}: {self.why}. {self.remedy}"
+
+
+@dataclass
+class Forward:
+    """One forward of a root module, or of one layer of it that is computed again in the backward pass."""
+
+    root: nn.Module
+    number: int
+    step: int
+    training: bool
+    truth: Segments | None = None
+    """What the batch says, where it says it."""
+    unsaid: str = ""
+    """Why the batch does not say it."""
+    pattern: Pattern | None = None
+    again: bool = False
+    """Computed again: by activation checkpointing."""
+    compiled: bool = False
+    calls: list[Seen] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    """Layers in which no known kernel ran."""
+
+    def faults(self) -> dict[int, Fault]:
+        """By the number of the call."""
+        found: dict[int, Fault] = {}
+        for n, seen in enumerate(self.calls):
+            if why := self._why_wrong(seen):
+                found[n] = _fault(seen, *why)
+        for n, why in self._apart():
+            found.setdefault(n, _fault(self.calls[n], *why))
+        return found
+
+    def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
+        if seen.breaches:
+            first = seen.breaches[0]
+            return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
+        if seen.told is None or not self.judges(seen) or self.truth is None:
+            return None
+        window = self._window_of(seen)
+        if seen.told.allowed is None:
+            why = why_differs(seen.told, self.truth) or self._why_window_wrong(seen.told, window)
+        else:
+            why = self._why_attends_wrong(seen.told, window)
+        return (why, _REMEDIES[seen.told.kind]) if why else None
+
+    def judges(self, seen: Seen) -> bool:
+        """Is this call judged against the batch? Not where it is of other tokens, nor where these are another model's."""
+        if self.truth is None or seen.told is None or _FOREIGN.search(seen.layer.lower()):
+            return False
+        if getattr(config_of(self.root), "is_encoder_decoder", False) and "decoder" in seen.layer:
+            return False
+        return places_in(seen.told, self.truth) is not None
+
+    def _why_attends_wrong(self, told: Told, window: int | None) -> str:
+        assert self.truth is not None
+        assert told.allowed is not None
+        if told.shape != self.truth.shape:
+            return why_differs(told, self.truth)
+        pattern = self.pattern
+        if window is not None and pattern is not None and pattern.causal:
+            pattern = Pattern.sliding(window)
+        for b in range(told.shape[0]):
+            if why := why_row_wrong(self.truth, pattern, b, torch.arange(told.shape[1]), told.allowed(b)):
+                return why
+        return ""
+
+    def _why_window_wrong(self, told: Told, window: int | None) -> str:
+        assert self.truth is not None
+        if told.kind != "attention" or self.pattern is None or not self.pattern.causal:
+            return ""
+        if window == told.window or self.truth.longest_span <= min(window or 1 << 60, told.window or 1 << 60):
+            return ""
+        return f"its window is {told.window or 'the whole past'}, and the config says {window or 'the whole past'}"
+
+    def _window_of(self, seen: Seen) -> int | None:
+        """Of this layer by the model's config: by its kind, or by what the layer itself says it has."""
+        at = getattr(seen.module, "layer_idx", None)
+        config = text_config(config_of(self.root))
+        kinds = getattr(config, "layer_types", None)
+        try:
+            windows: Mapping[str, int | None] = attention_windows(config)
+        except (CollateError, AttributeError):
+            return None
+        if isinstance(kinds, (list, tuple)) and isinstance(at, int) and at < len(kinds):
+            return windows.get(kinds[at]) if "chunk" not in str(kinds[at]) else None
+        return windows.get("")
+
+    def compared(self) -> set[int]:
+        """Numbers of the calls that are judged by something: the batch, or a call that was told more."""
+        judged = {n for n, seen in enumerate(self.calls) if self.judges(seen)}
+        most = self._told_most()
+        if most is None:
+            return judged
+        told = self.calls[most].told
+        assert told is not None
+        mine = {n: self.calls[n].told for n in self._left()}
+        beside = {n for n, each in mine.items() if n != most and each and begins_elsewhere(each, told) is not None}
+        return judged | beside | ({most} if beside else set())
+
+    def _left(self) -> list[int]:
+        """Calls that the batch does not judge."""
+        left = [n for n, seen in enumerate(self.calls) if seen.told is not None and not self.judges(seen)]
+        return [n for n in left if not _FOREIGN.search(self.calls[n].layer.lower())]
+
+    def _told_most(self) -> int | None:
+        most = max(self._left(), key=lambda n: _says(self.calls[n].told), default=None)
+        return most if most is not None and _says(self.calls[most].told) else None
+
+    def _apart(self) -> Iterator[tuple[int, tuple[str, str]]]:
+        """Calls that begin sequences elsewhere than the one that was told most."""
+        most = self._told_most()
+        for n in [] if most is None else self._left():
+            mine, other = self.calls[n].told, self.calls[most or 0].told
+            assert mine is not None
+            assert other is not None
+            at = begins_elsewhere(mine, other)
+            if at is not None and len(at):
+                teller = self.calls[most or 0]
+                others = f"{teller.kernel} of {teller.layer} was told {other}, and it begins elsewhere at token {at[0]}"
+                yield n, (others, _REMEDIES[mine.kind])
+
+
+def _says(told: Told | None) -> int:
+    """How much a call was told: sequences it keeps apart, and padding it knows."""
+    return 0 if told is None or not told.by else int(told.begins_T.sum()) + int(told.neutral_T.sum())
+
+
+def _fault(seen: Seen, why: str, remedy: str) -> Fault:
+    told = str(seen.told) if seen.told is not None else "what could not be read"
+    return Fault(layer=seen.layer, kernel=seen.kernel, told=told, why=why, remedy=remedy)
+
+
+_REMEDIES = {
+    "attention": "Hand the model BatchAdapter(model)(batch), or the arguments of fusion_attention_kwargs(segments)",
+    "rule": "Hand the rule cu_seqlens of gated_delta_kwargs(segments), or rows with attention_mask_2d",
+    "convolution": "Hand the convolution seq_idx or cu_seqlens of gated_delta_kwargs(segments), or zeros at padding",
+}
+
+
+def short(name: str) -> str:
+    """A module's name without those of wrappers around it."""
+    return _WRAPPERS.sub("", name).lstrip(".") or "model"
+
+
+def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
+    """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`; no mark where nothing was
+    there to judge a call by."""
+    told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
+    compared = forward.compared()
+    for n, seen in enumerate(forward.calls):
+        kind = "attention" if seen.kind == "attention" else "recurrent"
+        said = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+        mark = " ✘" if n in faults else " ✔" if n in compared else ""
+        told.setdefault((kind, seen.kind), {}).setdefault((said, mark), set()).add(seen.layer)
+    parts = []
+    for kind in ("recurrent", "attention"):
+        layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
+        own = {what: each for (group, what), each in told.items() if group == kind}
+        if not layers:
+            continue
+        said = []
+        for what, each in own.items():
+            name = "" if what == kind else f"{what} "
+            for (text, mark), names in each.items():
+                few = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
+                said.append(f"{name}{text}{few}{mark}")
+        parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    return " · ".join(parts)
+
+
+def counts(calls: list[Seen]) -> Counter[str]:
+    """Calls by kernel."""
+    return Counter(seen.kernel for seen in calls)

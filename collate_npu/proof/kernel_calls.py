@@ -1,0 +1,282 @@
+"""Kernel calls: how each kernel is told of sequences, by the name of the function or module that is called.
+
+One row a name, whoever defines it: stacks copy kernels under their own names, or call fla's, and transformers' plain
+functions take the place of both. What a call was told is read off its arguments; the contract of the operator, where there
+is one (`kernels.check`), is judged beside it. Legend: B rows, T tokens, H heads, D sizes, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.errors import shape_of
+from collate_npu.kernels.fusion_attention.geometry import blocked_scores
+from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, sizes_of
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
+from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
+from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
+from collate_npu.proof.told import (
+    MOST_SCORES,
+    Kind,
+    Told,
+    by_mask,
+    by_numbers,
+    by_offsets,
+    row_starts,
+    segments_told,
+    zeros_of,
+)
+
+_SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1d_scan_combined"
+Reader = Callable[[str, Mapping[str, Any]], Told]
+
+
+class UnreadError(Exception):
+    """Why a call says nothing of sequences: other queries than keys, a state that it begins with, a mask too large."""
+
+
+# --- recurrent layers
+
+_WRITES = ("k", "x", "zxbcdt", "hidden_states", "u")
+"""What a token writes into a state or a window: the key of a rule, the input of a convolution or a scan."""
+_PLAIN_CONV = replace(operator_named("causal_conv1d"), name="torch.nn.Conv1d", numbers="")
+
+
+def _recurrent(kind: Kind, like: str) -> Reader:
+    """`like`: the operator whose orders of dimensions hold where a kernel has no row of its own."""
+
+    def read(kernel: str, values: Mapping[str, Any]) -> Told:
+        return _told_of(find_operator(kernel) or operator_named(like), kernel, kind, values)
+
+    return read
+
+
+def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) -> Told:
+    given = by_own_names(values)
+    if "x" in row.shapes and "hidden_states" in given:  # transformers' name for it
+        given["x"] = given.pop("hidden_states")
+    if given.get("initial_state") is not None or given.get("initial_states") is not None:
+        raise UnreadError("it goes on from a state")
+    sizes = rows_and_tokens(row, given)
+    if sizes is None:
+        raise UnreadError("no tensor tells its tokens")
+    call = Call(row, given, *sizes)
+    B, T = call.B, call.T
+    first_T, by = row_starts(B, T), ""
+    if call.where and len(call.offsets) > 1:
+        first_T, by = by_offsets(call.offsets, B * T), call.where
+    elif call.numbers_BT.size:
+        first_T, by = by_numbers(call.numbers_BT), row.numbers
+    neutral_T = _neutral(row, given, first_T)
+    return Told(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
+
+
+def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
+    """Zeros in what is written; of a rule also values of zero where no state is there yet, for nothing is erased."""
+    name = next((name for name in _WRITES if isinstance(given.get(name), Tensor) and name in row.shapes), "")
+    if not name or given[name].is_meta:
+        return np.zeros(len(first_T), bool)
+    neutral_T = zeros_of(given[name], row.shapes[name])
+    if name == "k" and isinstance(given.get("v"), Tensor) and "v" in row.shapes:
+        empty_T = neutral_T | zeros_of(given["v"], row.shapes["v"])
+        written_T = np.concatenate([[0], np.cumsum(~empty_T)])
+        neutral_T |= written_T[1:] == written_T[first_T]
+    return neutral_T
+
+
+def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> Told:
+    """A depthwise `nn.Conv1d`, which knows no boundary."""
+    x = values["x"]
+    return _told_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
+
+
+def _selective_scan(kernel: str, values: Mapping[str, Any]) -> Told:
+    """Mamba's first scan, of `[B, D, T]`."""
+    x = values["u"] if "u" in values else values["hidden_states"]
+    return _told_of(_PLAIN_CONV, kernel, "rule", {"x": x})
+
+
+# --- attention
+
+
+def _attention(
+    kernel: str, shape: tuple[int, int], rows: Callable[[int], Tensor], by: str = "", window: int | None = None
+) -> Told:
+    """Of rows `[B, T]`, each with whom its queries attend."""
+    B, T = shape
+    if T * T > MOST_SCORES:
+        raise UnreadError(f"a mask of {T} x {T} is too large to look at")
+    if by:
+        return Told(kernel, "attention", shape, *by_mask(rows, B, T), by, window, rows)
+    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, rows)
+
+
+def _flat(kernel: str, offsets: tuple[int, ...], keys: tuple[int, ...], total: int, by: str, window: int | None) -> Told:
+    """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
+    if keys and keys != offsets:
+        raise UnreadError("its queries are other tokens than its keys")
+    return Told(kernel, "attention", (1, total), by_offsets(offsets, total), np.zeros(total, bool), by, window)
+
+
+def _triangle(T: int, causal: bool) -> Callable[[int], Tensor]:
+    whole = torch.ones(T, T, dtype=torch.bool)
+    return lambda b: whole.tril() if causal else whole
+
+
+def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
+    if q.shape[at] != k.shape[at]:
+        raise UnreadError("its queries are other tokens than its keys")
+
+
+def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> Told:
+    """q `[B, H, T, D]` beside a mask of any rank, True = attends, or additive; or a BlockMask."""
+    q, k = values["query"], values["key"]
+    _same_tokens(q, k, -2)
+    B, T = (q.shape[0] if q.ndim > 2 else 1), q.shape[-2]
+    if mask is None:
+        return _attention(kernel, (B, T), _triangle(T, causal))
+    if hasattr(mask, "mask_mod"):
+        return _attention(kernel, (B, T), lambda b: _evaluated(mask, b)[:T, :T], "block_mask")
+    full = mask.detach()
+    full = full if full.dtype == torch.bool else full > torch.finfo(full.dtype).min / 2
+    full = full.expand(*full.shape[:-2], T, T)
+
+    def rows(b: int) -> Tensor:
+        row = full[min(b, len(full) - 1)] if full.ndim > 2 else full
+        row = row if row.ndim == 2 else row.any(dim=0)
+        return row.tril() if causal else row
+
+    return _attention(kernel, (B, T), rows, "mask")
+
+
+def _evaluated(block_mask: Any, b: int) -> Tensor:
+    (Q, K), device = block_mask.shape[-2:], block_mask.kv_num_blocks.device
+    places_Q, places_K = (torch.arange(size, device=device) for size in (Q, K))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    attends: Tensor = block_mask.mask_mod(zero + b, zero, places_Q[:, None], places_K)
+    return attends.expand(Q, K)
+
+
+def _sdpa(kernel: str, values: Mapping[str, Any]) -> Told:
+    return _masked(kernel, values, values.get("attn_mask"), bool(values.get("is_causal")))
+
+
+def _by_module(kernel: str, values: Mapping[str, Any]) -> Told:
+    """transformers' functions `(module, query, key, value, attention_mask, ...)` that add the mask to the scores."""
+    return _masked(kernel, values, values.get("attention_mask"), causal=False)
+
+
+def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
+    mask = values.get("block_mask", values.get("attention_mask"))
+    if mask is None and values.get("score_mod") is not None:
+        raise UnreadError("its score_mod says whom a query attends")
+    return _masked(kernel, values, mask, causal=False)
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    """flash-attn's windows say how many keys stand before a query (flash_attn_interface.py, window_size)."""
+    size = values.get("window_size")
+    left = size[0] if isinstance(size, (tuple, list)) and size else size
+    return None if left is None or left < 0 else int(left) + 1
+
+
+def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
+    """q `[B, T, H, D]`, or all three in one tensor `[B, T, 3, H, D]`."""
+    q = values["q"] if "q" in values else values.get("qkv", values.get("kv"))
+    if not isinstance(q, Tensor) or q.ndim < 4:
+        raise UnreadError(f"{shape_of(q)} is not rows of tokens")
+    if isinstance(values.get("k"), Tensor):
+        _same_tokens(q, values["k"], 1)
+    causal = bool(values.get("causal"))
+    told = _attention(kernel, (q.shape[0], q.shape[1]), _triangle(q.shape[1], causal), window=_window(values))
+    return replace(told, allowed=None) if told.window is not None else told
+
+
+def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
+    """q `[T, H, D]` beside offsets: flash-attn's, and torch's `varlen_attn`."""
+    names = [name for name in ("cu_seqlens_q", "cu_seq_q", "cu_seqlens") if values.get(name) is not None]
+    q = next(values[name] for name in ("q", "query", "qkv") if name in values)
+    if not names:
+        raise UnreadError("it has no offsets")
+    keys = segments_told(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
+    return _flat(kernel, segments_told(values, names[0]), keys, q.shape[0], names[0], _window(values))
+
+
+def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
+    """torch_npu's operator: lists of ends under TND, else its masks and modes as its host code reads them."""
+    sizes = sizes_of(**{key: values.get(key) for key in ("query", "key", "head_num", "input_layout")})
+    call = AttentionCall(values, **sizes)
+    if call.tnd:
+        ends, keys = ((0, *(given or ())) for given in call.ends)
+        return _flat(kernel, ends, keys, sizes["Tq"], "actual_seq_qlen", None)
+    B, Q = sizes["B"], sizes["Sq"]
+    if sizes["Skv"] != Q:
+        raise UnreadError("its queries are other tokens than its keys")
+
+    def rows(b: int) -> Tensor:
+        blocked = blocked_scores(call, b, slice(0, Q))
+        return ~(blocked if blocked.ndim == 2 else blocked.all(dim=0)).expand(Q, Q)
+
+    return _attention(kernel, (B, Q), rows, "atten_mask" if call.atten_mask is not None else "")
+
+
+def _core(kernel: str, values: Mapping[str, Any]) -> Told:
+    """Megatron's `DotProductAttention` and TransformerEngine's, whose masks say True where they block
+    (megatron-core core/transformer/dot_product_attention.py, te_dot_product_attention; TE 2 dot_product_attention.py)."""
+    module, packed = values["self"], values.get("packed_seq_params")
+    read = {**values, **(vars(packed) if packed is not None else {})}
+    layout = read.get("qkv_format") or getattr(module, "qkv_format", None) or "sbhd"
+    kind = values.get("attn_mask_type") or getattr(module, "attn_mask_type", None) or "causal"
+    kind = getattr(kind, "name", str(kind))
+    q, k, mask = values["query"] if "query" in values else values["query_layer"], values.get("key"), values.get("attention_mask")
+    offsets = next((name for name in ("cu_seqlens_q_padded", "cu_seqlens_q") if read.get(name) is not None), "")
+    if layout == "thd" and offsets:
+        return _flat(kernel, segments_told(read, offsets), (), q.shape[0], offsets, _window(read))
+    B, T = (q.shape[1], q.shape[0]) if layout == "sbhd" else (q.shape[0], q.shape[1])
+    if isinstance(k, Tensor):
+        _same_tokens(q, k, 0 if layout == "sbhd" else 1)
+    ours = "transformer_engine" in {base.__module__.partition(".")[0] for base in type(module).__mro__}
+    if mask is None or (ours and kind == "causal"):
+        return _attention(kernel, (B, T), _triangle(T, "causal" in kind), window=_window(read))
+    rows = q.movedim(0, 2) if layout == "sbhd" else q.transpose(1, 2)
+    return _masked(kernel, {"query": rows, "key": rows}, ~mask.bool(), causal="causal" in kind)
+
+
+KERNELS: dict[str, tuple[Kind, Reader]] = {
+    **{
+        name: ("rule", _recurrent("rule", "fla"))
+        for name in (
+            *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"),
+            *("torch_recurrent_gated_delta_rule", "flash_gated_delta_rule", "npu_chunk_gated_delta_rule", "chunk_kda"),
+            *("fused_recurrent_kda", "chunk_gla", "chunk_simple_gla", "chunk_delta_rule", "chunk_lightning_attn"),
+            *("torch_chunk_kda", "chunk_kimi_delta_attention", "fused_chunk_gated_delta_rule"),
+        )
+    },
+    **dict.fromkeys(("mamba_chunk_scan_combined", "mamba2_chunk_scan"), ("rule", _recurrent("rule", _SCAN))),
+    **dict.fromkeys(
+        ("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), ("rule", _recurrent("rule", _SPLIT_SCAN))
+    ),
+    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), ("rule", _selective_scan)),
+    "causal_conv1d_fn": ("convolution", _recurrent("convolution", "causal_conv1d")),
+    "causal_conv1d": ("convolution", _recurrent("convolution", "fla_conv")),
+    "npu_causal_conv1d": ("convolution", _recurrent("convolution", "fla_npu_conv")),
+    "scaled_dot_product_attention": ("attention", _sdpa),
+    "eager_attention_forward": ("attention", _by_module),
+    "flex_attention": ("attention", _flex),
+    "flex_attention_forward": ("attention", _flex),
+    **dict.fromkeys(("flash_attn_func", "flash_attn_qkvpacked_func"), ("attention", _flash)),
+    **dict.fromkeys(("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "varlen_attn"), ("attention", _varlen)),
+    **dict.fromkeys(("npu_fusion_attention", "npu_fusion_attention_v3"), ("attention", _fusion)),
+}
+"""Functions, by their names."""
+MODULES: dict[str, tuple[Kind, Reader]] = {
+    **dict.fromkeys(("DotProductAttention", "TEDotProductAttention"), ("attention", _core)),
+    "Conv1d": ("convolution", _plain_convolution),
+}
+"""Modules that are kernels themselves, by the names of their classes."""

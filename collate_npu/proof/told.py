@@ -1,0 +1,196 @@
+"""Told: what one call of a kernel was told of sequences and padding, in one form for every kernel.
+
+Kernels are told by offsets, by a number a token, by a mask, or not at all, and padding of a recurrent layer shows as zeros in
+what it writes. One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
+(`first_T`), and which tokens count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token
+goes on from: in `0 0 A A B` with zeros at padding and a boundary before B::
+
+    first   0 0 0 0 4     neutral   1 1 0 0 0     rank   0 0 0 1 0
+
+Legend: B rows, T tokens of a row, Q queries, K keys; arrays with suffix T run over all B * T tokens, row after row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.arrays import Array, host_tensor, once
+from collate_npu.segments import Segments
+
+Kind = Literal["attention", "rule", "convolution"]
+MOST_SCORES = 1 << 28
+"""Queries times keys of one row of a mask that is looked at."""
+_LISTED = 12
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one call was told."""
+
+    kernel: str
+    """Its package and name: `fla.chunk_gated_delta_rule`."""
+    kind: Kind
+    shape: tuple[int, int]
+    """B and T; B is 1 for a flat row."""
+    first_T: Array
+    """int64: where the tokens begin that this one's kernel reads, itself if none stand before it."""
+    neutral_T: Array
+    """bool: tokens that add nothing: zeros, or keys that a mask blocks for everybody."""
+    by: str = ""
+    """The argument that told it; "" where nothing did."""
+    window: int | None = None
+    """Tokens that a query attends at most, itself among them; None where all."""
+    allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
+    """bool `[Q, K]` of one row, where attention was given a mask, or is causal without one."""
+
+    @once
+    def rank_T(self) -> Array:
+        """int64: how many tokens each goes on from."""
+        before_T = np.concatenate([[0], np.cumsum(~self.neutral_T)])
+        return before_T[:-1] - before_T[self.first_T]
+
+    @once
+    def begins_T(self) -> Array:
+        """bool: tokens that go on from none."""
+        return (self.rank_T == 0) & ~self.neutral_T
+
+    def __str__(self) -> str:
+        if not self.by:
+            return "nothing"
+        if self.by == "zeros" or self.allowed is not None:
+            return f"{self.by} {self._lengths()}"
+        places = [*np.flatnonzero(self.begins_T).tolist(), len(self.first_T)]
+        return _listed(places)
+
+    def _lengths(self) -> str:
+        """Tokens that count, of each row."""
+        return _listed((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_LISTED]))
+    return f"[{shown}{', ...' * (len(numbers) > _LISTED)}]"
+
+
+def row_starts(B: int, T: int) -> Array:
+    """`first_T` of rows that are one sequence each."""
+    return np.repeat(np.arange(B) * T, T)
+
+
+def by_offsets(offsets: Sequence[int], total: int) -> Array:
+    """`first_T` by offsets over the whole call; what they do not cover begins where they end."""
+    inner = np.array([n for n in offsets if 0 <= n < total] or [0])
+    starts = np.unique(np.append(inner, 0))
+    return starts[np.searchsorted(starts, np.arange(total), side="right") - 1]
+
+
+def by_numbers(numbers_BT: Array) -> Array:
+    """`first_T` by a number a token: a sequence begins where it changes."""
+    B, T = numbers_BT.shape
+    changes_BT = np.ones((B, T), bool)
+    changes_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
+    return np.maximum.accumulate(np.where(changes_BT.reshape(-1), np.arange(B * T), 0))
+
+
+def zeros_of(x: Tensor, order: str) -> Array:
+    """bool `[B * T]`: tokens at which all channels are zero; `order` names the dimensions of x, B and T among them."""
+    zero = x.detach() == 0
+    across = tuple(at for at, axis in enumerate(order) if axis not in "BT")
+    kept = [axis for axis in order if axis in "BT"]
+    zero = zero.all(dim=across) if across else zero
+    zero = zero if kept != ["T", "B"] else zero.T
+    return np.ascontiguousarray(zero.cpu().numpy()).reshape(-1)
+
+
+def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array]:
+    """`first_T` and `neutral_T` by whom tokens attend: rows that attend what stands behind them under a mask that is
+    causal everywhere else are fillings of padding, and nobody counts what they attend."""
+    first_T, neutral_T = np.zeros(B * T, np.int64), np.zeros(B * T, bool)
+    for b in range(B):
+        allowed_QK = rows(b)
+        future_Q = torch.triu(allowed_QK, 1).any(dim=1)
+        filled_Q = future_Q if not bool(future_Q[:-1].all()) else torch.zeros_like(future_Q)
+        attends_QK = allowed_QK & ~filled_Q[:, None]
+        seen_K = attends_QK.any(dim=0)
+        past_QK = torch.tril(attends_QK)
+        first_Q = torch.where(past_QK.any(dim=1), past_QK.int().argmax(dim=1), torch.arange(T, device=past_QK.device))
+        at = slice(b * T, (b + 1) * T)
+        first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, (~seen_K).cpu().numpy()
+    return first_T, neutral_T
+
+
+# --- against the truth, and against one another
+
+
+def places_in(told: Told, segments: Segments) -> Array | None:
+    """The places of the call's tokens in the flattened batch `[B * S]`; None for other tokens than this batch's."""
+    total = len(told.first_T)
+    if told.shape == segments.shape or (told.shape[0] == 1 and total == segments.array.size):
+        return np.arange(total)
+    if total == segments.num_tokens and told.shape[0] == 1:
+        return np.flatnonzero(segments.array)
+    return None
+
+
+def why_differs(told: Told, segments: Segments) -> str:
+    """Which real token goes on from other tokens than those of its own sequence; "" where none does."""
+    places_T = places_in(told, segments)
+    assert places_T is not None
+    ids_T = segments.array.reshape(-1)[places_T]
+    S, real_T = segments.shape[1], ids_T > 0
+    own_T = _own_ranks(ids_T, places_T // S)
+    lost_T = real_T & told.neutral_T
+    if told.window is not None:
+        own_T = np.where(own_T > 0, 1, 0)
+    rank_T = told.rank_T if told.window is None else np.minimum(told.rank_T, 1)
+    wrong_T = lost_T | (real_T & (rank_T != own_T))
+    if not wrong_T.any():
+        return ""
+    t = int(np.argmax(wrong_T))
+    at = f"the token at (row, column) ({places_T[t] // S}, {places_T[t] % S})"
+    if lost_T[t]:
+        return f"{at} is real, and counts for nothing"
+    if told.rank_T[t] < own_T[t]:
+        return f"{at} does not read the {own_T[t] - told.rank_T[t]} first of its sequence"
+    before_T = np.arange(told.first_T[t], t)
+    others = before_T[~told.neutral_T[before_T] & (ids_T[before_T] != ids_T[t])]
+    whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
+    return f"{at} goes on from {whose}"
+
+
+def _own_ranks(ids_T: Array, rows_T: Array) -> Array:
+    """How many real tokens of its own sequence stand before each."""
+    real_T = ids_T > 0
+    before_T = np.cumsum(real_T) - real_T
+    at = np.flatnonzero(real_T)
+    new = np.ones(len(at), bool)
+    new[1:] = (ids_T[at][1:] != ids_T[at][:-1]) | (rows_T[at][1:] != rows_T[at][:-1])
+    own_T = np.zeros(len(ids_T), np.int64)
+    starts = np.maximum.accumulate(np.where(new, np.arange(len(at)), 0)) if len(at) else np.zeros(0, np.int64)
+    own_T[at] = before_T[at] - starts
+    return own_T
+
+
+def begins_elsewhere(one: Told, other: Told) -> Array | None:
+    """Tokens, by their number among those that count in both, at which a sequence begins for one of them alone; None for
+    calls of other tokens."""
+    if len(one.first_T) == len(other.first_T):
+        both_T = ~one.neutral_T & ~other.neutral_T
+        return np.flatnonzero((one.begins_T != other.begins_T) & both_T)
+    for long, short in ((one, other), (other, one)):
+        real = ~long.neutral_T
+        if real.sum() == len(short.first_T) and short.shape[0] == 1:  # the attention of padded rows takes padding out
+            return np.flatnonzero(long.begins_T[real] != short.begins_T)
+    return None
+
+
+def segments_told(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Offsets of an argument as ints, () where there are none."""
+    given = values.get(name)
+    return () if given is None else tuple(np.asarray(host_tensor(name, given)).astype(np.int64).tolist())

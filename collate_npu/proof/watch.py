@@ -1,0 +1,366 @@
+"""Watch: what each kernel of a process was told, in any stack, while it runs as it is.
+
+    with watch() as seen:
+        trainer.train()
+    seen.faults
+
+The first steps are looked at, each forward on its own, and then everything is taken off. A step ends with an optimizer's, or
+with a forward without gradients. Costs one copy of boundaries to the host a call, and of masks one look at each score.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import os
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.consumer import Model
+from collate_npu.consumers.models import is_transformers, unwrap
+from collate_npu.errors import CollateError, printable
+from collate_npu.kernels.check import call_breaches, knows
+from collate_npu.keys import of_kind
+from collate_npu.masks.find import agreed
+from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.sources import Sources
+from collate_npu.proof.forward import LAYER, Fault, Forward, Seen, block, counts, short
+from collate_npu.proof.hooks import Hooks, arguments_of
+from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu.segments import Segments
+
+STEPS = 2
+_REMEMBERED = 8
+"""Batches of our adapter that are still known."""
+
+
+class Watch:
+    """What was seen in this process. Made by `watch`."""
+
+    def __init__(
+        self, *, steps: int = STEPS, stop: bool = False, out: Sequence[Path] = (), screen: TextIO | None = None
+    ) -> None:
+        self.forwards: list[Forward] = []
+        self.faults: list[Fault] = []
+        self.steps = 0
+        """Steps that have ended."""
+        self.kernels: Counter[str] = Counter()
+        """Calls, by kernel."""
+        self.notes: dict[str, str] = {}
+        """What could not be looked at, and why."""
+        self._most, self._stop, self._out, self._screen = steps, stop, [*out], screen
+        self._pid, self._number = os.getpid(), 0
+        self._local = threading.local()
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._passes: Counter[tuple[int, bool]] = Counter()
+        """Forwards of a root, with gradients and without."""
+        self._made: deque[tuple[Tensor, Segments]] = deque(maxlen=_REMEMBERED)
+        self._hooks = Hooks(self._heard, self._around)
+
+    # --- on and off
+
+    def start(self) -> None:
+        """Wrap everything."""
+        self._hooks.install()
+        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._step_ends())
+        rendered = BatchAdapter._rendered
+
+        def remembered(adapter: BatchAdapter, batch: Mapping[str, Any]) -> Any:
+            made = rendered(adapter, batch)
+            self._remember(*made)
+            return made
+
+        self._hooks.put(BatchAdapter, "_rendered", remembered)
+
+    def end(self) -> None:
+        """Take everything off; the process is as it was."""
+        if self._hooks.on:
+            self._hooks.taken_off()
+            self._optimizers.remove()
+
+    def _remember(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """A batch that our adapter made: what it says is known, whatever form it has."""
+        if isinstance(ids := batch.get("input_ids"), Tensor):
+            self._made.append((ids.detach().cpu().clone(), segments))
+
+    # --- modules
+
+    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        stack = self._stack
+        if stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
+            kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
+            values = {"self": module, **_bound(module.forward, args, kwargs)}
+            if type(module).__name__ == "Conv1d":
+                values = {"x": args[0] if args else kwargs["input"]}
+            return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
+        forward = None if stack else self._begun(module, args, kwargs)
+        stack.append(module)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            stack.pop()
+            if forward is not None:
+                self._local.forward = None
+                self._ended(forward)
+
+    @property
+    def _stack(self) -> list[nn.Module]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack, self._local.forward, self._local.inner = [], None, 0
+        stack: list[nn.Module] = self._local.stack
+        return stack
+
+    def _is_kernel(self, module: nn.Module) -> bool:
+        """A convolution is one inside a recurrent layer, one channel at a time."""
+        if not isinstance(module, nn.Conv1d):
+            return True
+        return module.groups == module.in_channels > 1 and bool(LAYER.search(type(self._stack[-1]).__name__.lower()))
+
+    def _begun(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
+        again = torch._C._current_graph_task_id() != -1
+        known = self._names.get(id(module))
+        if again and known is not None and known[0]() is not None:
+            root = known[0]()
+        elif self._knows(module):
+            root = module
+        else:
+            return None
+        assert root is not None
+        training = torch.is_grad_enabled() or again
+        self._passes[id(root), training] += not again
+        if not training and self._passes[id(root), False] > self._most:
+            return None
+        forward = Forward(root=root, number=self._number, step=self.steps, training=training, again=again)
+        self._number += 1
+        if not again:
+            self._told_by_batch(forward, root, args, kwargs)
+        self._local.forward = forward
+        return forward
+
+    def _knows(self, root: nn.Module) -> bool:
+        """Is it a model with layers that look at other tokens? Its names are kept."""
+        if id(root) in self._roots and self._roots[id(root)]() is root:
+            return id(root) in self._names
+        self._roots[id(root)] = weakref.ref(root)
+        if not any(LAYER.search(type(module).__name__.lower()) for module in root.modules()):
+            return False
+        held = weakref.ref(root)
+        for name, module in root.named_modules():
+            if id(module) not in self._names or name == "" or self._names[id(module)][0]() is None:
+                self._names[id(module)] = held, short(name)
+        self._hooks.look_at(root)
+        return True
+
+    def _told_by_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
+        """What the inputs of the outermost module say: our adapter's Segments, or what the door finds."""
+        try:
+            inner = unwrap(root)
+            given = _bound(inner.forward, args, kwargs)
+            model = Model.of(inner) if is_transformers(inner) else Model()
+            declared = "bidirectional" if model.pattern == "bidirectional" else None
+            forward.compiled = any(getattr(each, "_compiled_call_impl", None) is not None for each in root.modules())
+            forward.compiled |= hasattr(root, "_orig_mod")
+            forward.pattern = None if of_kind(given, "vision") else Pattern.of(declared or "causal")
+            ids = given.get("input_ids", given.get("tokens"))
+            if isinstance(ids, Tensor):
+                same = (segments for made, segments in self._made if made.shape == ids.shape and bool((made == ids.cpu()).all()))
+                forward.truth = next(same, None)
+            if forward.truth is None:
+                sources = Sources.of({("input_ids" if key == "tokens" else key): value for key, value in given.items()})
+                flat = sources.shape()[0] == 1 and bool(sources.offsets or sources.lengths or sources.named["positions"])
+                forward.truth = agreed(sources, polarity=None, pattern=declared, padding_free=flat)
+        except CollateError as error:
+            forward.unsaid = str(error).splitlines()[0]
+        except Exception as error:  # whatever stands in a stranger's arguments
+            forward.unsaid = f"{type(error).__name__}: {str(error)[:80]}"
+
+    # --- kernels
+
+    def _heard(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._stack or self._local.forward is None:
+            return function(*args, **kwargs)
+        values: dict[str, Any] | str
+        try:
+            values = arguments_of(function, args, kwargs)
+        except Exception as error:
+            values = f"{type(error).__name__}: {error}"
+        return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: function(*args, **kwargs))
+
+    def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
+        """Call it; the innermost kernel that is known is the one that counts."""
+        forward: Forward | None = self._local.forward
+        if forward is None:
+            return call()
+        seen, before = self._seen(name, row, values), self._local.inner
+        result = call()
+        if self._local.inner == before:
+            forward.calls.append(seen)
+        self._local.inner += 1
+        return result
+
+    def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
+        kind, read = row
+        layers = [module for module in self._stack if LAYER.search(type(module).__name__.lower())]
+        layer = layers[-1] if layers else self._stack[-1]
+        known = self._names.get(id(layer))
+        seen = Seen(
+            layer=known[1] if known else type(layer).__name__, module=layer, kernel=name, kind=kind, told=None
+        )
+        try:
+            if isinstance(values, str):
+                raise UnreadError(values)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise UnreadError("a graph is being captured")
+            with torch.no_grad():
+                told = read(name, values)
+            found = call_breaches(name, values) if knows(name) else ()
+            return replace(seen, told=told, breaches=tuple(found))
+        except UnreadError as error:
+            return replace(seen, unread=str(error))
+        except Exception as error:  # the run goes on, whatever its arguments are
+            return replace(seen, unread=f"{type(error).__name__}: {str(error)[:80]}")
+
+    # --- forwards and steps
+
+    def _ended(self, forward: Forward) -> None:
+        ran = {id(seen.module) for seen in forward.calls}
+        if not forward.again:
+            names = {id(module): short(name) for name, module in forward.root.named_modules()}
+            layers = [m for m in forward.root.modules() if LAYER.search(type(m).__name__.lower()) and type(m).__name__ not in MODULES]
+            inner = [m for m in layers if not any(each is not m and each in layers for each in m.modules())]
+            forward.silent = [names[id(m)] for m in inner if id(m) not in ran]
+        self.kernels.update(counts(forward.calls))
+        found = forward.faults()
+        self.faults += found.values()
+        self.forwards.append(forward)
+        self._say(forward, found)
+        if found and self._stop:
+            self.end()
+            raise CollateError("\n".join(dict.fromkeys(map(str, found.values()))))
+        if not forward.training:
+            self._step_ends()
+
+    def _step_ends(self) -> None:
+        if self._number and self.forwards and self.forwards[-1].step == self.steps:
+            self.steps += 1
+        if self.steps >= self._most:
+            self.end()
+
+    def _say(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
+        where = f"step {forward.step} rank {_rank()}"
+        how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
+        told = "" if forward.truth is not None or forward.again else f" · the batch itself does not say: {forward.unsaid}"
+        lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}{told}"]
+        for text in dict.fromkeys(map(str, faults.values())):
+            lines.append(f"  ✘ {text}")
+        if forward.compiled:
+            lines.append("  compiled modules are not seen: set TORCH_COMPILE_DISABLE=1 to watch them")
+        record = {
+            "rank": _rank(), "pid": os.getpid(), "step": forward.step, "forward": forward.number, "again": forward.again,
+            "training": forward.training, "model": type(forward.root).__name__, "said": lines[0],
+            "kernels": dict(counts(forward.calls)), "silent": forward.silent, "faults": [asdict(each) for each in faults.values()],
+        }  # fmt: skip
+        self._write("\n".join(lines), record)
+
+    def summary(self) -> str:
+        """Steps, calls, kernels seen, and what was not looked at. Nothing seen is no pass."""
+        if not self.kernels:
+            models = ", ".join(sorted({type(forward.root).__name__ for forward in self.forwards}))
+            seen = f"no known kernel ran in {models}" if models else "no model with attention or recurrent layers ran"
+            return f"NOTHING WAS SEEN: {seen}. This is not a pass."
+        calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
+        silent = sorted({name for forward in self.forwards for name in forward.silent})
+        judged = sum(forward.truth is not None for forward in self.forwards)
+        lines = [f"{self.steps} steps, {len(self.forwards)} forwards ({judged} beside what their batch says), calls: {calls}"]
+        if silent:
+            lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
+        if self._hooks.unwrapped:
+            lines.append(f"could not be wrapped: {'; '.join(self._hooks.unwrapped[:4])}")
+        lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
+        return " · ".join(lines)
+
+    def summed_up(self) -> None:
+        """Say it at the end of a process in which a model ran."""
+        self.end()
+        if self.forwards:
+            self._write(f"rank {_rank()}: {self.summary()}", {})
+
+    def forget(self) -> None:
+        """A forked process begins anew."""
+        self.forwards, self.faults, self.kernels, self.steps = [], [], Counter(), 0
+        self._local = threading.local()
+
+    def _write(self, text: str, record: Mapping[str, Any]) -> None:
+        if self._screen is not None:
+            with suppress(OSError, ValueError):
+                print(printable(f"collate_npu watch: {text}"), file=self._screen, flush=True)
+        for path in [*self._out] if record else ():
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:  # a full disk does not end a run
+                self._out.remove(path)
+                self._write(f"{error}: nothing more is written there", {})
+
+
+@contextmanager
+def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = None, say: bool = True) -> Iterator[Watch]:
+    """Look at what each kernel of this process is told, for so many steps, and judge each forward.
+
+    With `stop` the first fault raises `CollateError` behind its forward. `out` gets a line of JSON for each forward, the
+    screen (stderr) a block, unless `say` is off. Afterwards the process is as it was.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, ids = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[256, 256, 7], [4, 5, 6]])
+    >>> with watch(say=False) as seen:
+    ...     out = model(input_ids=ids, attention_mask=torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    >>> seen.faults, sorted(seen.kernels)
+    ([], ['torch.scaled_dot_product_attention', 'transformers.causal_conv1d_fn', 'transformers.torch_chunk_gated_delta_rule'])
+    """
+    seen = Watch(steps=steps, stop=stop, out=[Path(out)] if out else [], screen=sys.stderr if say else None)
+    seen.start()
+    try:
+        yield seen
+    finally:
+        seen.end()
+        seen._write(seen.summary(), {})
+
+
+def arm(_torch: Any) -> None:
+    """Watch this process to its end, as `collate-npu watch` says in the environment; torch was just imported."""
+    told = json.loads(os.environ["COLLATE_NPU_WATCH"])
+    out = [Path(path) for path in (told["seen"], told["out"]) if path]
+    seen = Watch(steps=told["steps"], out=out, screen=sys.stderr)
+    seen.start()
+    os.register_at_fork(after_in_child=seen.forget)
+    atexit.register(seen.summed_up)
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by their names, those of `**kwargs` among them; what the function itself would refuse, it refuses."""
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(function)
+        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+        rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
+        return bound | bound.pop(next(rest, ""), {})
+    return dict(kwargs)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,109 @@
+"""`collate-npu watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from shutil import which
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from collate_npu.errors import printable
+from collate_npu.tools.cli.console import needs, stop as end_with
+
+EXAMPLES = (
+    "Examples:\n\n`collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`\n\n"
+    "`collate-npu watch --stop -- python train.py` — ends the run at the first fault, with exit code 1\n\n"
+    "`collate-npu watch --steps 5 --out seen.jsonl -- swift sft --model ...`"
+)
+_INHERITED = Path(__file__).resolve().parent.parent / "inherited"
+"""What every Python of the run starts with."""
+_POLL = 0.2
+_PATIENCE = 15
+"""Seconds that a command gets to end by itself."""
+
+
+@needs("wrapt", "torch")
+def watch_command(
+    command: Annotated[list[str], Argument(help="What to run, unchanged, behind --.", show_default=False)],
+    steps: Annotated[int, Option(min=1, max=1 << 20, help="Steps that are looked at, in each process.")] = 2,
+    stop: Annotated[bool, Option("--stop", help="End the run at the first fault, with exit code 1.")] = False,
+    out: Annotated[Path | None, Option(help="Append a line of JSON for each forward.")] = None,
+) -> None:
+    """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
+
+    Layers of any stack are seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu,
+    torch's own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
+    The exit code is the command's own.
+    """
+    if which(command[0]) is None:
+        end_with(f"{command[0]}: no such command. Write what you would type, behind --: collate-npu watch -- python train.py")
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "seen.jsonl"
+        settings = {"steps": steps, "seen": str(seen), "out": None if out is None else str(out.resolve())}
+        path = os.pathsep.join(filter(None, (str(_INHERITED), os.environ.get("PYTHONPATH"))))
+        child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "COLLATE_NPU_WATCH": json.dumps(settings)})
+        stopped = _waited(child, seen, stop)
+        records = _records(seen)
+    typer.echo(printable(f"collate-npu watch: {_summary(records)}"), err=True)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    raise typer.Exit(1 if stopped else code)
+
+
+def _waited(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> bool:
+    """Until it ends; was it ended at a fault?"""
+    while child.poll() is None:
+        try:
+            time.sleep(_POLL)
+            if stop and any(record["faults"] for record in _records(seen)):
+                _ended(child)
+                return True
+        except KeyboardInterrupt:  # it got the same signal, or gets it now
+            child.send_signal(signal.SIGINT)
+            _ended(child)
+    return stop and any(record["faults"] for record in _records(seen))
+
+
+def _ended(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _records(seen: Path) -> list[dict[str, Any]]:
+    """What the processes wrote; a line that is half written is left out."""
+    try:
+        lines = seen.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def _summary(records: list[dict[str, Any]]) -> str:
+    kernels: dict[str, int] = {}
+    for record in records:
+        for name, n in record["kernels"].items():
+            kernels[name] = kernels.get(name, 0) + n
+    if not kernels:
+        return "NOTHING WAS SEEN: no known kernel ran in any process that could be watched. This is not a pass."
+    wrong = sum(bool(record["faults"]) for record in records)
+    processes = len({record["pid"] for record in records})
+    told = ", ".join(f"{name} {n}" for name, n in sorted(kernels.items(), key=lambda each: -each[1]))
+    faults = f"{wrong} of {len(records)} forwards with a fault" if wrong else f"no fault in {len(records)} forwards"
+    return f"{processes} processes, {faults}; calls: {told}"
