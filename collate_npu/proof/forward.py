@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
+from collate_npu.arrays import Array
 from collate_npu.consumers.models import attention_windows, config_of, text_config
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof.reading import why_row_wrong
-from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_differs
+from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning")
@@ -43,6 +43,8 @@ class Seen:
     unread: str = ""
     """Why it could not be read."""
     breaches: tuple[Breach, ...] = ()
+    positions: Array | None = field(default=None, repr=False)
+    """Of a rotary embedding, or one of positions: int64 `[B, S]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,10 @@ class Forward:
     calls: list[Seen] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     """Layers in which no known kernel ran."""
+    first_position: int = 0
+    """What the model embeds for a sequence's first token."""
+    before: Sequence[Seen] = field(default=(), repr=False)
+    """Of a layer that is computed again: the calls of this step's forwards."""
 
     def faults(self) -> dict[int, Fault]:
         """By the number of the call."""
@@ -85,7 +91,7 @@ class Forward:
         for n, seen in enumerate(self.calls):
             if why := self._why_wrong(seen):
                 found[n] = _fault(seen, *why)
-        for n, why in self._apart():
+        for n, why in () if self.again else self._apart():
             found.setdefault(n, _fault(self.calls[n], *why))
         return found
 
@@ -93,6 +99,12 @@ class Forward:
         if seen.breaches:
             first = seen.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
+        if seen.positions is not None and self.truth is not None and self.judges(seen):
+            embedded = None if seen.kind == "rotary" else self.first_position
+            why = why_counts_wrong(seen.positions.reshape(-1), self.truth, embedded)
+            return (why, _REMEDIES["positions"]) if why else None
+        if self.again:
+            return self._why_other_again(seen)
         if seen.told is None or not self.judges(seen) or self.truth is None:
             return None
         window = self._window_of(seen)
@@ -102,9 +114,21 @@ class Forward:
             why = self._why_attends_wrong(seen.told, window)
         return (why, _REMEDIES[seen.told.kind]) if why else None
 
+    def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
+        """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
+        mine = seen.told
+        told = [each.told for each in self.before if each.layer == seen.layer and each.kernel == seen.kernel and each.told]
+        if mine is None or not told or any(map(mine.same, told)):
+            return None
+        return f"computed again for the backward pass; the first pass was told {told[-1]}", _REMEDIES["again"]
+
     def judges(self, seen: Seen) -> bool:
         """Is this call judged against the batch? Not where it is of other tokens, nor where these are another model's."""
-        if self.truth is None or seen.told is None or _FOREIGN.search(seen.layer.lower()):
+        if self.truth is None or _FOREIGN.search(seen.layer.lower()):
+            return False
+        if seen.positions is not None:
+            return seen.positions.shape == self.truth.shape and self.pattern is not None
+        if seen.told is None:
             return False
         if getattr(config_of(self.root), "is_encoder_decoder", False) and "decoder" in seen.layer:
             return False
@@ -144,17 +168,13 @@ class Forward:
             return windows.get(kinds[at]) if "chunk" not in str(kinds[at]) else None
         return windows.get("")
 
-    def compared(self) -> set[int]:
-        """Numbers of the calls that are judged by something: the batch, or a call that was told more."""
-        judged = {n for n, seen in enumerate(self.calls) if self.judges(seen)}
+    def beside(self) -> set[int]:
+        """Numbers of the calls that nothing judges but the others of this forward."""
         most = self._told_most()
-        if most is None:
-            return judged
-        told = self.calls[most].told
-        assert told is not None
-        mine = {n: self.calls[n].told for n in self._left()}
-        beside = {n for n, each in mine.items() if n != most and each and begins_elsewhere(each, told) is not None}
-        return judged | beside | ({most} if beside else set())
+        told = None if most is None else self.calls[most].told
+        mine = {} if told is None else {n: self.calls[n].told for n in self._left() if n != most}
+        found = {n for n, each in mine.items() if each and told and begins_elsewhere(each, told) is not None}
+        return found | ({most} if found and most is not None else set())
 
     def _left(self) -> list[int]:
         """Calls that the batch does not judge."""
@@ -185,13 +205,15 @@ def _says(told: Told | None) -> int:
 
 
 def _fault(seen: Seen, why: str, remedy: str) -> Fault:
-    told = str(seen.told) if seen.told is not None else "what could not be read"
+    told = "positions" if seen.positions is not None else "what could not be read" if seen.told is None else str(seen.told)
     return Fault(layer=seen.layer, kernel=seen.kernel, told=told, why=why, remedy=remedy)
 
 
 _REMEDIES = {
     "attention": "Hand the model BatchAdapter(model)(batch), or the arguments of fusion_attention_kwargs(segments)",
     "rule": "Hand the rule cu_seqlens of gated_delta_kwargs(segments), or rows with attention_mask_2d",
+    "positions": "Hand the model the position_ids of BatchAdapter(model)(batch)",
+    "again": "Look at what the layer takes from outside its arguments between the passes",
     "convolution": "Hand the convolution seq_idx or cu_seqlens of gated_delta_kwargs(segments), or zeros at padding",
 }
 
@@ -202,31 +224,36 @@ def short(name: str) -> str:
 
 
 def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
-    """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`; no mark where nothing was
-    there to judge a call by."""
+    """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`. `=` is told as the other calls
+    of this forward, which is all there was to judge it by; no mark where there was nothing."""
     told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
-    compared = forward.compared()
+    beside = forward.beside()
     for n, seen in enumerate(forward.calls):
+        if seen.positions is not None:
+            continue
         kind = "attention" if seen.kind == "attention" else "recurrent"
-        said = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
-        mark = " ✘" if n in faults else " ✔" if n in compared else ""
-        told.setdefault((kind, seen.kind), {}).setdefault((said, mark), set()).add(seen.layer)
+        text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+        mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else " =" if n in beside else ""
+        told.setdefault((kind, seen.kind), {}).setdefault((text, mark), set()).add(seen.layer)
     parts = []
     for kind in ("recurrent", "attention"):
         layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
         own = {what: each for (group, what), each in told.items() if group == kind}
         if not layers:
             continue
-        said = []
+        said: list[str] = []
         for what, each in own.items():
             name = "" if what == kind else f"{what} "
             for (text, mark), names in each.items():
                 few = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
                 said.append(f"{name}{text}{few}{mark}")
         parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
+    if counted:
+        parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
     return " · ".join(parts)
 
 
 def counts(calls: list[Seen]) -> Counter[str]:
     """Calls by kernel."""
-    return Counter(seen.kernel for seen in calls)
+    return Counter(seen.kernel for seen in calls if seen.positions is None)

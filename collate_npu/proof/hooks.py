@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Hooks:
 
     def install(self) -> None:
         """Wrap what is there, and the rest when it is imported."""
-        original = nn.Module._call_impl
+        original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.on or torch.compiler.is_compiling():
@@ -88,7 +89,7 @@ class Hooks:
         self.on = False
         for holder, name, old in reversed(self._held):
             with suppress(Exception):
-                setattr(holder, name, old)
+                _set(holder, name, old)
         self._held.clear()
 
     def _wrap_all(self, module: Any) -> None:
@@ -118,24 +119,36 @@ class Hooks:
         return called
 
     def _replace_taken(self) -> None:
-        """Where other modules took a function that is wrapped now."""
+        """Where other modules took a function that is wrapped now, transformers' registry of attention among them."""
+        taken: list[tuple[Any, dict[str, Any]]] = []
         for module in list(sys.modules.values()):
             held = getattr(module, "__dict__", None)
-            for name, value in list(held.items()) if isinstance(held, dict) else ():
+            if isinstance(held, dict):
+                registries = [vars(type(value)).get("_global_mapping") for value in list(held.values())]
+                taken += [(module, held), *((each, each) for each in registries if isinstance(each, dict))]
+        for holder, held in taken:
+            for name, value in list(held.items()):
                 if id(value) in self._ours and self._ours[id(value)][0] is value:
-                    self.put(module, name, self._ours[id(value)][1])
+                    self.put(holder, name, self._ours[id(value)][1])
 
     def put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until everything is taken off."""
-        self._held.append((holder, name, vars(holder)[name]))
-        setattr(holder, name, new)
+        self._held.append((holder, name, holder[name] if isinstance(holder, dict) else vars(holder)[name]))
+        _set(holder, name, new)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
 
 
 def _is_kernel(value: Any) -> bool:
-    """A function under a name that is known, not wrapped yet."""
-    if isinstance(value, type) or not callable(value) or isinstance(value, nn.Module):
+    """A function under a name that is known, not wrapped yet; what else torch and Triton call stays what it is."""
+    if not isinstance(value, (FunctionType, BuiltinFunctionType)) or hasattr(value, "__collate_npu__"):
         return False
-    return getattr(value, "__name__", None) in KERNELS and not hasattr(value, "__collate_npu__")
+    return value.__name__ in KERNELS
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +156,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     if (names := _POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     signature = inspect.signature(function)
-    bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    bound: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
-    return bound | bound.pop(next(rest, ""), {})
+    others: dict[str, Any] = bound.pop(next(rest, ""), {})
+    return bound | others

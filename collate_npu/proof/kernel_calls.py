@@ -68,12 +68,12 @@ def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) 
         raise UnreadError("no tensor tells its tokens")
     call = Call(row, given, *sizes)
     B, T = call.B, call.T
-    first_T, by = row_starts(B, T), ""
+    first_T, by, left_T = row_starts(B, T), "", np.zeros(B * T, bool)
     if call.where and len(call.offsets) > 1:
-        first_T, by = by_offsets(call.offsets, B * T), call.where
+        (first_T, left_T), by = by_offsets(call.offsets, B * T), call.where
     elif call.numbers_BT.size:
         first_T, by = by_numbers(call.numbers_BT), row.numbers
-    neutral_T = _neutral(row, given, first_T)
+    neutral_T = _neutral(row, given, first_T) | left_T
     return Told(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
 
 
@@ -121,12 +121,11 @@ def _flat(kernel: str, offsets: tuple[int, ...], keys: tuple[int, ...], total: i
     """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
     if keys and keys != offsets:
         raise UnreadError("its queries are other tokens than its keys")
-    return Told(kernel, "attention", (1, total), by_offsets(offsets, total), np.zeros(total, bool), by, window)
+    return Told(kernel, "attention", (1, total), *by_offsets(offsets, total), by, window)
 
 
 def _triangle(T: int, causal: bool) -> Callable[[int], Tensor]:
-    whole = torch.ones(T, T, dtype=torch.bool)
-    return lambda b: whole.tril() if causal else whole
+    return lambda b: torch.ones(T, T, dtype=torch.bool).tril(0 if causal else T)
 
 
 def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
@@ -148,7 +147,7 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> 
     full = full.expand(*full.shape[:-2], T, T)
 
     def rows(b: int) -> Tensor:
-        row = full[min(b, len(full) - 1)] if full.ndim > 2 else full
+        row: Tensor = full[min(b, len(full) - 1)] if full.ndim > 2 else full
         row = row if row.ndim == 2 else row.any(dim=0)
         return row.tril() if causal else row
 
@@ -182,7 +181,7 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
 def _window(values: Mapping[str, Any]) -> int | None:
     """flash-attn's windows say how many keys stand before a query (flash_attn_interface.py, window_size)."""
     size = values.get("window_size")
-    left = size[0] if isinstance(size, (tuple, list)) and size else size
+    left: Any = size[0] if isinstance(size, (tuple, list)) and size else size
     return None if left is None or left < 0 else int(left) + 1
 
 
@@ -234,7 +233,11 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
     layout = read.get("qkv_format") or getattr(module, "qkv_format", None) or "sbhd"
     kind = values.get("attn_mask_type") or getattr(module, "attn_mask_type", None) or "causal"
     kind = getattr(kind, "name", str(kind))
-    q, k, mask = values["query"] if "query" in values else values["query_layer"], values.get("key"), values.get("attention_mask")
+    q, k, mask = (
+        values["query"] if "query" in values else values["query_layer"],
+        values.get("key"),
+        values.get("attention_mask"),
+    )
     offsets = next((name for name in ("cu_seqlens_q_padded", "cu_seqlens_q") if read.get(name) is not None), "")
     if layout == "thd" and offsets:
         return _flat(kernel, segments_told(read, offsets), (), q.shape[0], offsets, _window(read))

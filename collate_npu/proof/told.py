@@ -1,6 +1,6 @@
 """Told: what one call of a kernel was told of sequences and padding, in one form for every kernel.
 
-Kernels are told by offsets, by a number a token, by a mask, or not at all, and padding of a recurrent layer shows as zeros in
+Kernels are told by offsets, by a number a token, by a mask, or not at all; padding of a recurrent layer shows as zeros in
 what it writes. One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
 (`first_T`), and which tokens count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token
 goes on from: in `0 0 A A B` with zeros at padding and a boundary before B::
@@ -41,7 +41,7 @@ class Told:
     first_T: Array
     """int64: where the tokens begin that this one's kernel reads, itself if none stand before it."""
     neutral_T: Array
-    """bool: tokens that add nothing: zeros, or keys that a mask blocks for everybody."""
+    """bool: tokens that add nothing: zeros, keys that a mask blocks for everybody, what offsets do not cover."""
     by: str = ""
     """The argument that told it; "" where nothing did."""
     window: int | None = None
@@ -53,12 +53,19 @@ class Told:
     def rank_T(self) -> Array:
         """int64: how many tokens each goes on from."""
         before_T = np.concatenate([[0], np.cumsum(~self.neutral_T)])
-        return before_T[:-1] - before_T[self.first_T]
+        rank_T: Array = before_T[:-1] - before_T[self.first_T]
+        return rank_T
 
     @once
     def begins_T(self) -> Array:
         """bool: tokens that go on from none."""
-        return (self.rank_T == 0) & ~self.neutral_T
+        begins_T: Array = (self.rank_T == 0) & ~self.neutral_T
+        return begins_T
+
+    def same(self, other: Told) -> bool:
+        """Was another call told the same?"""
+        mine, theirs = (self.first_T, self.neutral_T), (other.first_T, other.neutral_T)
+        return self.kernel == other.kernel and all(map(np.array_equal, mine, theirs))
 
     def __str__(self) -> str:
         if not self.by:
@@ -83,11 +90,11 @@ def row_starts(B: int, T: int) -> Array:
     return np.repeat(np.arange(B) * T, T)
 
 
-def by_offsets(offsets: Sequence[int], total: int) -> Array:
-    """`first_T` by offsets over the whole call; what they do not cover begins where they end."""
+def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
+    """`first_T` and `neutral_T` by offsets over the whole call; what they do not cover is nobody's."""
     inner = np.array([n for n in offsets if 0 <= n < total] or [0])
-    starts = np.unique(np.append(inner, 0))
-    return starts[np.searchsorted(starts, np.arange(total), side="right") - 1]
+    starts, places_T = np.unique(np.append(inner, 0)), np.arange(total)
+    return starts[np.searchsorted(starts, places_T, side="right") - 1], places_T >= max(offsets, default=0)
 
 
 def by_numbers(numbers_BT: Array) -> Array:
@@ -158,16 +165,32 @@ def why_differs(told: Told, segments: Segments) -> str:
         return f"{at} is real, and counts for nothing"
     if told.rank_T[t] < own_T[t]:
         return f"{at} does not read the {own_T[t] - told.rank_T[t]} first of its sequence"
-    before_T = np.arange(told.first_T[t], t)
-    others = before_T[~told.neutral_T[before_T] & (ids_T[before_T] != ids_T[t])]
+    read = np.arange(told.first_T[t], t)
+    others = read[~told.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
     return f"{at} goes on from {whose}"
+
+
+def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) -> str:
+    """Which real token has a position that does not follow from its sequence: one more than the token before it has, and
+    for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
+    ids_T = segments.array.reshape(-1)
+    rows_T = np.repeat(np.arange(segments.shape[0]), segments.shape[1])
+    own_T, at = _own_ranks(ids_T, rows_T), np.flatnonzero(ids_T)
+    off = positions_T[at] - own_T[at]
+    starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0)) if len(at) else at
+    wrong = off != (off[starts] if first is None else first)
+    if not wrong.any():
+        return ""
+    t = int(at[np.argmax(wrong)])
+    place = f"({t // segments.shape[1]}, {t % segments.shape[1]})"
+    return f"the token at (row, column) {place} has position {positions_T[t]}, as token {own_T[t]} of its sequence"
 
 
 def _own_ranks(ids_T: Array, rows_T: Array) -> Array:
     """How many real tokens of its own sequence stand before each."""
     real_T = ids_T > 0
-    before_T = np.cumsum(real_T) - real_T
+    before_T: Array = np.cumsum(real_T) - real_T
     at = np.flatnonzero(real_T)
     new = np.ones(len(at), bool)
     new[1:] = (ids_T[at][1:] != ids_T[at][:-1]) | (rows_T[at][1:] != rows_T[at][:-1])

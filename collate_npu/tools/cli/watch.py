@@ -21,7 +21,7 @@ from collate_npu.tools.cli.console import needs, stop as end_with
 EXAMPLES = (
     "Examples:\n\n`collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`\n\n"
     "`collate-npu watch --stop -- python train.py` — ends the run at the first fault, with exit code 1\n\n"
-    "`collate-npu watch --steps 5 --out seen.jsonl -- swift sft --model ...`"
+    "`collate-npu watch --steps 5 --out seen.jsonl -- accelerate launch train.py`"
 )
 _INHERITED = Path(__file__).resolve().parent.parent / "inherited"
 """What every Python of the run starts with."""
@@ -39,12 +39,14 @@ def watch_command(
 ) -> None:
     """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
 
-    Layers of any stack are seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu,
-    torch's own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
+    Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
+    own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
     The exit code is the command's own.
     """
     if which(command[0]) is None:
-        end_with(f"{command[0]}: no such command. Write what you would type, behind --: collate-npu watch -- python train.py")
+        end_with(
+            f"{command[0]}: no such command. Write what you would type, behind --: collate-npu watch -- python train.py"
+        )
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "seen.jsonl"
         settings = {"steps": steps, "seen": str(seen), "out": None if out is None else str(out.resolve())}

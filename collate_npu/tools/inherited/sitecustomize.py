@@ -9,7 +9,7 @@ import sys
 from importlib.machinery import PathFinder
 
 
-def _run_the_next():
+def _run_the_next() -> None:
     """The `sitecustomize` that would have run without ours."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
@@ -22,5 +22,5 @@ if "COLLATE_NPU_WATCH" in os.environ:
     with contextlib.suppress(ImportError):  # another Python of this run, in which nothing of ours is installed
         import wrapt
 
-        wrapt.register_post_import_hook("collate_npu.proof.watch:arm", "torch")
+        wrapt.register_post_import_hook("collate_npu.proof.watching:arm", "torch")
 _run_the_next()

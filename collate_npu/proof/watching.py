@@ -11,9 +11,9 @@ with a forward without gradients. Costs one copy of boundaries to the host a cal
 from __future__ import annotations
 
 import atexit
-import inspect
 import json
 import os
+import re
 import sys
 import threading
 import weakref
@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -43,6 +44,8 @@ from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.segments import Segments
 
 STEPS = 2
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
+"""Names of embeddings of positions."""
 _REMEMBERED = 8
 """Batches of our adapter that are still known."""
 
@@ -108,6 +111,8 @@ class Watch:
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
         forward = None if stack else self._begun(module, args, kwargs)
+        if self._local.forward is not None and stack and (kind := self._counts(module)):
+            self._note_positions(kind, module, args, kwargs)
         stack.append(module)
         try:
             return original(module, *args, **kwargs)
@@ -120,7 +125,7 @@ class Watch:
     @property
     def _stack(self) -> list[nn.Module]:
         if not hasattr(self._local, "stack"):
-            self._local.stack, self._local.forward, self._local.inner = [], None, 0
+            self._local.stack, self._local.forward = [], None
         stack: list[nn.Module] = self._local.stack
         return stack
 
@@ -129,6 +134,28 @@ class Watch:
         if not isinstance(module, nn.Conv1d):
             return True
         return module.groups == module.in_channels > 1 and bool(LAYER.search(type(self._stack[-1]).__name__.lower()))
+
+    def _counts(self, module: nn.Module) -> str:
+        """Is it given positions: rotary ones, or those that are embedded?"""
+        if "rotary" in type(module).__name__.lower():
+            return "rotary"
+        known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
+        return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
+
+    def _note_positions(self, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        forward: Forward = self._local.forward
+        given = [value for value in (kwargs.get("position_ids"), *args) if isinstance(value, Tensor)]
+        whole = [value for value in given if not value.is_floating_point() and value.ndim in (1, 2)]
+        if whole and forward.truth is not None:
+            found = whole[0].detach().cpu().numpy()
+            S = forward.truth.shape[1]
+            if found.shape[-1] == S and found.size in (S, forward.truth.array.size):
+                found = np.broadcast_to(found, forward.truth.shape)
+            known = self._names.get(id(module))
+            name = known[1] if known else type(module).__name__
+            forward.calls.append(
+                Seen(layer=name, module=module, kernel=type(module).__name__, kind=kind, told=None, positions=found)
+            )
 
     def _begun(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
@@ -146,6 +173,9 @@ class Watch:
         if not training and self._passes[id(root), False] > self._most:
             return None
         forward = Forward(root=root, number=self._number, step=self.steps, training=training, again=again)
+        if again:
+            same = [each for each in self.forwards if each.root is root and each.step == self.steps and not each.again]
+            forward.before = [seen for each in same for seen in each.calls]
         self._number += 1
         if not again:
             self._told_by_batch(forward, root, args, kwargs)
@@ -173,12 +203,15 @@ class Watch:
             given = _bound(inner.forward, args, kwargs)
             model = Model.of(inner) if is_transformers(inner) else Model()
             declared = "bidirectional" if model.pattern == "bidirectional" else None
+            forward.first_position = model.first_position
             forward.compiled = any(getattr(each, "_compiled_call_impl", None) is not None for each in root.modules())
             forward.compiled |= hasattr(root, "_orig_mod")
             forward.pattern = None if of_kind(given, "vision") else Pattern.of(declared or "causal")
             ids = given.get("input_ids", given.get("tokens"))
             if isinstance(ids, Tensor):
-                same = (segments for made, segments in self._made if made.shape == ids.shape and bool((made == ids.cpu()).all()))
+                same = (
+                    segments for made, segments in self._made if made.shape == ids.shape and bool((made == ids.cpu()).all())
+                )
                 forward.truth = next(same, None)
             if forward.truth is None:
                 sources = Sources.of({("input_ids" if key == "tokens" else key): value for key, value in given.items()})
@@ -202,25 +235,24 @@ class Watch:
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: function(*args, **kwargs))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
-        """Call it; the innermost kernel that is known is the one that counts."""
+        """Call it; of kernels that call one another for the same tokens the innermost counts."""
         forward: Forward | None = self._local.forward
         if forward is None:
             return call()
-        seen, before = self._seen(name, row, values), self._local.inner
-        result = call()
-        if self._local.inner == before:
-            forward.calls.append(seen)
-        self._local.inner += 1
-        return result
+        seen, first = self._seen(name, row, values), len(forward.calls)
+        try:
+            return call()
+        finally:
+            inner = [each.told for each in forward.calls[first:] if each.told is not None]
+            if not any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner):
+                forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
         layers = [module for module in self._stack if LAYER.search(type(module).__name__.lower())]
         layer = layers[-1] if layers else self._stack[-1]
         known = self._names.get(id(layer))
-        seen = Seen(
-            layer=known[1] if known else type(layer).__name__, module=layer, kernel=name, kind=kind, told=None
-        )
+        seen = Seen(layer=known[1] if known else type(layer).__name__, module=layer, kernel=name, kind=kind, told=None)
         try:
             if isinstance(values, str):
                 raise UnreadError(values)
@@ -241,14 +273,19 @@ class Watch:
         ran = {id(seen.module) for seen in forward.calls}
         if not forward.again:
             names = {id(module): short(name) for name, module in forward.root.named_modules()}
-            layers = [m for m in forward.root.modules() if LAYER.search(type(m).__name__.lower()) and type(m).__name__ not in MODULES]
+            layers = [
+                m
+                for m in forward.root.modules()
+                if LAYER.search(type(m).__name__.lower()) and type(m).__name__ not in MODULES
+            ]
             inner = [m for m in layers if not any(each is not m and each in layers for each in m.modules())]
             forward.silent = [names[id(m)] for m in inner if id(m) not in ran]
         self.kernels.update(counts(forward.calls))
         found = forward.faults()
         self.faults += found.values()
         self.forwards.append(forward)
-        self._say(forward, found)
+        if found or not forward.again:
+            self._say(forward, found)
         if found and self._stop:
             self.end()
             raise CollateError("\n".join(dict.fromkeys(map(str, found.values()))))
@@ -264,7 +301,7 @@ class Watch:
     def _say(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
         where = f"step {forward.step} rank {_rank()}"
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
-        told = "" if forward.truth is not None or forward.again else f" · the batch itself does not say: {forward.unsaid}"
+        told = "" if forward.truth is not None or forward.again else f" · its batch does not tell ({forward.unsaid[:100]})"
         lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}{told}"]
         for text in dict.fromkeys(map(str, faults.values())):
             lines.append(f"  ✘ {text}")
@@ -273,7 +310,8 @@ class Watch:
         record = {
             "rank": _rank(), "pid": os.getpid(), "step": forward.step, "forward": forward.number, "again": forward.again,
             "training": forward.training, "model": type(forward.root).__name__, "said": lines[0],
-            "kernels": dict(counts(forward.calls)), "silent": forward.silent, "faults": [asdict(each) for each in faults.values()],
+            "kernels": dict(counts(forward.calls)), "silent": forward.silent,
+            "faults": [asdict(each) for each in faults.values()],
         }  # fmt: skip
         self._write("\n".join(lines), record)
 
@@ -286,7 +324,9 @@ class Watch:
         calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
         silent = sorted({name for forward in self.forwards for name in forward.silent})
         judged = sum(forward.truth is not None for forward in self.forwards)
-        lines = [f"{self.steps} steps, {len(self.forwards)} forwards ({judged} beside what their batch says), calls: {calls}"]
+        lines = [
+            f"{self.steps} steps, {len(self.forwards)} forwards ({judged} beside what their batch says), calls: {calls}"
+        ]
         if silent:
             lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
         if self._hooks.unwrapped:
@@ -330,8 +370,8 @@ def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = No
     >>> model, ids = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[256, 256, 7], [4, 5, 6]])
     >>> with watch(say=False) as seen:
     ...     out = model(input_ids=ids, attention_mask=torch.tensor([[0, 0, 1], [1, 1, 1]]))
-    >>> seen.faults, sorted(seen.kernels)
-    ([], ['torch.scaled_dot_product_attention', 'transformers.causal_conv1d_fn', 'transformers.torch_chunk_gated_delta_rule'])
+    >>> seen.faults, seen.kernels["transformers.torch_chunk_gated_delta_rule"]
+    ([], 2)
     """
     seen = Watch(steps=steps, stop=stop, out=[Path(out)] if out else [], screen=sys.stderr if say else None)
     seen.start()
@@ -355,10 +395,7 @@ def arm(_torch: Any) -> None:
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by their names, those of `**kwargs` among them; what the function itself would refuse, it refuses."""
     with suppress(TypeError, ValueError):
-        signature = inspect.signature(function)
-        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
-        rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
-        return bound | bound.pop(next(rest, ""), {})
+        return arguments_of(function, args, kwargs)
     return dict(kwargs)
 
 

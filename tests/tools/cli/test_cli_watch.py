@@ -1,0 +1,91 @@
+"""`collate-npu watch`: any command, unchanged, in all its processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("wrapt")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+TRAIN = """
+import os, sys, torch
+from collate_npu.testing import tiny_model
+model = tiny_model("qwen3_next", vocab_size=64).train()
+if "fault" in sys.argv:
+    lost = lambda module, args, kwargs: (args, kwargs | {"attention_mask": None})
+    model.model.layers[0].linear_attn.register_forward_pre_hook(lost, with_kwargs=True)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+ids = torch.tensor([[9, 9, 9, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7]])
+keep = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+for step in range(4):
+    model(input_ids=ids, attention_mask=keep, labels=ids).loss.backward()
+    optimizer.step()
+print("trained", os.environ.get("RANK"), torch.nn.functional.scaled_dot_product_attention.__name__)
+sys.exit(3 if "three" in sys.argv else 0)
+"""
+
+
+def watched(*command, options=(), **env):
+    return subprocess.run(
+        [sys.executable, "-m", "collate_npu", "watch", *options, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    return str(tmp_path / "train.py")
+
+
+def test_both_processes_of_a_torchrun(train, tmp_path):
+    out = tmp_path / "seen.jsonl"
+    run = watched(
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", train, "fault"),
+        options=["--out", str(out)],
+    )
+    assert run.returncode == 0, run.stderr
+    for rank in (0, 1):
+        assert f"step 1 rank {rank} · 2 recurrent: convolution nothing in 1 of 2 ✘" in run.stderr
+        assert f"step 2 rank {rank}" not in run.stderr
+        assert f"trained {rank} scaled_dot_product_attention" in run.stdout
+    assert "2 processes, 4 of 4 forwards with a fault" in run.stderr.splitlines()[-1]
+    faults = [fault["layer"] for line in out.read_text().splitlines() for fault in json.loads(line)["faults"]]
+    assert set(faults) == {"model.layers.0.linear_attn"}
+
+
+def test_a_right_run_ends_as_it_would(train):
+    run = watched(sys.executable, train, "three")
+    assert run.returncode == 3, run.stderr
+    assert "✘" not in run.stderr
+    assert "1 processes, no fault in 2 forwards" in run.stderr
+
+
+def test_stop_ends_the_run(train):
+    run = watched(sys.executable, train, "fault", options=["--stop"])
+    assert run.returncode == 1
+    assert "✘" in run.stderr
+
+
+def test_nothing_seen_and_commands_that_are_not_there():
+    run = watched(sys.executable, "-c", "print('hello')")
+    assert (run.returncode, run.stdout) == (0, "hello\n")
+    assert "NOTHING WAS SEEN" in run.stderr
+    run = watched("no-such-command")
+    assert run.returncode == 2
+    assert "no-such-command: no such command" in run.stderr
+
+
+def test_another_sitecustomize_runs_too(tmp_path, train):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = watched(sys.executable, "-c", "print('hello')", PYTHONPATH=path)
+    assert "mine\nhello" in run.stdout
