@@ -24,7 +24,7 @@ from collate_npu.proof.reading import why_row_wrong
 from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
 from collate_npu.segments import Segments
 
-LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning")
+LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
 _FOREIGN = re.compile(r"vision|visual|audio|image|cross")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
