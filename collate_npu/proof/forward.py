@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -94,6 +94,11 @@ class Forward:
         for n, why in () if self.again else self._apart():
             found.setdefault(n, _fault(self.calls[n], *why))
         return found
+
+    def let_go(self) -> None:
+        """Of what a call was given, tensors and modules, nothing is held any longer."""
+        told = [each.told and replace(each.told, allowed=None) for each in self.calls]
+        self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
 
     def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
         if seen.breaches:

@@ -61,7 +61,7 @@ class Hooks:
         original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.on or torch.compiler.is_compiling():
+            if not self.on or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return original(module, *args, **kwargs)
             return self._around(original, module, args, kwargs)
 

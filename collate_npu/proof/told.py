@@ -47,7 +47,7 @@ class Told:
     window: int | None = None
     """Tokens that a query attends at most, itself among them; None where all."""
     allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
-    """bool `[Q, K]` of one row, where attention was given a mask, or is causal without one."""
+    """bool `[Q, K]` of one row, where attention was given a mask, or is causal without one; let go once it is judged."""
 
     @once
     def rank_T(self) -> Array:
@@ -70,7 +70,7 @@ class Told:
     def __str__(self) -> str:
         if not self.by:
             return "nothing"
-        if self.by == "zeros" or self.allowed is not None:
+        if self.by in ("zeros", "mask", "atten_mask", "block_mask"):
             return f"{self.by} {self._lengths()}"
         places = [*np.flatnonzero(self.begins_T).tolist(), len(self.first_T)]
         return _listed(places)

@@ -46,6 +46,8 @@ from collate_npu.segments import Segments
 STEPS = 2
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 """Names of embeddings of positions."""
+_MOST_PASSES = 64
+"""Forwards a step, and those behind the watched ones until all is taken off where no optimizer tells its steps."""
 _REMEMBERED = 8
 """Batches of our adapter that are still known."""
 
@@ -54,7 +56,13 @@ class Watch:
     """What was seen in this process. Made by `watch`."""
 
     def __init__(
-        self, *, steps: int = STEPS, stop: bool = False, out: Sequence[Path] = (), screen: TextIO | None = None
+        self,
+        *,
+        steps: int = STEPS,
+        stop: bool = False,
+        out: Sequence[Path] = (),
+        screen: TextIO | None = None,
+        keeps: bool = True,
     ) -> None:
         self.forwards: list[Forward] = []
         self.faults: list[Fault] = []
@@ -62,16 +70,19 @@ class Watch:
         """Steps that have ended."""
         self.kernels: Counter[str] = Counter()
         """Calls, by kernel."""
-        self.notes: dict[str, str] = {}
-        """What could not be looked at, and why."""
-        self._most, self._stop, self._out, self._screen = steps, stop, [*out], screen
-        self._pid, self._number = os.getpid(), 0
+        self.silent: set[str] = set()
+        """Layers in which no known kernel ran."""
+        self.failed: set[str] = set()
+        """What went wrong in watching itself; the run goes on."""
+        self._most, self._stop, self._out, self._screen, self._keeps = steps, stop, [*out], screen, keeps
+        self._number = self._judged = self._idle = 0
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
         self._made: deque[tuple[Tensor, Segments]] = deque(maxlen=_REMEMBERED)
+        self._models: set[str] = set()
         self._hooks = Hooks(self._heard, self._around)
 
     # --- on and off
@@ -110,17 +121,39 @@ class Watch:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
-        forward = None if stack else self._begun(module, args, kwargs)
-        if self._local.forward is not None and stack and (kind := self._counts(module)):
-            self._note_positions(kind, module, args, kwargs)
+        forward = None
+        with self._unharmed():
+            if not stack:
+                forward = self._begun(module, args, kwargs)
+            elif self._local.forward is not None and (kind := self._counts(module)):
+                self._note_positions(kind, module, args, kwargs)
         stack.append(module)
         try:
-            return original(module, *args, **kwargs)
-        finally:
+            result = original(module, *args, **kwargs)
+        except BaseException:
             stack.pop()
-            if forward is not None:
-                self._local.forward = None
-                self._ended(forward)
+            self._left(forward)
+            raise
+        stack.pop()
+        if (found := self._left(forward)) and self._stop:
+            self.end()
+            raise CollateError("\n".join(dict.fromkeys(map(str, found))))
+        return result
+
+    def _left(self, forward: Forward | None) -> list[Fault]:
+        if forward is not None:
+            self._local.forward = None
+            with self._unharmed():
+                return self._ended(forward)
+        return []
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """What is ours never ends the run."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.add(f"{type(error).__name__}: {str(error)[:120]}")
 
     @property
     def _stack(self) -> list[nn.Module]:
@@ -170,7 +203,11 @@ class Watch:
         assert root is not None
         training = torch.is_grad_enabled() or again
         self._passes[id(root), training] += not again
-        if not training and self._passes[id(root), False] > self._most:
+        if self._passes[id(root), training] > (_MOST_PASSES if training else 1) * self._most:
+            if training or not self._passes.keys() & {(key, True) for key in self._roots}:
+                self._idle += 1  # nobody steps: it is not trained, or by an optimizer that tells nobody
+            if self._idle > _MOST_PASSES:
+                self.end()
             return None
         forward = Forward(root=root, number=self._number, step=self.steps, training=training, again=again)
         if again:
@@ -193,6 +230,7 @@ class Watch:
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self._names[id(module)][0]() is None:
                 self._names[id(module)] = held, short(name)
+        self._models.add(type(root).__name__)
         self._hooks.look_at(root)
         return True
 
@@ -269,32 +307,25 @@ class Watch:
 
     # --- forwards and steps
 
-    def _ended(self, forward: Forward) -> None:
-        ran = {id(seen.module) for seen in forward.calls}
+    def _ended(self, forward: Forward) -> list[Fault]:
         if not forward.again:
-            names = {id(module): short(name) for name, module in forward.root.named_modules()}
-            layers = [
-                m
-                for m in forward.root.modules()
-                if LAYER.search(type(m).__name__.lower()) and type(m).__name__ not in MODULES
-            ]
-            inner = [m for m in layers if not any(each is not m and each in layers for each in m.modules())]
-            forward.silent = [names[id(m)] for m in inner if id(m) not in ran]
+            forward.silent = _silent(forward)
+            self.silent.update(forward.silent)
         self.kernels.update(counts(forward.calls))
+        self._judged += forward.truth is not None
         found = forward.faults()
         self.faults += found.values()
         self.forwards.append(forward)
         if found or not forward.again:
             self._say(forward, found)
-        if found and self._stop:
-            self.end()
-            raise CollateError("\n".join(dict.fromkeys(map(str, found.values()))))
-        if not forward.training:
-            self._step_ends()
+        forward.let_go()
+        return list(found.values())
 
     def _step_ends(self) -> None:
-        if self._number and self.forwards and self.forwards[-1].step == self.steps:
+        if self.forwards and any(each.step == self.steps and each.training for each in self.forwards):
             self.steps += 1
+            if not self._keeps:
+                self.forwards = []
         if self.steps >= self._most:
             self.end()
 
@@ -318,17 +349,18 @@ class Watch:
     def summary(self) -> str:
         """Steps, calls, kernels seen, and what was not looked at. Nothing seen is no pass."""
         if not self.kernels:
-            models = ", ".join(sorted({type(forward.root).__name__ for forward in self.forwards}))
+            models = ", ".join(sorted(self._models))
             seen = f"no known kernel ran in {models}" if models else "no model with attention or recurrent layers ran"
             return f"NOTHING WAS SEEN: {seen}. This is not a pass."
         calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
-        silent = sorted({name for forward in self.forwards for name in forward.silent})
-        judged = sum(forward.truth is not None for forward in self.forwards)
+        silent = sorted(self.silent)
         lines = [
-            f"{self.steps} steps, {len(self.forwards)} forwards ({judged} beside what their batch says), calls: {calls}"
+            f"{self.steps} steps, {self._number} forwards ({self._judged} beside what their batch says), calls: {calls}"
         ]
         if silent:
             lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
+        if self.failed:
+            lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
         if self._hooks.unwrapped:
             lines.append(f"could not be wrapped: {'; '.join(self._hooks.unwrapped[:4])}")
         lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
@@ -337,12 +369,13 @@ class Watch:
     def summed_up(self) -> None:
         """Say it at the end of a process in which a model ran."""
         self.end()
-        if self.forwards:
+        if self._number or self.failed:
             self._write(f"rank {_rank()}: {self.summary()}", {})
 
     def forget(self) -> None:
         """A forked process begins anew."""
-        self.forwards, self.faults, self.kernels, self.steps = [], [], Counter(), 0
+        self.forwards, self.faults, self.kernels = [], [], Counter()
+        self.steps = self._number = self._judged = self._idle = 0
         self._local = threading.local()
 
     def _write(self, text: str, record: Mapping[str, Any]) -> None:
@@ -386,10 +419,26 @@ def arm(_torch: Any) -> None:
     """Watch this process to its end, as `collate-npu watch` says in the environment; torch was just imported."""
     told = json.loads(os.environ["COLLATE_NPU_WATCH"])
     out = [Path(path) for path in (told["seen"], told["out"]) if path]
-    seen = Watch(steps=told["steps"], out=out, screen=sys.stderr)
+    seen = Watch(steps=told["steps"], out=out, screen=sys.stderr, keeps=False)
     seen.start()
     os.register_at_fork(after_in_child=seen.forget)
     atexit.register(seen.summed_up)
+
+
+def _silent(forward: Forward) -> list[str]:
+    """The innermost layers in which no kernel ran."""
+    ran = {id(seen.module) for seen in forward.calls}
+    layers = {
+        id(module): (name, module)
+        for name, module in forward.root.named_modules()
+        if LAYER.search(type(module).__name__.lower()) and type(module).__name__ not in MODULES
+    }
+    inner = [
+        (name, module)
+        for name, module in layers.values()
+        if not any(id(each) in layers and each is not module for each in module.modules())
+    ]
+    return [short(name) for name, module in inner if id(module) not in ran]
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
