@@ -110,9 +110,16 @@ class Forward:
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
             return self._why_other_again(seen)
-        if seen.told is None or not self.judges(seen) or self.truth is None:
+        if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
-        window = self._window_of(seen)
+        window = self._window_of(seen) if seen.told.kind == "attention" else None
+        if not self.judges(seen) or self.truth is None:
+            far = window is not None and seen.told.reach > window
+            return (
+                (f"it reaches over {seen.told.reach} tokens, and the config says {window}", _REMEDIES["attention"])
+                if far
+                else None
+            )
         if seen.told.allowed is None:
             why = why_differs(seen.told, self.truth) or self._why_window_wrong(seen.told, window)
         else:

@@ -62,6 +62,12 @@ class Told:
         begins_T: Array = (self.rank_T == 0) & ~self.neutral_T
         return begins_T
 
+    @property
+    def reach(self) -> int:
+        """The most tokens that one goes on from, itself among them."""
+        far = int((np.arange(len(self.first_T)) - self.first_T).max(initial=0)) + 1
+        return far if self.window is None else min(far, self.window)
+
     def same(self, other: Told) -> bool:
         """Was another call told the same?"""
         mine, theirs = (self.first_T, self.neutral_T), (other.first_T, other.neutral_T)

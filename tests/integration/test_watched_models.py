@@ -81,7 +81,7 @@ def test_layers_of_transformers_that_lose_a_fact(fault):
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_a_window_that_a_dense_mask_loses(family, attention):
     model = tiny_model(family, vocab_size=64, attn_implementation=attention)
-    ids, full = torch.randint(1, 64, (1, 12)), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    ids, full = torch.arange(1, 13)[None], torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
     bias = torch.where(full, 0.0, torch.finfo(torch.float32).min)
     with watch(say=False, steps=3) as seen:
         model(input_ids=ids, attention_mask=torch.ones(1, 12).long())
@@ -89,6 +89,10 @@ def test_a_window_that_a_dense_mask_loses(family, attention):
         model(input_ids=ids, attention_mask=bias)
     windowed = 2 if family == "gemma3_text" else 3
     assert [each.why for each in seen.faults] == ["row 0 attends more than sliding(8) attention does"] * windowed
+    with watch(say=False) as seen:  # a batch that does not tell: rows that look padded
+        model(input_ids=torch.ones(1, 12).long(), attention_mask=bias)
+        model(input_ids=torch.tensor([[1, 1, *range(10)]]), attention_mask=bias)
+    assert "it reaches over 12 tokens, and the config says 8" in {each.why for each in seen.faults}
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])  # it compiles
