@@ -60,7 +60,12 @@ class VarlenAttention(nn.Module):
         offsets = self.faults.get("attention", lambda x: x)(cu_seqlens)
         q, k, v = (part[0, :, None] for part in self.inner(hidden).chunk(3, dim=-1))
         size, window = int(offsets.diff().max()), self.faults.get("window", (-1, -1))
-        return hidden + flash_attn_varlen_func(q, k, v, offsets, offsets, size, size, True, window)[None, :, 0]
+        return (
+            hidden
+            + flash_attn_varlen_func(q, k, v, offsets, offsets, size, size, self.faults.get("causal", True), window)[
+                None, :, 0
+            ]
+        )
 
 
 class Model(nn.Module):

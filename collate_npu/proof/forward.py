@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.models import attention_windows, config_of, text_config
@@ -26,8 +26,15 @@ from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
-_FOREIGN = re.compile(r"vision|visual|audio|image|cross")
+_NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|output$")
+_FOREIGN = re.compile(r"vision|visual|audio|image|cross|encdec|encoder_attn")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Does a module of this class look at other tokens than its own?"""
+    name = type(module).__name__.lower()
+    return bool(LAYER.search(name)) and not _NO_LAYER.search(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class Fault:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.layer}, {self.kernel}: told {self.told}: {self.why}. {self.remedy}"
+        return f"{self.layer}, {self.kernel}: told {self.told}: {self.why.rstrip('.')}. {self.remedy}"
 
 
 @dataclass
@@ -69,6 +76,7 @@ class Forward:
     number: int
     step: int
     training: bool
+    ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
     """What the batch says, where it says it."""
     unsaid: str = ""
@@ -77,6 +85,8 @@ class Forward:
     again: bool = False
     """Computed again: by activation checkpointing."""
     compiled: bool = False
+    raised: str = ""
+    """The error that ended it."""
     calls: list[Seen] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     """Layers in which no known kernel ran."""
@@ -99,6 +109,7 @@ class Forward:
         """Of what a call was given, tensors and modules, nothing is held any longer."""
         told = [each.told and replace(each.told, allowed=None) for each in self.calls]
         self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
+        self.ids = None
 
     def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
         if seen.breaches:
@@ -112,18 +123,16 @@ class Forward:
             return self._why_other_again(seen)
         if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
-        window = self._window_of(seen) if seen.told.kind == "attention" else None
+        window, plain = self._window_of(seen) if seen.told.kind == "attention" else (None, True)
         if not self.judges(seen) or self.truth is None:
-            far = window is not None and seen.told.reach > window
-            return (
-                (f"it reaches over {seen.told.reach} tokens, and the config says {window}", _REMEDIES["attention"])
-                if far
-                else None
-            )
+            if window is None or seen.told.reach <= window:
+                return None
+            return f"it reaches over {seen.told.reach} tokens, and the config says {window}", _REMEDIES["attention"]
+        pattern = self.pattern if plain else None
         if seen.told.allowed is None:
-            why = why_differs(seen.told, self.truth) or self._why_window_wrong(seen.told, window)
+            why = why_differs(seen.told, self.truth) or self._why_width_wrong(seen.told, pattern, window)
         else:
-            why = self._why_attends_wrong(seen.told, window)
+            why = self._why_attends_wrong(seen.told, pattern, window)
         return (why, _REMEDIES[seen.told.kind]) if why else None
 
     def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
@@ -142,43 +151,47 @@ class Forward:
             return seen.positions.shape == self.truth.shape and self.pattern is not None
         if seen.told is None:
             return False
-        if getattr(config_of(self.root), "is_encoder_decoder", False) and "decoder" in seen.layer:
+        if self._two_rows and "decoder" in seen.layer:
             return False
         return places_in(seen.told, self.truth) is not None
 
-    def _why_attends_wrong(self, told: Told, window: int | None) -> str:
+    def _why_attends_wrong(self, told: Told, pattern: Pattern | None, window: int | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape:
             return why_differs(told, self.truth)
-        pattern = self.pattern
-        if window is not None and pattern is not None and pattern.causal:
-            pattern = Pattern.sliding(window)
+        pattern = Pattern.sliding(window) if window is not None and pattern is not None else pattern
         for b in range(told.shape[0]):
             if why := why_row_wrong(self.truth, pattern, b, torch.arange(told.shape[1]), told.allowed(b)):
                 return why
         return ""
 
-    def _why_window_wrong(self, told: Told, window: int | None) -> str:
+    def _why_width_wrong(self, told: Told, pattern: Pattern | None, window: int | None) -> str:
         assert self.truth is not None
-        if told.kind != "attention" or self.pattern is None or not self.pattern.causal:
+        if told.kind != "attention" or pattern is None or not pattern.causal:
             return ""
+        if told.causal is False and self.truth.max_length > 1:
+            return "it looks ahead, and the model is causal"
         if window == told.window or self.truth.longest_span <= min(window or 1 << 60, told.window or 1 << 60):
             return ""
         return f"its window is {told.window or 'the whole past'}, and the config says {window or 'the whole past'}"
 
-    def _window_of(self, seen: Seen) -> int | None:
-        """Of this layer by the model's config: by its kind, or by what the layer itself says it has."""
-        at = getattr(seen.module, "layer_idx", None)
-        config = text_config(config_of(self.root))
-        kinds = getattr(config, "layer_types", None)
+    def _window_of(self, seen: Seen) -> tuple[int | None, bool]:
+        """The window of this layer by the model's config, and whether its pattern is known: not of chunks, nor of windows
+        to both sides, nor where layers differ and nothing says how."""
+        config, at = text_config(config_of(self.root)), getattr(seen.module, "layer_idx", None)
         try:
-            windows: Mapping[str, int | None] = attention_windows(config)
-        except (CollateError, AttributeError):
-            return None
-        if isinstance(kinds, (list, tuple)) and isinstance(at, int) and at < len(kinds):
-            return windows.get(kinds[at]) if "chunk" not in str(kinds[at]) else None
-        return windows.get("")
+            known: Mapping[str, int | None] = attention_windows(config)
+        except (CollateError, AttributeError, TypeError):
+            return None, True
+        kinds = getattr(config, "layer_types", None)
+        listed = isinstance(kinds, (list, tuple)) and isinstance(at, int) and at < len(kinds)
+        kind = str(kinds[at]) if listed and kinds is not None and at is not None else ""
+        if "chunk" in kind or (not listed and len(known) > 1) or "local" in str(getattr(config, "attention_layers", "")):
+            return None, False
+        window = known.get(kind)
+        both = self.pattern is not None and not self.pattern.causal
+        return (None, False) if window is not None and both else (window, True)
 
     def beside(self) -> set[int]:
         """Numbers of the calls that nothing judges but the others of this forward."""
@@ -188,9 +201,17 @@ class Forward:
         found = {n for n, each in mine.items() if each and told and begins_elsewhere(each, told) is not None}
         return found | ({most} if found and most is not None else set())
 
+    @property
+    def _two_rows(self) -> bool:
+        """An encoder's tokens beside a decoder's."""
+        return bool(getattr(config_of(self.root), "is_encoder_decoder", False))
+
     def _left(self) -> list[int]:
         """Calls that the batch does not judge."""
+        if self._two_rows:
+            return []
         left = [n for n, seen in enumerate(self.calls) if seen.told is not None and not self.judges(seen)]
+        left = [n for n in left if self.calls[n].kind != "attention" or self._window_of(self.calls[n])[1]]
         return [n for n in left if not _FOREIGN.search(self.calls[n].layer.lower())]
 
     def _told_most(self) -> int | None:

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ _FUSION = (
     *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
 )
 _POSITIONAL: dict[str, tuple[str, ...]] = {
-    "scaled_dot_product_attention": _SDPA, "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
+    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
 }  # fmt: skip
 """Parameters of functions of C++, which have no signature."""
 
@@ -51,9 +52,10 @@ class Hooks:
         self.unwrapped: list[str] = []
         """Functions that could not be wrapped, and why."""
         self._hear, self._around = hear, around
-        self._held: list[tuple[Any, str, Any]] = []
+        self._held: list[tuple[Any, str, Any, Any]] = []
         self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """By the id of a function: itself, and its wrapper."""
+        self._wrappers: set[int] = set()
         self._seen_modules: set[str] = set()
 
     def install(self) -> None:
@@ -78,35 +80,69 @@ class Hooks:
 
     def look_at(self, root: nn.Module) -> None:
         """Wrap what the layers of a model took, or their modules define, under a name that is known."""
+        for base in {base for module in root.modules() for base in type(module).__mro__}:
+            if base.__module__.startswith("torch.") or base.__module__ == "builtins":
+                continue
+            self._wrap_all(base)
+            if base.__module__ not in self._seen_modules:
+                self._seen_modules.add(base.__module__)
+                defined_in = sys.modules.get(base.__module__)
+                for each in list(vars(defined_in).values()) if defined_in is not None else ():
+                    self._wrap_kept(each)
+                self._wrap_all(defined_in)
         for module in root.modules():
-            self._wrap_on(module, [name for name, each in vars(module).items() if _is_kernel(each)])
-            for base in type(module).__mro__:
-                if base.__module__ not in self._seen_modules and not base.__module__.startswith("torch."):
-                    self._seen_modules.add(base.__module__)
-                    self._wrap_all(sys.modules.get(base.__module__))
+            taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
+            self._wrap_on(module, taken)
 
     def taken_off(self) -> None:
         self.on = False
-        for holder, name, old in reversed(self._held):
+        for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
-                _set(holder, name, old)
+                if _of(holder, name) is new:  # what the run itself put there stays
+                    _set(holder, name, old)
         self._held.clear()
+        if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
+            with suppress(Exception):
+                dynamo.clear_lru_cache()
 
     def _wrap_all(self, module: Any) -> None:
         if self.on and module is not None:
-            self._wrap_on(module, [name for name, each in list(vars(module).items()) if _is_kernel(each)])
+            self._wrap_on(module, [name for name, each in list(vars(module).items()) if self._is_kernel(each)])
 
     def _wrap_on(self, holder: Any, names: Iterable[str]) -> None:
         for name in names:
             try:
-                self.put(holder, name, self._wrapper(vars(holder)[name]))
+                held = vars(holder)[name]
+                plain = held.__func__ if isinstance(held, staticmethod) else held
+                self.put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
             except Exception as error:  # a package that does not let itself be wrapped runs as it is
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
+
+    def _is_kernel(self, value: Any) -> bool:
+        """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
+        value = value.__func__ if isinstance(value, staticmethod) else value
+        return (
+            isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS and not self._is_own(value)
+        )
+
+    def _is_own(self, function: Any) -> bool:
+        return id(function) in self._wrappers
+
+    def _wrap_kept(self, function: Any, depth: int = 3) -> None:
+        """Kernels that a function around them keeps for itself, as transformers' own do."""
+        if not isinstance(function, FunctionType) or self._is_own(function):
+            return
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                if depth:
+                    self._wrap_kept(cell.cell_contents, depth - 1)
+                if self._is_kernel(cell.cell_contents):
+                    self.put(cell, "cell_contents", self._wrapper(cell.cell_contents))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if (known := self._ours.get(id(function))) is not None:
             return known[1]
-        kernel = f"{(function.__module__ or 'torch').partition('.')[0].lstrip('_')}.{function.__name__}"
+        kernel = f"{(function.__module__ or 'torch').partition('.')[0].strip('_')}.{function.__name__}"
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +151,12 @@ class Hooks:
             return self._hear(kernel, function, args, kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
+        with suppress(Exception):  # scripted code means the function itself
+            builtins: Any = torch.jit._builtins
+            if (op := builtins._find_builtin(function)) is not None:
+                builtins._register_builtin(called, op)
         self._ours[id(function)] = (function, called)
+        self._wrappers.add(id(called))
         return called
 
     def _replace_taken(self) -> None:
@@ -133,8 +174,14 @@ class Hooks:
 
     def put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until everything is taken off."""
-        self._held.append((holder, name, holder[name] if isinstance(holder, dict) else vars(holder)[name]))
+        self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
+
+
+def _of(holder: Any, name: str) -> Any:
+    if isinstance(holder, CellType):
+        return holder.cell_contents
+    return holder[name] if isinstance(holder, dict) else vars(holder)[name]
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
@@ -142,13 +189,6 @@ def _set(holder: Any, name: str, value: Any) -> None:
         holder[name] = value
     else:
         setattr(holder, name, value)
-
-
-def _is_kernel(value: Any) -> bool:
-    """A function under a name that is known, not wrapped yet; what else torch and Triton call stays what it is."""
-    if not isinstance(value, (FunctionType, BuiltinFunctionType)) or hasattr(value, "__collate_npu__"):
-        return False
-    return value.__name__ in KERNELS
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

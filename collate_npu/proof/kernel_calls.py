@@ -37,6 +37,10 @@ _SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1
 Reader = Callable[[str, Mapping[str, Any]], Told]
 
 
+_BLOCKED = -9984
+"""An additive mask blocks at or below it (masks.polarity)."""
+
+
 class UnreadError(Exception):
     """Why a call says nothing of sequences: other queries than keys, a state that it begins with, a mask too large."""
 
@@ -91,8 +95,8 @@ def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np
 
 
 def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> Told:
-    """A depthwise `nn.Conv1d`, which knows no boundary."""
-    x = values["x"]
+    """A depthwise convolution of torch, which knows no boundary."""
+    x = values["x"] if "x" in values else values["input"]
     return _told_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
 
 
@@ -110,22 +114,33 @@ def _attention(
 ) -> Told:
     """Of rows `[B, T]`, each with whom its queries attend."""
     B, T = shape
-    if T * T > MOST_SCORES:
+    if by and T * T > MOST_SCORES:
         raise UnreadError(f"a mask of {T} x {T} is too large to look at")
     if by:
-        return Told(kernel, "attention", shape, *by_mask(rows, B, T), by, window, rows)
-    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, rows)
+        return Told(kernel, "attention", shape, *by_mask(rows, B, T), by, window, None, rows)
+    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, None, rows)
 
 
-def _flat(kernel: str, offsets: tuple[int, ...], keys: tuple[int, ...], total: int, by: str, window: int | None) -> Told:
+def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
+    """Of rows without a mask: causal ones read what stands before them, others everything."""
+    T = shape[1]
+    told = _attention(kernel, shape, lambda b: torch.ones(T, T, dtype=torch.bool), window=window)
+    return replace(told, allowed=None, causal=True) if causal else told
+
+
+def _flat(
+    kernel: str,
+    offsets: tuple[int, ...],
+    keys: tuple[int, ...],
+    total: int,
+    by: str,
+    window: int | None,
+    causal: bool | None = None,
+) -> Told:
     """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
     if keys and keys != offsets:
         raise UnreadError("its queries are other tokens than its keys")
-    return Told(kernel, "attention", (1, total), *by_offsets(offsets, total), by, window)
-
-
-def _triangle(T: int, causal: bool) -> Callable[[int], Tensor]:
-    return lambda b: torch.ones(T, T, dtype=torch.bool).tril(0 if causal else T)
+    return Told(kernel, "attention", (1, total), *by_offsets(offsets, total), by, window, causal)
 
 
 def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
@@ -139,11 +154,11 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> 
     _same_tokens(q, k, -2)
     B, T = (q.shape[0] if q.ndim > 2 else 1), q.shape[-2]
     if mask is None:
-        return _attention(kernel, (B, T), _triangle(T, causal))
+        return _bare(kernel, (B, T), causal)
     if hasattr(mask, "mask_mod"):
         return _attention(kernel, (B, T), lambda b: _evaluated(mask, b)[:T, :T], "block_mask")
     full = mask.detach()
-    full = full if full.dtype == torch.bool else full > torch.finfo(full.dtype).min / 2
+    full = full if full.dtype == torch.bool else full > _BLOCKED
     full = full.expand(*full.shape[:-2], T, T)
 
     def rows(b: int) -> Tensor:
@@ -192,9 +207,7 @@ def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
         raise UnreadError(f"{shape_of(q)} is not rows of tokens")
     if isinstance(values.get("k"), Tensor):
         _same_tokens(q, values["k"], 1)
-    causal = bool(values.get("causal"))
-    told = _attention(kernel, (q.shape[0], q.shape[1]), _triangle(q.shape[1], causal), window=_window(values))
-    return replace(told, allowed=None) if told.window is not None else told
+    return _bare(kernel, (q.shape[0], q.shape[1]), bool(values.get("causal")), _window(values))
 
 
 def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
@@ -204,7 +217,8 @@ def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
     if not names:
         raise UnreadError("it has no offsets")
     keys = segments_told(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
-    return _flat(kernel, segments_told(values, names[0]), keys, q.shape[0], names[0], _window(values))
+    causal = bool(values.get("causal")) if names[0] != "cu_seq_q" else None  # torch's says it by its window
+    return _flat(kernel, segments_told(values, names[0]), keys, q.shape[0], names[0], _window(values), causal)
 
 
 def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
@@ -246,7 +260,7 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
         _same_tokens(q, k, 0 if layout == "sbhd" else 1)
     ours = "transformer_engine" in {base.__module__.partition(".")[0] for base in type(module).__mro__}
     if mask is None or (ours and kind == "causal"):
-        return _attention(kernel, (B, T), _triangle(T, "causal" in kind), window=_window(read))
+        return _bare(kernel, (B, T), "causal" in kind, _window(read))
     rows = q.movedim(0, 2) if layout == "sbhd" else q.transpose(1, 2)
     return _masked(kernel, {"query": rows, "key": rows}, ~mask.bool(), causal="causal" in kind)
 
@@ -268,6 +282,7 @@ KERNELS: dict[str, tuple[Kind, Reader]] = {
     **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), ("rule", _selective_scan)),
     "causal_conv1d_fn": ("convolution", _recurrent("convolution", "causal_conv1d")),
     "causal_conv1d": ("convolution", _recurrent("convolution", "fla_conv")),
+    "conv1d": ("convolution", _plain_convolution),
     "npu_causal_conv1d": ("convolution", _recurrent("convolution", "fla_npu_conv")),
     "scaled_dot_product_attention": ("attention", _sdpa),
     "eager_attention_forward": ("attention", _by_module),

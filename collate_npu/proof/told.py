@@ -24,7 +24,7 @@ from collate_npu.arrays import Array, host_tensor, once
 from collate_npu.segments import Segments
 
 Kind = Literal["attention", "rule", "convolution"]
-MOST_SCORES = 1 << 28
+MOST_SCORES = 1 << 26
 """Queries times keys of one row of a mask that is looked at."""
 _LISTED = 12
 
@@ -46,6 +46,8 @@ class Told:
     """The argument that told it; "" where nothing did."""
     window: int | None = None
     """Tokens that a query attends at most, itself among them; None where all."""
+    causal: bool | None = None
+    """Does attention look back alone? None where that is not told apart."""
     allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
     """bool `[Q, K]` of one row, where attention was given a mask, or is causal without one; let go once it is judged."""
 
@@ -78,8 +80,10 @@ class Told:
             return "nothing"
         if self.by in ("zeros", "mask", "atten_mask", "block_mask"):
             return f"{self.by} {self._lengths()}"
-        places = [*np.flatnonzero(self.begins_T).tolist(), len(self.first_T)]
-        return _listed(places)
+        if self.neutral_T.all():
+            return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
+        end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
+        return _listed([*np.flatnonzero(self.begins_T).tolist(), end])
 
     def _lengths(self) -> str:
         """Tokens that count, of each row."""
@@ -98,9 +102,11 @@ def row_starts(B: int, T: int) -> Array:
 
 def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
     """`first_T` and `neutral_T` by offsets over the whole call; what they do not cover is nobody's."""
-    inner = np.array([n for n in offsets if 0 <= n < total] or [0])
-    starts, places_T = np.unique(np.append(inner, 0)), np.arange(total)
-    return starts[np.searchsorted(starts, places_T, side="right") - 1], places_T >= max(offsets, default=0)
+    places_T, starts = np.arange(total), np.array(offsets)
+    if len(starts) < 2 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > total:
+        return places_T, np.ones(total, bool)
+    first_T = np.where(places_T < starts[0], places_T, starts[np.searchsorted(starts, places_T, side="right") - 1])
+    return np.minimum(first_T, places_T), (places_T < starts[0]) | (places_T >= starts[-1])
 
 
 def by_numbers(numbers_BT: Array) -> Array:
@@ -132,7 +138,9 @@ def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array
         attends_QK = allowed_QK & ~filled_Q[:, None]
         seen_K = attends_QK.any(dim=0)
         past_QK = torch.tril(attends_QK)
-        first_Q = torch.where(past_QK.any(dim=1), past_QK.int().argmax(dim=1), torch.arange(T, device=past_QK.device))
+        first_Q = torch.where(
+            past_QK.any(dim=1), past_QK.to(torch.uint8).argmax(dim=1), torch.arange(T, device=past_QK.device)
+        )
         at = slice(b * T, (b + 1) * T)
         first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, (~seen_K).cpu().numpy()
     return first_T, neutral_T

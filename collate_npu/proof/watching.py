@@ -31,14 +31,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.models import is_transformers, unwrap
+from collate_npu.consumers.models import config_of, is_transformers, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.keys import of_kind
 from collate_npu.masks.find import agreed
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
-from collate_npu.proof.forward import LAYER, Fault, Forward, Seen, block, counts, short
+from collate_npu.proof.forward import Fault, Forward, Seen, block, counts, is_layer, short
 from collate_npu.proof.hooks import Hooks, arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.segments import Segments
@@ -46,6 +46,8 @@ from collate_npu.segments import Segments
 STEPS = 2
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 """Names of embeddings of positions."""
+_STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
+"""Classes of layers that have a rule or a scan behind their convolution."""
 _MOST_PASSES = 64
 """Forwards a step, and those behind the watched ones until all is taken off where no optimizer tells its steps."""
 _REMEMBERED = 8
@@ -78,7 +80,9 @@ class Watch:
         self._number = self._judged = self._idle = 0
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
+        """Modules that were called outermost, and whether they are models."""
+        self._told: set[str] = set()
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
         self._made: deque[tuple[Tensor, Segments]] = deque(maxlen=_REMEMBERED)
@@ -121,28 +125,39 @@ class Watch:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
-        forward = None
+        forward, outer = None, self._local.forward
         with self._unharmed():
-            if not stack:
+            if not stack or self._has_other_rows(kwargs):
                 forward = self._begun(module, args, kwargs)
             elif self._local.forward is not None and (kind := self._counts(module)):
                 self._note_positions(kind, module, args, kwargs)
         stack.append(module)
         try:
             result = original(module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             stack.pop()
-            self._left(forward)
+            if forward is not None:
+                forward.raised = type(error).__name__
+            self._left(forward, outer)
             raise
         stack.pop()
-        if (found := self._left(forward)) and self._stop:
+        if (found := self._left(forward, outer)) and self._stop:
             self.end()
             raise CollateError("\n".join(dict.fromkeys(map(str, found))))
         return result
 
-    def _left(self, forward: Forward | None) -> list[Fault]:
+    def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        ids, forward = kwargs.get("input_ids"), self._local.forward
+        if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
+            return False
+        whole = forward.ids.flatten()
+        real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
+        return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
+
+    def _left(self, forward: Forward | None, outer: Forward | None) -> list[Fault]:
         if forward is not None:
-            self._local.forward = None
+            self._local.forward = outer
             with self._unharmed():
                 return self._ended(forward)
         return []
@@ -158,7 +173,7 @@ class Watch:
     @property
     def _stack(self) -> list[nn.Module]:
         if not hasattr(self._local, "stack"):
-            self._local.stack, self._local.forward = [], None
+            self._local.stack, self._local.forward, self._local.depth = [], None, 0
         stack: list[nn.Module] = self._local.stack
         return stack
 
@@ -166,7 +181,7 @@ class Watch:
         """A convolution is one inside a recurrent layer, one channel at a time."""
         if not isinstance(module, nn.Conv1d):
             return True
-        return module.groups == module.in_channels > 1 and bool(LAYER.search(type(self._stack[-1]).__name__.lower()))
+        return module.groups == module.in_channels > 1 and is_layer(self._stack[-1])
 
     def _counts(self, module: nn.Module) -> str:
         """Is it given positions: rotary ones, or those that are embedded?"""
@@ -221,12 +236,13 @@ class Watch:
 
     def _knows(self, root: nn.Module) -> bool:
         """Is it a model with layers that look at other tokens? Its names are kept."""
-        if id(root) in self._roots and self._roots[id(root)]() is root:
-            return id(root) in self._names
-        self._roots[id(root)] = weakref.ref(root)
-        if not any(LAYER.search(type(module).__name__.lower()) for module in root.modules()):
+        held, looks = self._roots.get(id(root), (None, False))
+        if held is not None and held() is root:
+            return looks
+        held, looks = weakref.ref(root), any(map(is_layer, root.modules()))
+        self._roots[id(root)] = held, looks
+        if not looks:
             return False
-        held = weakref.ref(root)
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self._names[id(module)][0]() is None:
                 self._names[id(module)] = held, short(name)
@@ -240,13 +256,17 @@ class Watch:
             inner = unwrap(root)
             given = _bound(inner.forward, args, kwargs)
             model = Model.of(inner) if is_transformers(inner) else Model()
-            declared = "bidirectional" if model.pattern == "bidirectional" else None
+            both = getattr(config_of(inner), "is_encoder_decoder", False)
+            declared = "bidirectional" if both or model.pattern == "bidirectional" else None
             forward.first_position = model.first_position
             forward.compiled = any(getattr(each, "_compiled_call_impl", None) is not None for each in root.modules())
             forward.compiled |= hasattr(root, "_orig_mod")
             forward.pattern = None if of_kind(given, "vision") else Pattern.of(declared or "causal")
             ids = given.get("input_ids", given.get("tokens"))
             if isinstance(ids, Tensor):
+                forward.ids = ids
+                if ids.shape[-1] == 1:
+                    raise UnreadError("one token a row: decoding is not judged")
                 same = (
                     segments for made, segments in self._made if made.shape == ids.shape and bool((made == ids.cpu()).all())
                 )
@@ -255,8 +275,8 @@ class Watch:
                 sources = Sources.of({("input_ids" if key == "tokens" else key): value for key, value in given.items()})
                 flat = sources.shape()[0] == 1 and bool(sources.offsets or sources.lengths or sources.named["positions"])
                 forward.truth = agreed(sources, polarity=None, pattern=declared, padding_free=flat)
-        except CollateError as error:
-            forward.unsaid = str(error).splitlines()[0]
+        except (CollateError, UnreadError) as error:
+            forward.unsaid = str(error)
         except Exception as error:  # whatever stands in a stranger's arguments
             forward.unsaid = f"{type(error).__name__}: {str(error)[:80]}"
 
@@ -270,6 +290,8 @@ class Watch:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
+        if name == "torch.conv1d" and (self._local.depth or not is_layer(self._stack[-1]) or not _is_depthwise(values)):
+            return function(*args, **kwargs)
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: function(*args, **kwargs))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
@@ -278,16 +300,21 @@ class Watch:
         if forward is None:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
+        result: Any = seen
+        self._local.depth += 1
         try:
-            return call()
+            result = call()
+            return result
         finally:
+            self._local.depth -= 1
             inner = [each.told for each in forward.calls[first:] if each.told is not None]
-            if not any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner):
+            whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
+            if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
-        layers = [module for module in self._stack if LAYER.search(type(module).__name__.lower())]
+        layers = [module for module in self._stack if is_layer(module)]
         layer = layers[-1] if layers else self._stack[-1]
         known = self._names.get(id(layer))
         seen = Seen(layer=known[1] if known else type(layer).__name__, module=layer, kernel=name, kind=kind, told=None)
@@ -308,6 +335,8 @@ class Watch:
     # --- forwards and steps
 
     def _ended(self, forward: Forward) -> list[Fault]:
+        if forward.again and not forward.calls:
+            return []
         if not forward.again:
             forward.silent = _silent(forward)
             self.silent.update(forward.silent)
@@ -332,8 +361,11 @@ class Watch:
     def _say(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
         where = f"step {forward.step} rank {_rank()}"
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
-        told = "" if forward.truth is not None or forward.again else f" · its batch does not tell ({forward.unsaid[:100]})"
-        lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}{told}"]
+        how += f" · it raised {forward.raised}" * bool(forward.raised)
+        lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}"]
+        if forward.unsaid and forward.unsaid not in self._told:
+            self._told.add(forward.unsaid)
+            lines.append(f"  not judged by its batch: {forward.unsaid}")
         for text in dict.fromkeys(map(str, faults.values())):
             lines.append(f"  ✘ {text}")
         if forward.compiled:
@@ -425,20 +457,27 @@ def arm(_torch: Any) -> None:
     atexit.register(seen.summed_up)
 
 
+def _is_depthwise(values: dict[str, Any] | str) -> bool:
+    return isinstance(values, dict) and values["weight"].shape[0] == values.get("groups", 1) > 1
+
+
 def _silent(forward: Forward) -> list[str]:
     """The innermost layers in which no kernel ran."""
     ran = {id(seen.module) for seen in forward.calls}
     layers = {
         id(module): (name, module)
         for name, module in forward.root.named_modules()
-        if LAYER.search(type(module).__name__.lower()) and type(module).__name__ not in MODULES
+        if is_layer(module) and type(module).__name__ not in MODULES
     }
     inner = [
         (name, module)
         for name, module in layers.values()
         if not any(id(each) in layers and each is not module for each in module.modules())
     ]
-    return [short(name) for name, module in inner if id(module) not in ran]
+    silent = [short(name) for name, module in inner if id(module) not in ran]
+    ruled = {id(seen.module) for seen in forward.calls if seen.kind == "rule"}
+    stateful = [(name, module) for name, module in inner if _STATE.search(type(module).__name__.lower())]
+    return silent + [f"{short(name)} (its rule)" for name, module in stateful if id(module) in ran - ruled]
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

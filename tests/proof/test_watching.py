@@ -1,6 +1,7 @@
 """Watch: each way to lose a fact between batch and kernel is found, and named where it happens; right runs have no fault."""
 
 from contextlib import suppress
+from functools import wraps
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ PLANTED = {
     "rule of another batch": ({1: {"rule": STALE}}, "layers.1", "chunk_gated_delta_rule"),
     "rule of one sequence": ({1: {"rule": ONE}}, "layers.1", "chunk_gated_delta_rule"),
     "rule without the tail": ({0: {"rule": SHORT}}, "layers.0", "chunk_gated_delta_rule"),
+    "offsets without the leading 0": ({0: {"rule": instead(6, 11, 16)}}, "layers.0", "chunk_gated_delta_rule"),
+    "offsets that fall": ({0: {"rule": instead(16, 11, 6, 0)}}, "layers.0", "chunk_gated_delta_rule"),
+    "offsets of a longer row": ({1: {"rule": instead(0, 6, 11, 20)}}, "layers.1", "chunk_gated_delta_rule"),
     "lengths for offsets": ({0: {"rule": LENGTHS}}, "layers.0", "chunk_gated_delta_rule"),
     "convolution told nothing": ({0: {"seq_idx": NOTHING}}, "layers.0", "causal_conv1d_fn"),
     "convolution of other sequences": ({1: {"seq_idx": OTHER_NUMBERS}}, "layers.1", "causal_conv1d_fn"),
@@ -37,6 +41,7 @@ PLANTED = {
     "attention of one sequence": ({2: {"attention": ONE}}, "layers.2", "flash_attn_varlen_func"),
     "attention of another batch": ({2: {"attention": STALE}}, "layers.2", "flash_attn_varlen_func"),
     "attention shifted": ({2: {"attention": SHIFTED}}, "layers.2", "flash_attn_varlen_func"),
+    "attention that looks ahead": ({2: {"causal": False}}, "layers.2", "flash_attn_varlen_func"),
     "a window nobody has": ({2: {"window": (2, 0)}}, "layers.2", "flash_attn_varlen_func"),
 }
 
@@ -132,3 +137,90 @@ def test_an_error_of_the_model_is_its_own():
     with watch(say=False) as seen, pytest.raises(KeyError, match="mine"):
         Broken()(IDS, OFFSETS)
     assert seen.forwards[0].calls
+
+
+class Two(nn.Module):
+    """A policy and its reward model, on other rows, inside one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reward = Model(), Model({0: {"rule": SHIFTED}})
+
+    def forward(self, input_ids, cu_seqlens):
+        other = self.reward(input_ids=IDS.flip(1), cu_seqlens=torch.tensor([0, 6, 11, 16]))
+        return self.policy(input_ids=input_ids, cu_seqlens=cu_seqlens) + other.mean()
+
+
+def test_a_model_within_another_has_a_batch_of_its_own():
+    with watch(say=False) as seen:
+        Two()(IDS, torch.tensor([0, 4, 16]))
+    assert {each.layer for each in seen.faults} == {"reward.layers.0"}
+    assert len(seen.forwards) == 2
+
+
+class Unpadding(nn.Module):
+    """A stack that takes padding out of its rows, and hands its model offsets."""
+
+    def __init__(self, *offsets):
+        super().__init__()
+        self.model, self.offsets = Model(), torch.tensor(offsets)
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids=input_ids[attention_mask.bool()][None], cu_seqlens=self.offsets)
+
+
+def test_rows_without_their_padding_are_the_batchs():
+    keep = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
+    with watch(say=False) as seen:
+        Unpadding(0, 3, 7, 9)(input_ids=IDS[:, :12].reshape(3, 4), attention_mask=keep)
+    assert seen.faults == []
+    assert len(seen.forwards) == 1
+    for wrong in ((0, 4, 8, 9), (0, 9)):
+        with watch(say=False) as seen:
+            Unpadding(*wrong)(input_ids=IDS[:, :12].reshape(3, 4), attention_mask=keep)
+        assert len(seen.faults) == 5
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_kernel_that_a_function_around_it_keeps(named, monkeypatch):
+    import stranger
+
+    right = stranger.chunk_gated_delta_rule
+
+    def lossy(*args, cu_seqlens=None):
+        return right(*args)
+
+    monkeypatch.setattr(stranger, "chunk_gated_delta_rule", wraps(right)(lossy) if named else lossy)
+    with watch(say=False) as seen:
+        Model()(IDS, OFFSETS)
+    assert {each.kernel for each in seen.faults} == {"stranger.chunk_gated_delta_rule"}
+    assert {each.told for each in seen.faults} == {"nothing"}
+
+
+def test_what_a_run_put_in_place_of_a_kernel_stays():
+    import stranger
+
+    right = stranger.chunk_gated_delta_rule
+
+    def mine(*args, **kwargs):
+        return right(*args, **kwargs)
+
+    try:
+        with watch(say=False):
+            Model()(IDS, OFFSETS)
+            stranger.chunk_gated_delta_rule = mine
+        assert stranger.chunk_gated_delta_rule is mine
+    finally:
+        stranger.chunk_gated_delta_rule = right
+
+
+def test_scripted_and_compiled_code_means_the_function_itself():
+    def attends(q):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 1, 4, 8)
+    with watch(say=False):
+        assert torch.jit.script(attends)(q).shape == q.shape
+        assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
+    torch._dynamo.reset()
+    assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
