@@ -95,10 +95,11 @@ class Hooks:
             self._wrap_on(module, taken)
 
     def taken_off(self) -> None:
+        """Put everything back but what the run itself put there."""
         self.on = False
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
-                if _of(holder, name) is new:  # what the run itself put there stays
+                if _of(holder, name) is new:
                     _set(holder, name, old)
         self._held.clear()
         if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
