@@ -41,7 +41,7 @@ OLDEST_TRANSFORMERS = "transformers==4.57.1"
 """The first release with Qwen3-Next that is not withdrawn."""
 TEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TWO_WORKERS = ("-n", "2", "--dist", "loadgroup")
-AUDIT = ("typer==0.29.1", "rich==15.0.0")
+AUDIT = ("typer==0.29.1", "rich==15.0.0", "wrapt==2.5.2")
 DATA = "datasets==5.2.0"
 PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
