@@ -21,6 +21,7 @@ from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, si
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
 from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
 from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
+from collate_npu.proof.reading import evaluated
 from collate_npu.proof.told import (
     MOST_SCORES,
     Kind,
@@ -156,7 +157,7 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> 
     if mask is None:
         return _bare(kernel, (B, T), causal)
     if hasattr(mask, "mask_mod"):
-        return _attention(kernel, (B, T), lambda b: _evaluated(mask, b)[:T, :T], "block_mask")
+        return _attention(kernel, (B, T), lambda b: evaluated(mask, b)[:T, :T], "block_mask")
     full = mask.detach()
     full = full if full.dtype == torch.bool else full > _BLOCKED
     full = full.expand(*full.shape[:-2], T, T)
@@ -167,14 +168,6 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> 
         return row.tril() if causal else row
 
     return _attention(kernel, (B, T), rows, "mask")
-
-
-def _evaluated(block_mask: Any, b: int) -> Tensor:
-    (Q, K), device = block_mask.shape[-2:], block_mask.kv_num_blocks.device
-    places_Q, places_K = (torch.arange(size, device=device) for size in (Q, K))
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    attends: Tensor = block_mask.mask_mod(zero + b, zero, places_Q[:, None], places_K)
-    return attends.expand(Q, K)
 
 
 def _sdpa(kernel: str, values: Mapping[str, Any]) -> Told:

@@ -102,7 +102,7 @@ class Judge:
             bare = self.reader == "transformers" and attn in ("eager", "flex_attention")
             return self._without_mask(causal=causal and not bare)
         if hasattr(given, "mask_mod"):
-            return _evaluated(given, b)
+            return evaluated(given, b)
         if given.ndim == 2:
             return self._without_mask(causal=causal) & self.case.segments.keep[b] if self._is_keep(given) else _OTHER_TOKENS
         row = _row(given, b)
@@ -187,7 +187,8 @@ def _row(given: Tensor, b: int) -> Tensor:
     return row if row.ndim == 2 else row.any(dim=0) if row.dtype == torch.bool else row.amax(dim=0)
 
 
-def _evaluated(block_mask: Any, b: int) -> Tensor:
+def evaluated(block_mask: Any, b: int) -> Tensor:
+    """`[Q, K]`: whom row b attends by a BlockMask's predicate."""
     (Q, K), device = block_mask.shape[-2:], block_mask.kv_num_blocks.device
     places_Q, places_K = (torch.arange(size, device=device) for size in (Q, K))
     zero = torch.zeros((), dtype=torch.int64, device=device)
