@@ -123,6 +123,8 @@ class Forward:
             return self._why_other_again(seen)
         if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
+        if not seen.told.fits:
+            return "they begin at 0, never fall, and end with its tokens", _REMEDIES[seen.told.kind]
         window, plain = self._window_of(seen) if seen.told.kind == "attention" else (None, True)
         if not self.judges(seen) or self.truth is None:
             if window is None or seen.told.reach <= window:

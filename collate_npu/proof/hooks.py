@@ -8,7 +8,6 @@ not there. `nn.Module` says in which layer a call is made.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from collate_npu.kernels.check import named
 from collate_npu.proof.kernel_calls import KERNELS
 
 Hear = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -196,8 +196,4 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     """The arguments of a call by their names, those of `**kwargs` among them."""
     if (names := _POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
-    signature = inspect.signature(function)
-    bound: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
-    rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
-    others: dict[str, Any] = bound.pop(next(rest, ""), {})
-    return bound | others
+    return named(function, args, kwargs)

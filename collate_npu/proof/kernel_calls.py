@@ -21,7 +21,7 @@ from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, si
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
 from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
 from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
-from collate_npu.proof.reading import evaluated
+from collate_npu.proof.reading import evaluated, row_of
 from collate_npu.proof.told import (
     MOST_SCORES,
     Kind,
@@ -163,8 +163,7 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> 
     full = full.expand(*full.shape[:-2], T, T)
 
     def rows(b: int) -> Tensor:
-        row: Tensor = full[min(b, len(full) - 1)] if full.ndim > 2 else full
-        row = row if row.ndim == 2 else row.any(dim=0)
+        row = row_of(full, b)
         return row.tril() if causal else row
 
     return _attention(kernel, (B, T), rows, "mask")

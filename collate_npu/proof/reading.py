@@ -105,7 +105,7 @@ class Judge:
             return evaluated(given, b)
         if given.ndim == 2:
             return self._without_mask(causal=causal) & self.case.segments.keep[b] if self._is_keep(given) else _OTHER_TOKENS
-        row = _row(given, b)
+        row = row_of(given, b)
         if self.reader != "transformers":
             return ~row
         if row.is_floating_point():
@@ -181,7 +181,7 @@ def _keep_of(received: Received) -> Tensor | None:
     return given if given.ndim == 2 else None
 
 
-def _row(given: Tensor, b: int) -> Tensor:
+def row_of(given: Tensor, b: int) -> Tensor:
     """`[Q, K]` of one row; a mask shared by rows or heads is spread, and heads that differ are all asked."""
     row = given[min(b, len(given) - 1)] if given.ndim > 2 else given
     return row if row.ndim == 2 else row.any(dim=0) if row.dtype == torch.bool else row.amax(dim=0)

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, position_array
 
 Kind = Literal["attention", "rule", "convolution"]
 MOST_SCORES = 1 << 26
 """Queries times keys of one row of a mask that is looked at."""
 _LISTED = 12
+_OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask")
+"""What tells padding of rows; anything else numbers sequences."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Told:
     causal: bool | None = None
     """Does attention look back alone? None where that is not told apart."""
     allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
-    """bool `[Q, K]` of one row, where attention was given a mask, or is causal without one; let go once it is judged."""
+    """bool `[Q, K]` of one row, where attention was given a mask, or attends to both sides; let go once it is judged."""
 
     @once
     def rank_T(self) -> Array:
@@ -70,6 +72,11 @@ class Told:
         far = int((np.arange(len(self.first_T)) - self.first_T).max(initial=0)) + 1
         return far if self.window is None else min(far, self.window)
 
+    @property
+    def fits(self) -> bool:
+        """Do offsets, where it was told any, lie in its tokens?"""
+        return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
+
     def same(self, other: Told) -> bool:
         """Was another call told the same?"""
         mine, theirs = (self.first_T, self.neutral_T), (other.first_T, other.neutral_T)
@@ -78,9 +85,9 @@ class Told:
     def __str__(self) -> str:
         if not self.by:
             return "nothing"
-        if self.by in ("zeros", "mask", "atten_mask", "block_mask"):
+        if self.by in _OF_ROWS:
             return f"{self.by} {self._lengths()}"
-        if self.neutral_T.all():
+        if not self.fits:
             return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
         end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
         return _listed([*np.flatnonzero(self.begins_T).tolist(), end])
@@ -165,7 +172,7 @@ def why_differs(told: Told, segments: Segments) -> str:
     assert places_T is not None
     ids_T = segments.array.reshape(-1)[places_T]
     S, real_T = segments.shape[1], ids_T > 0
-    own_T = _own_ranks(ids_T, places_T // S)
+    own_T = position_array(segments).reshape(-1)[places_T]
     lost_T = real_T & told.neutral_T
     if told.window is not None:
         own_T = np.where(own_T > 0, 1, 0)
@@ -188,9 +195,7 @@ def why_differs(told: Told, segments: Segments) -> str:
 def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) -> str:
     """Which real token has a position that does not follow from its sequence: one more than the token before it has, and
     for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
-    ids_T = segments.array.reshape(-1)
-    rows_T = np.repeat(np.arange(segments.shape[0]), segments.shape[1])
-    own_T, at = _own_ranks(ids_T, rows_T), np.flatnonzero(ids_T)
+    own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
     off = positions_T[at] - own_T[at]
     starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0)) if len(at) else at
     wrong = off != (off[starts] if first is None else first)
@@ -199,19 +204,6 @@ def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) 
     t = int(at[np.argmax(wrong)])
     place = f"({t // segments.shape[1]}, {t % segments.shape[1]})"
     return f"the token at (row, column) {place} has position {positions_T[t]}, as token {own_T[t]} of its sequence"
-
-
-def _own_ranks(ids_T: Array, rows_T: Array) -> Array:
-    """How many real tokens of its own sequence stand before each."""
-    real_T = ids_T > 0
-    before_T: Array = np.cumsum(real_T) - real_T
-    at = np.flatnonzero(real_T)
-    new = np.ones(len(at), bool)
-    new[1:] = (ids_T[at][1:] != ids_T[at][:-1]) | (rows_T[at][1:] != rows_T[at][:-1])
-    own_T = np.zeros(len(ids_T), np.int64)
-    starts = np.maximum.accumulate(np.where(new, np.arange(len(at)), 0)) if len(at) else np.zeros(0, np.int64)
-    own_T[at] = before_T[at] - starts
-    return own_T
 
 
 def begins_elsewhere(one: Told, other: Told) -> Array | None:

@@ -109,6 +109,8 @@ class Watch:
         if self._hooks.on:
             self._hooks.taken_off()
             self._optimizers.remove()
+            if not self._keeps:  # they hold the models
+                self.forwards = []
 
     def _remember(self, batch: Mapping[str, Any], segments: Segments) -> None:
         """A batch that our adapter made: what it says is known, whatever form it has."""
@@ -458,7 +460,8 @@ def arm(_torch: Any) -> None:
 
 
 def _is_depthwise(values: dict[str, Any] | str) -> bool:
-    return isinstance(values, dict) and values["weight"].shape[0] == values.get("groups", 1) > 1
+    weight = values.get("weight") if isinstance(values, dict) else None
+    return isinstance(weight, Tensor) and isinstance(values, dict) and weight.shape[0] == values.get("groups", 1) > 1
 
 
 def _silent(forward: Forward) -> list[str]:

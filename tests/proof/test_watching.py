@@ -139,6 +139,21 @@ def test_an_error_of_the_model_is_its_own():
     assert seen.forwards[0].calls
 
 
+@pytest.mark.parametrize("told", [(16, 11, 6, 0), (0, 6, 11, 20)])
+def test_offsets_that_do_not_fit_need_no_batch(told):
+    with watch(say=False) as seen, torch.no_grad():
+        _run_unsaid(Unsaid({0: {"rule": instead(*told)}}))
+    assert {each.layer for each in seen.faults} == {"model.layers.0"}
+    assert "that are no offsets of its 16 tokens" in seen.faults[0].told
+
+
+def test_holes_are_no_tokens_of_a_sequence():
+    with watch(say=False) as seen:
+        Unpadding(0, 3)(input_ids=IDS[:, :4], attention_mask=torch.tensor([[1, 1, 0, 1]]))
+    assert seen.faults == []
+    assert seen.forwards[0].truth is not None
+
+
 class Two(nn.Module):
     """A policy and its reward model, on other rows, inside one module."""
 

@@ -18,9 +18,19 @@ def _run_the_next() -> None:
         spec.loader.exec_module(module)
 
 
+def _arm(torch: object) -> None:
+    """An error of ours must not be one of `import torch`: this may be another Python, without this library."""
+    try:
+        from collate_npu.proof.watching import arm
+
+        arm(torch)
+    except Exception as error:
+        print(f"collate_npu watch: {sys.executable} is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 if "COLLATE_NPU_WATCH" in os.environ:
-    with contextlib.suppress(ImportError):  # another Python of this run, in which nothing of ours is installed
+    with contextlib.suppress(ImportError):
         import wrapt
 
-        wrapt.register_post_import_hook("collate_npu.proof.watching:arm", "torch")
+        wrapt.register_post_import_hook(_arm, "torch")
 _run_the_next()

@@ -84,6 +84,18 @@ def test_nothing_seen_and_commands_that_are_not_there():
     assert "no-such-command: no such command" in run.stderr
 
 
+def test_a_python_that_cannot_be_watched_runs(tmp_path):
+    (tmp_path / "collate_npu" / "proof").mkdir(parents=True)
+    for folder in ("collate_npu", "collate_npu/proof"):
+        (tmp_path / folder / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "collate_npu" / "proof" / "watching.py").write_text("raise KeyError('broken')", encoding="utf-8")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch; print('imported')"
+    run = watched(sys.executable, "-c", script)
+    assert (run.returncode, run.stdout) == (0, "imported\n")
+    assert "is not watched: KeyError: 'broken'" in run.stderr
+    assert "NOTHING WAS SEEN" in run.stderr
+
+
 def test_another_sitecustomize_runs_too(tmp_path, train):
     (tmp_path / "sitecustomize.py").write_text("print('mine')", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
