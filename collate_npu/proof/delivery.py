@@ -1,7 +1,9 @@
-"""Delivery: proof, at the first batch, that every layer got its mask, and that a row gives the numbers it gives alone.
+"""Delivery: proof, at the first batch, that every kernel was told what the batch says, and that a row gives the numbers it
+gives alone.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
-ignore it, and nothing says so. Here the model itself is asked: modules of transformers and of Megatron (ms-swift's too).
+ignore it, and nothing says so. Here the kernels are asked, in any module; and where a layer's kernels cannot be (a shard of
+a rank, a compiled layer), what a layer of transformers or Megatron was handed.
 
 A check by hand costs one forward pass without gradients; the guard looks at the trainer's own. With `alone=True` two
 sequences of the batch are run again by themselves, and in another width with tokens after them that no causal model may
@@ -12,31 +14,33 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collate_npu.checked import checked, hold_against
+from collate_npu.checked import checked, hold_against, wrong_kind
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.consumer import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.mindspeed import start_problem
 from collate_npu.consumers.models import consumer_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import of_kind
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.measure import OF_THE_LOSS, apart, run
+from collate_npu.proof.forward import Fault, Forward, block, short
+from collate_npu.proof.measure import OF_THE_LOSS, apart, called, run, scores_of
 from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
+from collate_npu.proof.recording import Recorder
+from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
@@ -62,14 +66,26 @@ class Delivery:
     """What was proved."""
 
     layers: Mapping[str, str]
-    """What each reading layer received, by module name: `"attention_mask int64 [2, 9]"`."""
+    """What each reading layer was handed, by module name: `"attention_mask int64 [2, 9]"`."""
+    told: str
+    """What kernels were told, as `watch` says it; "" where none was judged."""
+    unseen: tuple[str, ...]
+    """Layers of which nothing was judged."""
     alone: Alone | None
     """How far two sequences are from themselves alone; None where that was not asked."""
 
     def __str__(self) -> str:
         counts = Counter(self.layers.values())
-        told = "; ".join(f"{what} to {times} layer{'s' * (times > 1)}" for what, times in counts.items())
-        return f"collate_npu: every layer got what the batch says: {told}{'' if self.alone is None else f'; {self.alone}'}"
+        handed = "; ".join(f"{what} to {times} layer{'s' * (times > 1)}" for what, times in counts.items())
+        parts = [handed, f"kernels: {self.told}" * bool(self.told), f"not looked at: {few(self.unseen)}" * bool(self.unseen)]
+        who = "these layers" if self.unseen else "every layer"
+        said = "; ".join(filter(None, [*parts, "" if self.alone is None else str(self.alone)]))
+        return f"collate_npu: {who} got what the batch says: {said}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first eight of them, and how many more."""
+    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
 
 @checked
@@ -83,13 +99,14 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)` once, and raise `CollateError` where a layer received something else than the batch says.
+    """Run `model(**batch)` once, and raise `CollateError` where a kernel or a layer was told something else than the batch
+    says, or where nothing was told that could be judged.
 
-    `batch` is what the model is called with. `segments`, of the whole rows, default to what the batch itself says; give
-    them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens are
-    padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
-    themselves and must give the same logits. `forward(**batch) -> logits [B, S, V]` stands for `model(**batch)` where
-    that is not how the model is called; it must run the modules of `model`.
+    `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
+    says; give them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens
+    are padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
+    themselves and must give the same logits, or last states. `forward(**batch) -> logits [B, S, V]` stands for
+    `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -103,11 +120,11 @@ def check_delivery(
         rule = "A stage of a pipeline runs by its schedule alone."
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
-    case = _case(inner, batch, {"segments": segments, "pattern": pattern})
-    with torch.no_grad(), received_calls(inner) as received:
-        logits = run(inner, batch, forward)
-    found = _judged(inner, case, received, context_parallel)
-    return replace(found, alone=_check_alone(inner, batch, case, logits, forward)) if alone else found
+    case = case_of(inner, batch, segments=segments, pattern=pattern)
+    with torch.no_grad(), _recorded(inner, batch, case, context_parallel) as record:
+        given = called(inner, batch, forward)
+    found = record.judged()
+    return replace(found, alone=_check_alone(inner, batch, case, given, forward)) if alone else found
 
 
 @checked
@@ -128,16 +145,18 @@ def guard_first_batch(
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
-    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     >>> remove = guard_first_batch(model)
-    >>> logits = model(input_ids=torch.tensor([[256, 256, 7], [4, 5, 6]]), attention_mask=keep).logits
-    collate_npu: every layer got what the batch says: attention_mask int64 [2, 3] to 2 layers; attention_mask bool [2,
-        1, 3, 3] to 1 layer
+    >>> logits = model(input_ids=torch.tensor([[256, 256, 7, 8], [4, 5, 6, 7]]), attention_mask=keep).logits
+    collate_npu: every layer got what the batch says: attention_mask int64 [2, 4] to 2 layers; attention_mask bool [2,
+        1, 4, 4] to 1 layer; kernels: 2 recurrent: convolution zeros [2, 4] ✔ · rule zeros [2, 4] ✔ · 1 attention: mask
+        [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
     _check_settings(settings)
     hold_against(check_delivery, settings.items())
-    say_outside("megatron-core" if consumer_of(model) == "megatron" else "transformers")
+    if (stack := consumer_of(model)) in ("transformers", "megatron"):
+        say_outside("megatron-core" if stack == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 
@@ -148,18 +167,19 @@ def guard_first_batch(
         if alone:
             held.close()
             report(check_delivery(inner, batch, alone=True, **settings))
-        else:
-            received = held.enter_context(received_calls(inner))
-            after = inner.register_forward_hook(lambda *_: judge(batch, received))
-            held.callback(after.remove)
-            first.remove()
+            return
+        cp, asked = settings.get("context_parallel"), {key: settings.get(key) for key in ("segments", "pattern")}
+        record = running.enter_context(_recorded(inner, batch, case_of(inner, batch, **asked), cp))
+        running.callback(inner.register_forward_hook(partial(judge, record), always_call=True).remove)
 
-    def judge(batch: dict[str, Any], received: dict[str, Received]) -> None:
-        held.close()
-        report(_judged(inner, _case(inner, batch, settings), received, settings.get("context_parallel")))
+    def judge(record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+        running.close()
+        if output is not None:  # None: it raised, and the next forward is looked at
+            held.close()
+            report(record.judged())
 
-    first = inner.register_forward_pre_hook(before, with_kwargs=True)
-    held.callback(first.remove)
+    running = held.enter_context(ExitStack())
+    held.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
     return held.close
 
 
@@ -172,53 +192,115 @@ def _check_settings(names: Collection[str]) -> None:
 
 def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
-    if consumer_of(model) not in ("transformers", "megatron"):
-        rule = "Layers are known of transformers and Megatron-core modules."
-        raise CollateError(explain("check_delivery", type(inner).__name__, rule, "Pass the module itself."))
+    if not isinstance(inner, nn.Module):
+        raise wrong_kind("model", model, "A check", nn.Module)
     if consumer_of(model) == "megatron" and (late := start_problem()):
         rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
         raise CollateError(explain("mindspeed", late, rule, "Mend the order of imports, and start again."))
     return inner
 
 
-def _case(model: nn.Module, batch: Mapping[str, Any], settings: Mapping[str, Any]) -> Case:
-    batch, about = Sources.of(batch), Model.of(model)
-    truth, pattern = settings.get("segments"), settings.get("pattern")
-    declared = pattern or ("bidirectional" if about.pattern == "bidirectional" else None)
-    rows = batch.shape()[0] if truth is None else len(truth.ids)
-    flat = rows == 1 and any(batch.get(key) is not None for key in of_kind(batch, "offsets"))
-    if truth is None:
-        truth = segments_from_batch(batch, pattern=declared, padding_free=flat)
-    return Case(segments=truth, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was told to kernels and layers in one forward of a model."""
+
+    model: nn.Module
+    case: Case
+    cp: ContextParallel | None
+    forward: Forward
+    received: Mapping[str, Received]
+
+    def judged(self) -> Delivery:
+        """What was proved; or one error that lists every layer, those with the same fault together."""
+        known = consumer_of(self.model) in ("transformers", "megatron")
+        judge = Judge(model=self.model, case=self.case, cp=self.cp)
+        readers = {short(each.name): each for each in by_readers(self.received) if known and judge.asks(each)}
+        calls = {n: each for n, each in self.forward.faults().items() if self.cp is None or self.forward.calls[n].breaches}
+        told, astray = self._proved(), {fault.layer for fault in calls.values()}
+        asked = {name: each for name, each in readers.items() if not _among(name, told - astray)}
+        handed = {name: why for name, each in asked.items() if (why := judge.why_wrong(each))}
+        if handed or calls:
+            rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads."
+            remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
+            remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
+            raise CollateError(explain("delivery", _listed(handed, calls.values()), rule, remedy))
+        if not (readers or told):
+            self._refuse_nothing()
+        unseen = [name for name in self.forward.layers() if not _among(name, {*readers, *told})]
+        block_told = block(self.forward, calls) if told else ""
+        return Delivery(layers=dict(map(_handed, readers.items())), told=block_told, unseen=tuple(unseen), alone=None)
+
+    def _proved(self) -> set[str]:
+        """Layers of which every kernel was judged."""
+        unruled = {name.removesuffix(" (its rule)") for name in self.forward.layers_without_kernels()}
+        calls = [seen for seen in self.forward.calls if seen.positions is None]
+        unread = {seen.layer for seen in calls if not self.forward.judges(seen)}
+        return {seen.layer for seen in calls} - unread - unruled
+
+    def _refuse_nothing(self) -> None:
+        shapes = sorted({str(list(seen.told.shape)) for seen in self.forward.calls if seen.told is not None})
+        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
+        rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel or a layer."
+        remedy = "Pass the batch of these Segments, and the model that attends; `collate-npu watch` lists what runs."
+        raise CollateError(explain("delivery", got, rule, remedy))
 
 
-def _judged(model: nn.Module, case: Case, received: Mapping[str, Received], cp: ContextParallel | None) -> Delivery:
-    """What was proved; or one error that lists every layer, those with the same fault together."""
-    judge = Judge(model=model, case=case, cp=cp)
-    readers = [each for each in by_readers(received) if judge.asks(each)]
-    faults: dict[str, list[str]] = {}
-    for each in readers:
-        if why := judge.why_wrong(each):
-            faults.setdefault(why, []).append(each.name)
-    if not readers and (case.inside or case.segments.packed):
-        faults["no layer of these tokens takes attention_mask"] = [type(model).__name__]
-    if faults:
-        few = {why: ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8) for why, names in faults.items()}
-        listed = "; ".join(f"{names}: {why}" for why, names in few.items())
-        rule = f"Each layer is told which tokens are real ({case.segments!r}), in the form it reads."
-        remedy = f"Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron. Reader: {judge.reader}."
-        raise CollateError(explain("delivery", listed, rule, remedy))
-    return Delivery(layers={each.name: str(each) for each in readers}, alone=None)
+def _listed(handed: Mapping[str, str], faults: Iterable[Fault]) -> str:
+    """Each layer with what is wrong there, those with the same faults together."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        kernels.setdefault((fault.layer, f"told {fault.told}: {fault.why}"), []).append(fault.kernel)
+    whys = {name: [why] for name, why in handed.items()}
+    for (layer, what), names in kernels.items():
+        whys.setdefault(layer, []).append(f"{' and '.join(dict.fromkeys(names))} {what}")
+    layers: dict[str, list[str]] = {}
+    for name, each in whys.items():
+        layers.setdefault("; ".join(each), []).append(name)
+    return "; ".join(f"{few(names)}: {why}" for why, names in layers.items())
+
+
+def _handed(reader: tuple[str, Received]) -> tuple[str, str]:
+    return reader[0], str(reader[1])
+
+
+def _among(name: str, layers: Collection[str]) -> bool:
+    """Is it one of these layers, within one, or around one?"""
+    return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
+
+
+@contextmanager
+def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Iterator[_Record]:
+    """Hear the kernels and the layers of one forward of this model."""
+    ids = batch.get("input_ids", batch.get("tokens"))
+    forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None)
+    if cp is None:  # else its kernels have the tokens of a rank, step by step
+        forward.judge_by(case, whole=not of_kind(batch, "vision"))
+    within = replace(forward, calls=[])
+
+    def begin(*_: Any) -> Forward:
+        return forward if recorder.forward is None else within  # a model within this one has other tokens
+
+    recorder = Recorder(begin, lambda _: "")
+    recorder.hooks.install()
+    recorder.knows(model)
+    try:
+        with received_calls(model) as received:
+            yield _Record(model, case, cp, forward, received)
+    finally:
+        recorder.hooks.taken_off()
 
 
 @torch.no_grad()
 def _check_alone(
-    model: nn.Module, batch: Mapping[str, Any], case: Case, logits: Tensor, forward: Callable[..., Any] | None
+    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
 ) -> Alone:
-    """Raise `CollateError` unless two sequences of the batch have the logits they have alone."""
+    """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
     if vision := of_kind(batch, "vision"):
         rule = "The images of one row cannot be told from those of the others."
         raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
+    logits, below = scores_of(given), getattr(model, "base_model", None)
+    if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
+        model, logits = below, run(below, batch)
     if logits.ndim < 3 or tuple(logits.shape[:2]) != case.segments.shape:
         rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
         raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
@@ -253,6 +335,8 @@ def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, patt
         if isinstance(value := batch[key], Tensor) and key not in OF_THE_LOSS
     }
     segments = Segments.from_lengths([len(places_L)])
+    if consumer_of(model) is None:
+        return _as_it_was(batch, places_L, segments)
     if consumer_of(model) != "megatron":
         return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
     device = tokens["input_ids"].device
@@ -260,3 +344,23 @@ def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, patt
     reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)
     mask = dense(segments, polarity="masked", device=device) if reads_dense else None
     return {**tokens, "position_ids": segments.position_ids.to(device), "attention_mask": mask}
+
+
+def _as_it_was(batch: Mapping[str, Any], places_L: Tensor, segments: Segments) -> dict[str, Any]:
+    """For a stack that nobody knows: what its batch says, said of one sequence."""
+    L, one = len(places_L), dict[str, Any]()
+    said = {"positions": segments.position_ids, "mask": segments.keep, "keep": segments.keep, "longest": L}
+    said |= dict.fromkeys(("offsets", "padded_offsets"), torch.tensor([0, L]))
+    for name, value in batch.items():
+        key = KEYS.get(name)
+        role = "" if key is None else "positions" if key.kind == "positions" else key.role
+        if value is None or name in OF_THE_LOSS or (isinstance(value, Tensor) and role == "mask" and value.ndim != 2):
+            continue
+        if role in said:
+            one[name] = torch.as_tensor(said[role]).to(value) if isinstance(value, Tensor) else said[role]
+        elif isinstance(value, Tensor) and value.ndim > 1 and (key is None or key.kind == "tokens"):
+            one[name] = value.flatten(0, 1)[places_L.to(value.device)][None]
+        else:
+            rule, remedy = "What it would be for one sequence is not known.", "Check without alone=."
+            raise UnsupportedFormError(explain(name, shape_of(value), rule, remedy))
+    return one

@@ -16,16 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
+from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.models import attention_windows, config_of, text_config
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach
 from collate_npu.masks.patterns import Pattern
+from collate_npu.proof.kernel_calls import MODULES
 from collate_npu.proof.reading import why_row_wrong
 from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
+_STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
+"""Classes of layers that have a rule or a scan behind their convolution."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|output$")
 _FOREIGN = re.compile(r"vision|visual|audio|image|cross|encdec|encoder_attn")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
@@ -84,6 +88,8 @@ class Forward:
     pattern: Pattern | None = None
     again: bool = False
     """Computed again: by activation checkpointing."""
+    empty_T: Array | None = field(default=None, repr=False)
+    """bool: tokens of the batch whose embedding is zero."""
     compiled: bool = False
     raised: str = ""
     """The error that ended it."""
@@ -94,6 +100,11 @@ class Forward:
     """What the model embeds for a sequence's first token."""
     before: Sequence[Seen] = field(default=(), repr=False)
     """Of a layer that is computed again: the calls of this step's forwards."""
+
+    def judge_by(self, case: Case, *, whole: bool = True) -> None:
+        """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
+        self.truth, self.first_position = case.segments, case.model.first_position
+        self.pattern = case.pattern if whole else None
 
     def faults(self) -> dict[int, Fault]:
         """By the number of the call."""
@@ -132,10 +143,33 @@ class Forward:
             return f"it reaches over {seen.told.reach} tokens, and the config says {window}", _REMEDIES["attention"]
         pattern = self.pattern if plain else None
         if seen.told.allowed is None:
-            why = why_differs(seen.told, self.truth) or self._why_width_wrong(seen.told, pattern, window)
+            why = why_differs(seen.told, self.truth, self.empty_T) or self._why_width_wrong(seen.told, pattern, window)
         else:
             why = self._why_attends_wrong(seen.told, pattern, window)
         return (why, _REMEDIES[seen.told.kind]) if why else None
+
+    def layers(self) -> dict[str, nn.Module]:
+        """The innermost layers of the model that look at other tokens, by name."""
+        named = {
+            short(name): module
+            for name, module in self.root.named_modules()
+            if is_layer(module) and type(module).__name__ not in MODULES
+        }
+        held = {id(module) for module in named.values()}
+        return {
+            name: module
+            for name, module in named.items()
+            if not any(id(each) in held and each is not module for each in module.modules())
+        }
+
+    def layers_without_kernels(self) -> list[str]:
+        """Those in which no known kernel ran, or a convolution and no rule behind it."""
+        ran = {id(seen.module) for seen in self.calls}
+        ruled = {id(seen.module) for seen in self.calls if seen.kind == "rule"}
+        inner = self.layers()
+        silent = [name for name, module in inner.items() if id(module) not in ran]
+        stateful = [name for name, module in inner.items() if _STATE.search(type(module).__name__.lower())]
+        return silent + [f"{name} (its rule)" for name in stateful if id(inner[name]) in ran - ruled]
 
     def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""

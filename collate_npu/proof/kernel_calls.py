@@ -174,8 +174,12 @@ def _sdpa(kernel: str, values: Mapping[str, Any]) -> Told:
 
 
 def _by_module(kernel: str, values: Mapping[str, Any]) -> Told:
-    """transformers' functions `(module, query, key, value, attention_mask, ...)` that add the mask to the scores."""
-    return _masked(kernel, values, values.get("attention_mask"), causal=False)
+    """transformers' functions `(module, query, key, value, attention_mask, ...)` that add the mask to the scores: one of
+    True and False is no barrier there."""
+    bias = values.get("attention_mask")
+    if isinstance(bias, Tensor) and not bias.is_floating_point():
+        bias = torch.ones_like(bias, dtype=torch.bool)
+    return _masked(kernel, values, bias, causal=False)
 
 
 def _flex(kernel: str, values: Mapping[str, Any]) -> Told:

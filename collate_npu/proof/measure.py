@@ -31,13 +31,22 @@ OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_ba
 def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
     """What a model, or `forward` in its place, gives for a batch: logits, or of a model without a head the last states,
     `[B, S, V]`, or `[B, V]` of a model that pools. Without dropout; each module goes back to the mode it had."""
+    return scores_of(called(model, batch, forward))
+
+
+def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
+    """Whatever a model gives for a batch without labels."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        given = (forward or model)(**{key: value for key, value in batch.items() if key not in OF_THE_LOSS})
+        return (forward or model)(**{key: value for key, value in batch.items() if key not in OF_THE_LOSS})
     finally:
         for module in training:
             module.training = True
+
+
+def scores_of(given: Any) -> Tensor:
+    """The logits or last states in what a model gave."""
     for name in ("logits", "last_hidden_state"):
         given = given if getattr(given, name, None) is None else getattr(given, name)
     if not isinstance(given, Tensor):

@@ -166,14 +166,18 @@ def places_in(told: Told, segments: Segments) -> Array | None:
     return None
 
 
-def why_differs(told: Told, segments: Segments) -> str:
-    """Which real token goes on from other tokens than those of its own sequence; "" where none does."""
+def why_differs(told: Told, segments: Segments, empty_T: Array | None = None) -> str:
+    """Which real token goes on from other tokens than those of its own sequence; "" where none does. Tokens of the batch
+    that are `empty_T`, zeros before any layer, may count for nothing."""
     places_T = places_in(told, segments)
     assert places_T is not None
     ids_T = segments.array.reshape(-1)[places_T]
     S, real_T = segments.shape[1], ids_T > 0
     own_T = position_array(segments).reshape(-1)[places_T]
     lost_T = real_T & told.neutral_T
+    if empty_T is not None and len(empty_T) == segments.array.size:
+        zero_T = lost_T & empty_T[places_T]
+        own_T, real_T, lost_T = _ranks_without(own_T, real_T, zero_T), real_T & ~zero_T, lost_T & ~zero_T
     if told.window is not None:
         own_T = np.where(own_T > 0, 1, 0)
     rank_T = told.rank_T if told.window is None else np.minimum(told.rank_T, 1)
@@ -190,6 +194,14 @@ def why_differs(told: Told, segments: Segments) -> str:
     others = read[~told.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
     return f"{at} goes on from {whose}"
+
+
+def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
+    """Ranks in their sequences, where some tokens do not count."""
+    before_T = np.cumsum(zero_T) - zero_T
+    starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
+    ranks_T: Array = own_T - (before_T - before_T[starts_T])
+    return ranks_T
 
 
 def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) -> str:

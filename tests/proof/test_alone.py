@@ -1,4 +1,4 @@
-"""Alone: which sequences are run again, and what a model of Megatron is handed. On real models: test_delivery."""
+"""Alone: which sequences are run again, and what a model of Megatron is handed. On real models: test_delivered_models."""
 
 from types import SimpleNamespace
 

@@ -155,14 +155,84 @@ def test_a_window_too_wide_or_too_narrow_is_told():
             check_delivery(model, bare(batch, dense(truth, pattern=pattern)), segments=truth)
 
 
-def test_a_layer_that_ignores_its_mask_shows_alone_only(monkeypatch):
+def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
     model = model_of("qwen3_next")
     batch = BatchAdapter(model)(wire())
     module = __import__(type(model).__module__, fromlist=["x"])
     monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden, mask: hidden)
+    with pytest.raises(CollateError, match=r"layers\.0\.linear_attn.*goes on from padding"):
+        check_delivery(model, batch)
+
+
+def test_a_layer_whose_numbers_change_shows_alone_only():
+    """Told right, and wrong all the same."""
+    model = model_of("qwen3_next")
+    batch = BatchAdapter(model)(wire())
+    model.model.norm.register_forward_hook(lambda layer, args, out: out.roll(1, dims=2) if len(out) > 1 else out)
     check_delivery(model, batch)
     with pytest.raises(CollateError, match="relative error of the logits"):
         check_delivery(model, batch, alone=True)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [[3, 5]]])
+def test_segments_of_another_batch_prove_nothing(lengths):
+    batch = {"input_ids": torch.tensor([[257, 257, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
+    with pytest.raises(CollateError, match=r"calls of \[2, 3\] tokens.*\[[12], [58]\] is told"):
+        check_delivery(model_of("qwen3"), batch, segments=Segments.from_lengths(lengths))
+
+
+def test_a_window_that_the_mask_forgets_is_told():
+    model, batch = model_of("mistral"), wire("right")
+    with pytest.raises(CollateError, match="attends more than sliding"):
+        check_delivery(model, bare(batch, dense(truth_of(batch))), segments=truth_of(batch))
+    check_delivery(model, BatchAdapter(model)(batch), alone=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "qwen3_next", "mistral"])
+def test_positions_that_are_wrong_are_told(name):
+    model, batch = model_of(name), wire()
+    right = BatchAdapter(model)(batch)
+    check_delivery(model, right, alone=True)
+    turned = {**right, "position_ids": batch["position_ids"].flip(1)}
+    with pytest.raises(CollateError, match="has position"):
+        check_delivery(model, turned)
+    if name == "gpt2":  # it embeds the place where nobody counts
+        with pytest.raises(CollateError, match="has position"):
+            check_delivery(model, {key: value for key, value in right.items() if key != "position_ids"})
+
+
+def headless(kind):
+    model = getattr(transformers, kind).from_config(model_of("qwen3_next").config).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TOKENIZER.pad_token_id] = 1  # a row of zeros is no padding to see
+    return model
+
+
+@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
+def test_models_without_logits_of_tokens(kind):
+    try:
+        model = headless(kind)
+    except ValueError:
+        pytest.skip(f"no {kind} of it in this release")
+    batch = wire("left")
+    found = check_delivery(model, BatchAdapter(model)(batch), alone=True)
+    assert found.layers
+    assert not found.unseen
+    with pytest.raises(CollateError, match=r"layers\.0\.linear_attn"):
+        check_delivery(model, bare(batch, dense(truth_of(batch))), segments=truth_of(batch))
+
+
+def test_a_token_whose_embedding_is_zero_may_count_for_nothing():
+    model = model_of("qwen3_next")
+    ids = torch.tensor([[257, 257, 9, 9, 7], [4, 9, 5, 6, 9]])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = 0
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])}
+    check_delivery(model, batch, alone=True)
+    with pytest.raises(CollateError, match="goes on from padding"):
+        check_delivery(
+            model, {"input_ids": ids, "attention_mask": None}, segments=Segments.from_lengths([3, 5], side="left")
+        )
 
 
 def test_the_model_is_left_as_it_was_and_nan_is_wrong():
@@ -177,10 +247,23 @@ def test_the_model_is_left_as_it_was_and_nan_is_wrong():
         check_delivery(model, batch, alone=True)
 
 
-def test_a_module_of_no_known_stack_is_refused_by_both():
-    for ask in (lambda model: check_delivery(model, {}), guard_first_batch):
-        with pytest.raises(CollateError, match="Layers are known of transformers and Megatron-core"):
-            ask(torch.nn.Linear(2, 2))
+def test_a_model_that_attends_to_nothing_proves_nothing():
+    with pytest.raises(CollateError, match="no known kernel in Linear"):
+        check_delivery(torch.nn.Linear(2, 2), {"input": torch.ones(1, 3, 2)}, segments=Segments.from_lengths([3]))
+    with pytest.raises(CollateError, match="model: got"):
+        guard_first_batch("qwen3")
+
+
+def test_a_guard_outlives_a_forward_that_raises():
+    model, batch, said = model_of("qwen3_next"), BatchAdapter(model_of("qwen3_next"))(wire()), []
+    guard_first_batch(model, report=said.append)
+    with pytest.raises(TypeError):
+        model(**batch, labels=5.0)
+    assert not said
+    model(**batch)
+    assert len(said) == 1
+    model(**batch)
+    assert len(said) == 1
 
 
 def test_the_guard_looks_once_and_at_positional_arguments_too():

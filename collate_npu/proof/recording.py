@@ -1,0 +1,244 @@
+"""Recording: the kernel calls of a process, each in its layer and its forward, while the process runs as it is.
+
+Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
+same tokens the innermost counts. Nothing here ends a run: what could not be read is said beside what was.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from collate_npu.errors import CollateError
+from collate_npu.kernels.check import call_breaches, knows
+from collate_npu.proof.forward import Forward, Seen, is_layer, short
+from collate_npu.proof.hooks import Hooks, arguments_of
+from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu.proof.told import zeros_of
+
+Begin = Callable[[nn.Module, Any, Any], "Forward | None"]
+"""`begin(module, args, kwargs)` of what is called outermost: the forward that begins with it, None for none."""
+End = Callable[[Forward], str]
+"""`end(forward)`: what to raise behind it, "" for nothing."""
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
+"""Names of embeddings of positions."""
+
+
+class Recorder:
+    """Hears every kernel while it is on."""
+
+    def __init__(self, begin: Begin, end: End) -> None:
+        self.failed: set[str] = set()
+        """What went wrong in recording itself; the run goes on."""
+        self.models: set[str] = set()
+        """Classes of the models that ran."""
+        self.hooks = Hooks(self._heard, self._around)
+        self._begin, self._end = begin, end
+        self._local = threading.local()
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
+        """Modules that were called outermost, and whether they are models."""
+
+    @property
+    def forward(self) -> Forward | None:
+        """The one that runs now, in this thread."""
+        running: Forward | None = self._here.forward
+        return running
+
+    def forget(self) -> None:
+        """A forked process begins anew."""
+        self._local = threading.local()
+
+    def root_of(self, module: nn.Module) -> nn.Module | None:
+        """The model that this module is a part of."""
+        known = self._names.get(id(module))
+        return None if known is None else known[0]()
+
+    def knows(self, root: nn.Module) -> bool:
+        """Is it a model with layers that look at other tokens? Its names are kept, and its kernels wrapped."""
+        held, looks = self._roots.get(id(root), (None, False))
+        if held is not None and held() is root:
+            return looks
+        held, looks = weakref.ref(root), any(map(is_layer, root.modules()))
+        self._roots[id(root)] = held, looks
+        if not looks:
+            return False
+        for name, module in root.named_modules():
+            if id(module) not in self._names or name == "" or self.root_of(module) is None:
+                self._names[id(module)] = held, short(name)
+        self.models.add(type(root).__name__)
+        self.hooks.look_at(root)
+        return True
+
+    @contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """What is ours never ends the run."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.add(f"{type(error).__name__}: {str(error)[:120]}")
+
+    # --- modules
+
+    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        here = self._here
+        if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
+            kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
+            values = {"self": module, **bound(module.forward, args, kwargs)}
+            if type(module).__name__ == "Conv1d":
+                values = {"x": args[0] if args else kwargs["input"]}
+            return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
+        forward, outer = None, here.forward
+        with self.unharmed():
+            if not here.stack or self._has_other_rows(kwargs):
+                forward = self._begin(module, args, kwargs)
+                here.forward = forward or outer
+            elif outer is not None and (kind := self._counts(module)):
+                self._note_positions(outer, kind, module, args, kwargs)
+        here.stack.append(module)
+        try:
+            result = original(module, *args, **kwargs)
+        except BaseException as error:
+            here.stack.pop()
+            if forward is not None:
+                forward.raised = type(error).__name__
+            self._left(forward, outer)
+            raise
+        here.stack.pop()
+        if isinstance(module, nn.Embedding) and here.forward is not None:
+            self._note_empty(here.forward, result)
+        if wrong := self._left(forward, outer):
+            raise CollateError(wrong)
+        return result
+
+    def _left(self, forward: Forward | None, outer: Forward | None) -> str:
+        if forward is not None:
+            self._here.forward = outer
+            with self.unharmed():
+                return self._end(forward)
+        return ""
+
+    @property
+    def _here(self) -> Any:
+        """Of this thread: the modules that run, its forward, and how deep its kernels are."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack, self._local.forward, self._local.depth = [], None, 0
+        return self._local
+
+    def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        ids, forward = kwargs.get("input_ids"), self._here.forward
+        if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
+            return False
+        whole = forward.ids.flatten()
+        real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
+        return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
+
+    def _is_kernel(self, module: nn.Module) -> bool:
+        """A convolution is one inside a recurrent layer, one channel at a time."""
+        if not isinstance(module, nn.Conv1d):
+            return True
+        return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
+
+    def _counts(self, module: nn.Module) -> str:
+        """Is it given positions: rotary ones, or those that are embedded?"""
+        if "rotary" in type(module).__name__.lower():
+            return "rotary"
+        known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
+        return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
+
+    def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [value for value in (kwargs.get("position_ids"), *args) if isinstance(value, Tensor)]
+        whole = [value for value in given if not value.is_floating_point() and value.ndim in (1, 2)]
+        if whole and forward.truth is not None:
+            found = whole[0].detach().cpu().numpy()
+            S = forward.truth.shape[1]
+            if found.shape[-1] == S and found.size in (S, forward.truth.array.size):
+                found = np.broadcast_to(found, forward.truth.shape)
+            name = self._name_of(module)
+            forward.calls.append(
+                Seen(layer=name, module=module, kernel=type(module).__name__, kind=kind, told=None, positions=found)
+            )
+
+    def _note_empty(self, forward: Forward, embedded: Any) -> None:
+        """Tokens whose embedding is zero add nothing in the first layer, masked or not."""
+        if forward.ids is not None and isinstance(embedded, Tensor) and embedded.shape[:-1] == forward.ids.shape:
+            with self.unharmed():
+                forward.empty_T = zeros_of(embedded, "BTD")
+
+    def _name_of(self, module: nn.Module) -> str:
+        known = self._names.get(id(module))
+        return known[1] if known else type(module).__name__
+
+    # --- kernels
+
+    def _heard(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = self._here
+        if not here.stack or here.forward is None:
+            return function(*args, **kwargs)
+        values: dict[str, Any] | str
+        try:
+            values = arguments_of(function, args, kwargs)
+        except Exception as error:
+            values = f"{type(error).__name__}: {error}"
+        if name == "torch.conv1d" and (here.depth or not is_layer(here.stack[-1]) or not _is_depthwise(values)):
+            return function(*args, **kwargs)
+        return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: function(*args, **kwargs))
+
+    def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
+        """Call it; of kernels that call one another for the same tokens the innermost counts."""
+        forward: Forward | None = self._here.forward
+        if forward is None:
+            return call()
+        seen, first = self._seen(name, row, values), len(forward.calls)
+        result: Any = seen
+        self._here.depth += 1
+        try:
+            result = call()
+            return result
+        finally:
+            self._here.depth -= 1
+            inner = [each.told for each in forward.calls[first:] if each.told is not None]
+            whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
+            if result is not None and not whole:  # None: a fallback that does nothing
+                forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
+
+    def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
+        kind, read = row
+        stack = self._here.stack
+        layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
+        seen = Seen(layer=self._name_of(layer), module=layer, kernel=name, kind=kind, told=None)
+        try:
+            if isinstance(values, str):
+                raise UnreadError(values)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise UnreadError("a graph is being captured")
+            with torch.no_grad():
+                told = read(name, values)
+            found = call_breaches(name, values) if knows(name) else ()
+            return replace(seen, told=told, breaches=tuple(found))
+        except UnreadError as error:
+            return replace(seen, unread=str(error))
+        except Exception as error:  # the run goes on, whatever its arguments are
+            return replace(seen, unread=f"{type(error).__name__}: {str(error)[:80]}")
+
+
+def _is_depthwise(values: dict[str, Any] | str) -> bool:
+    weight = values.get("weight") if isinstance(values, dict) else None
+    return isinstance(weight, Tensor) and isinstance(values, dict) and weight.shape[0] == values.get("groups", 1) > 1
+
+
+def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by their names, those of `**kwargs` among them; what the function itself would refuse, it refuses."""
+    with suppress(TypeError, ValueError):
+        return arguments_of(function, args, kwargs)
+    return dict(kwargs)

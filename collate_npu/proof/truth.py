@@ -1,0 +1,47 @@
+"""Truth: what a batch says of its tokens, to the model that is called with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from collate_npu.consumers.consumer import Case, Model
+from collate_npu.consumers.models import config_of, consumer_of
+from collate_npu.keys import KEYS, of_kind
+from collate_npu.masks.find import agreed
+from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.sources import Sources
+from collate_npu.segments import Segments, ready
+
+
+def case_of(
+    model: nn.Module, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
+) -> Case:
+    """The Segments of the batch, where they are not given by `segments`, and what is known of the model.
+
+    A layer that is called with hidden states `[B, S, D]` and no tokens is asked like a model with `inputs_embeds`.
+    Raises what the door raises.
+    """
+    about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
+    both = about.pattern == "bidirectional" or getattr(config_of(model), "is_encoder_decoder", False)
+    declared = pattern or ("bidirectional" if both else None)
+    sources = Sources.of(_with_tokens(batch))
+    if segments is None:
+        row = sources.shape()[0] == 1
+        flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
+        segments = ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat))
+    flat = len(segments.ids) == 1 and any(batch[key] is not None for key in of_kind(batch, "offsets"))
+    return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+
+
+def _with_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tokens by a name that the door knows: Megatron's `tokens`, or what a layer is called with."""
+    if not isinstance(batch, Mapping) or batch.get("input_ids") is not None or batch.get("inputs_embeds") is not None:
+        return batch
+    if isinstance(tokens := batch.get("tokens"), Tensor):
+        return {**batch, "input_ids": tokens, "tokens": None}
+    values = (value for key, value in batch.items() if key not in KEYS and isinstance(value, Tensor))
+    states = next((value for value in values if value.ndim == 3 and value.is_floating_point()), None)
+    return batch if states is None else {**batch, "inputs_embeds": states}

@@ -1,0 +1,69 @@
+"""Delivery of a stack that nobody knows: each planted fault is found at its kernel, by the check and by the guard."""
+
+import pytest
+import torch
+from stranger import DeltaLayer, Model
+from test_watching import IDS, OFFSETS, PLANTED
+
+from collate_npu import CollateError, Segments, check_delivery, guard_first_batch
+
+BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_is_planted_is_found(fault):
+    faults, layer, _ = PLANTED[fault]
+    with pytest.raises((CollateError, ValueError, RuntimeError, IndexError)) as error:
+        check_delivery(Model(faults), BATCH)
+    if isinstance(error.value, CollateError) and "delivery" in str(error.value):  # else a reference refused its arguments
+        assert f"got {layer}: " in str(error.value)
+    guard_first_batch(model := Model(faults))
+    with pytest.raises((CollateError, ValueError, RuntimeError, IndexError)):
+        model(**BATCH)
+
+
+def test_a_right_run_passes_and_says_what_was_looked_at():
+    model, said = Model(), []
+    found = check_delivery(model, BATCH, alone=True)
+    assert found.layers == {}
+    assert found.unseen == ()
+    assert found.told == "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
+    guard_first_batch(model, report=said.append)
+    model(IDS, OFFSETS)
+    assert str(said[0]) == f"collate_npu: every layer got what the batch says: kernels: {found.told}"
+    model(IDS, OFFSETS)
+    assert len(said) == 1
+
+
+def test_a_layer_alone_is_called_with_hidden_states():
+    layer, hidden = DeltaLayer({}), torch.randn(1, 16, 16)
+    found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, alone=True)
+    assert found.told == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔"
+    with pytest.raises(CollateError, match="goes on from another sequence"):
+        check_delivery(DeltaLayer(PLANTED["convolution told nothing"][0][0]), {"hidden": hidden, "cu_seqlens": OFFSETS})
+    with pytest.raises(CollateError, match=r"calls of \[1, 16\] tokens"):
+        check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, segments=Segments.from_lengths([[6, 5]]))
+
+
+def test_layers_of_which_nothing_was_judged_are_named():
+    class StateLayer(torch.nn.Module):
+        """Its kernel has a name that nobody knows."""
+
+        def forward(self, hidden):
+            return hidden.cumsum(1)
+
+    class MambaLayer(StateLayer):
+        pass
+
+    class Mixed(Model):
+        def __init__(self):
+            super().__init__()
+            self.last = MambaLayer()
+
+        def forward(self, input_ids, cu_seqlens):
+            return self.last(super().forward(input_ids, cu_seqlens))
+
+    found = check_delivery(Mixed(), BATCH)
+    assert found.unseen == ("last",)
+    assert "these layers got what the batch says" in str(found)
+    assert "not looked at: last" in str(found)
