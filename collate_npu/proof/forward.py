@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.models import attention_windows, config_of, text_config
+from collate_npu.consumers.models import attention_windows, config_of, layer_kinds, text_config
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import CAUSAL, Chunked, Pattern, Sliding
 from collate_npu.proof.kernel_calls import MODULES
 from collate_npu.proof.reading import why_row_wrong
 from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
@@ -136,16 +136,16 @@ class Forward:
             return None
         if not seen.told.fits:
             return "they begin at 0, never fall, and end with its tokens", _REMEDIES[seen.told.kind]
-        window, plain = self._window_of(seen) if seen.told.kind == "attention" else (None, True)
+        own = self._pattern_of(seen) if seen.told.kind == "attention" else None
         if not self.judges(seen) or self.truth is None:
-            if window is None or seen.told.reach <= window:
+            if not isinstance(own, (Sliding, Chunked)) or seen.told.reach <= own.size:
                 return None
-            return f"it reaches over {seen.told.reach} tokens, and the config says {window}", _REMEDIES["attention"]
-        pattern = self.pattern if plain else None
+            return f"it reaches over {seen.told.reach} tokens, and the config says {own}", _REMEDIES["attention"]
+        own = own if self.pattern is not None else None
         if seen.told.allowed is None:
-            why = why_differs(seen.told, self.truth, self.empty_T) or self._why_width_wrong(seen.told, pattern, window)
+            why = why_differs(seen.told, self.truth, self.empty_T) or self._why_width_wrong(seen.told, own)
         else:
-            why = self._why_attends_wrong(seen.told, pattern, window)
+            why = self._why_attends_wrong(seen.told, own)
         return (why, _REMEDIES[seen.told.kind]) if why else None
 
     def layers(self) -> dict[str, nn.Module]:
@@ -191,43 +191,47 @@ class Forward:
             return False
         return places_in(seen.told, self.truth) is not None
 
-    def _why_attends_wrong(self, told: Told, pattern: Pattern | None, window: int | None) -> str:
+    def _why_attends_wrong(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape:
             return why_differs(told, self.truth)
-        pattern = Pattern.sliding(window) if window is not None and pattern is not None else pattern
         for b in range(told.shape[0]):
-            if why := why_row_wrong(self.truth, pattern, b, torch.arange(told.shape[1]), told.allowed(b)):
+            if why := why_row_wrong(self.truth, own, b, torch.arange(told.shape[1]), told.allowed(b)):
                 return why
         return ""
 
-    def _why_width_wrong(self, told: Told, pattern: Pattern | None, window: int | None) -> str:
+    def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
-        if told.kind != "attention" or pattern is None or not pattern.causal:
+        if told.kind != "attention" or own is None or not own.causal:
             return ""
         if told.causal is False and self.truth.max_length > 1:
             return "it looks ahead, and the model is causal"
-        if window == told.window or self.truth.longest_span <= min(window or 1 << 60, told.window or 1 << 60):
+        span = self.truth.longest_span
+        if isinstance(own, Chunked):  # no kernel is told of chunks without a mask
+            return f"it attends the whole past, and the config says {own}" if span > own.size else ""
+        size = own.size if isinstance(own, Sliding) else None
+        if size == told.window or span <= min(size or 1 << 60, told.window or 1 << 60):
             return ""
-        return f"its window is {told.window or 'the whole past'}, and the config says {window or 'the whole past'}"
+        return f"its window is {told.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
-    def _window_of(self, seen: Seen) -> tuple[int | None, bool]:
-        """The window of this layer by the model's config, and whether its pattern is known: not of chunks, nor of windows
-        to both sides, nor where layers differ and nothing says how."""
+    def _pattern_of(self, seen: Seen) -> Pattern | None:
+        """What this layer attends by the model's config; None where that is not known: of windows to both sides, and where
+        layers differ and nothing says how."""
         config, at = text_config(config_of(self.root)), getattr(seen.module, "layer_idx", None)
+        plain = self.pattern or CAUSAL
         try:
             known: Mapping[str, int | None] = attention_windows(config)
         except (CollateError, AttributeError, TypeError):
-            return None, True
-        kinds = getattr(config, "layer_types", None)
-        listed = isinstance(kinds, (list, tuple)) and isinstance(at, int) and at < len(kinds)
-        kind = str(kinds[at]) if listed and kinds is not None and at is not None else ""
-        if "chunk" in kind or (not listed and len(known) > 1) or "local" in str(getattr(config, "attention_layers", "")):
-            return None, False
-        window = known.get(kind)
-        both = self.pattern is not None and not self.pattern.causal
-        return (None, False) if window is not None and both else (window, True)
+            return plain
+        kinds = layer_kinds(config)
+        kind = kinds[at] if isinstance(at, int) and at < len(kinds) else ""
+        if (not kind and len(known) > 1) or "local" in str(getattr(config, "attention_layers", "")):
+            return None
+        if (size := known.get(kind)) is None:
+            return plain
+        own = Pattern.chunked(size) if "chunk" in kind else Pattern.sliding(size)
+        return own if plain.causal else None
 
     def beside(self) -> set[int]:
         """Numbers of the calls that nothing judges but the others of this forward."""
@@ -247,7 +251,7 @@ class Forward:
         if self._two_rows:
             return []
         left = [n for n, seen in enumerate(self.calls) if seen.told is not None and not self.judges(seen)]
-        left = [n for n in left if self.calls[n].kind != "attention" or self._window_of(self.calls[n])[1]]
+        left = [n for n in left if self.calls[n].kind != "attention" or self._pattern_of(self.calls[n]) is not None]
         return [n for n in left if not _FOREIGN.search(self.calls[n].layer.lower())]
 
     def _told_most(self) -> int | None:

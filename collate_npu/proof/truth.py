@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import config_of, consumer_of
-from collate_npu.keys import KEYS, of_kind
+from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.find import agreed
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
@@ -37,11 +37,9 @@ def case_of(
 
 
 def _with_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tokens by a name that the door knows: Megatron's `tokens`, or what a layer is called with."""
-    if not isinstance(batch, Mapping) or batch.get("input_ids") is not None or batch.get("inputs_embeds") is not None:
+    """What a layer is called with by a name that the door knows, where there are no tokens."""
+    if not isinstance(batch, Mapping) or any(batch[key] is not None for key in with_role(batch, "tokens")):
         return batch
-    if isinstance(tokens := batch.get("tokens"), Tensor):
-        return {**batch, "input_ids": tokens, "tokens": None}
     values = (value for key, value in batch.items() if key not in KEYS and isinstance(value, Tensor))
     states = next((value for value in values if value.ndim == 3 and value.is_floating_point()), None)
     return batch if states is None else {**batch, "inputs_embeds": states}

@@ -188,6 +188,17 @@ def test_a_window_that_the_mask_forgets_is_told():
     check_delivery(model, BatchAdapter(model)(batch), alone=True)
 
 
+def test_chunks_that_the_mask_forgets_are_told():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16, "num_local_experts": 2}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "attention_chunk_size": 4}
+    config = transformers.Llama4TextConfig(vocab_size=len(TOKENIZER), pad_token_id=5, **sizes, **heads)
+    model, batch = transformers.Llama4ForCausalLM(config).eval(), wire()
+    check_delivery(model, BatchAdapter(model)(batch))
+    with pytest.raises(CollateError, match=r"layers\.2\.self_attn: .*attends more than chunked\(4\)") as error:
+        check_delivery(model, bare(batch, dense(truth_of(batch))), segments=truth_of(batch))
+    assert "layers.3" not in str(error.value)  # it attends to all
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "qwen3_next", "mistral"])
 def test_positions_that_are_wrong_are_told(name):
     model, batch = model_of(name), wire()
@@ -199,6 +210,12 @@ def test_positions_that_are_wrong_are_told(name):
     if name == "gpt2":  # it embeds the place where nobody counts
         with pytest.raises(CollateError, match="has position"):
             check_delivery(model, {key: value for key, value in right.items() if key != "position_ids"})
+
+
+def test_true_and_false_are_numbers_to_eager():
+    model, batch = model_of("qwen3", "eager"), wire()
+    with pytest.raises(CollateError, match=r"told mask .*attends padding"):
+        check_delivery(model, bare(batch, dense(truth_of(batch))), segments=truth_of(batch))
 
 
 def headless(kind):
@@ -257,8 +274,8 @@ def test_a_model_that_attends_to_nothing_proves_nothing():
 def test_a_guard_outlives_a_forward_that_raises():
     model, batch, said = model_of("qwen3_next"), BatchAdapter(model_of("qwen3_next"))(wire()), []
     guard_first_batch(model, report=said.append)
-    with pytest.raises(TypeError):
-        model(**batch, labels=5.0)
+    with pytest.raises((TypeError, AttributeError)):
+        model(**batch | {"labels": 5.0})
     assert not said
     model(**batch)
     assert len(said) == 1

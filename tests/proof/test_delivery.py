@@ -3,9 +3,9 @@
 import pytest
 import torch
 from stranger import DeltaLayer, Model
-from test_watching import IDS, OFFSETS, PLANTED
+from test_watching import IDS, OFFSETS, PLANTED, Two
 
-from collate_npu import CollateError, Segments, check_delivery, guard_first_batch
+from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
 
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
@@ -67,3 +67,23 @@ def test_layers_of_which_nothing_was_judged_are_named():
     assert found.unseen == ("last",)
     assert "these layers got what the batch says" in str(found)
     assert "not looked at: last" in str(found)
+
+
+def test_a_model_within_another_has_other_tokens():
+    found = check_delivery(Two(), {"input_ids": IDS, "cu_seqlens": torch.tensor([0, 4, 16])})
+    assert found.unseen == tuple(f"reward.layers.{n}" for n in range(3))
+
+
+def test_kernels_of_a_rank_are_not_judged_by_the_whole_rows():
+    """What one is told beside the others of its rank may be a step of a ring."""
+    model = Model({0: {"rule": PLANTED["rule shifted"][0][0]["rule"]}})
+    with pytest.raises(CollateError, match="calls of"):
+        check_delivery(model, BATCH, segments=Segments.from_lengths([[6, 10]]), context_parallel=ContextParallel(2, 0))
+
+
+def test_tokens_of_megatron_are_tokens():
+    class Named(Model):
+        def forward(self, tokens, cu_seqlens):
+            return super().forward(tokens, cu_seqlens)
+
+    assert "✔" in check_delivery(Named(), {"tokens": IDS, "cu_seqlens": OFFSETS}).told
