@@ -158,7 +158,9 @@ class Recorder:
 
     def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [value for value in (kwargs.get("position_ids"), *args) if isinstance(value, Tensor)]
-        whole = [value for value in given if not value.is_floating_point() and value.ndim in (1, 2)]
+        given = [value for value in given if not value.is_floating_point()]
+        axes = [value[0] for value in given if value.ndim == 3 and bool((value == value[:1]).all())]  # mRoPE, of text
+        whole = [value for value in given if value.ndim in (1, 2)] + axes
         if whole and forward.truth is not None:
             found = whole[0].detach().cpu().numpy()
             S = forward.truth.shape[1]

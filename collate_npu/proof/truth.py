@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import config_of, consumer_of
+from collate_npu.errors import AmbiguousMaskError
 from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.find import agreed
 from collate_npu.masks.patterns import Pattern
@@ -29,11 +30,30 @@ def case_of(
     declared = pattern or ("bidirectional" if both else None)
     sources = Sources.of(_with_tokens(batch))
     if segments is None:
-        row = sources.shape()[0] == 1
-        flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
-        segments = ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat))
+        try:
+            segments = _agreed(sources, declared)
+        except AmbiguousMaskError:
+            if not (held := _held_offsets(batch)):
+                raise
+            segments = _agreed(sources | held, declared)
     flat = len(segments.ids) == 1 and any(batch[key] is not None for key in of_kind(batch, "offsets"))
     return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+
+
+def _agreed(sources: Sources, declared: str | Pattern | None) -> Segments:
+    row = sources.shape()[0] == 1
+    flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
+    return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat))
+
+
+def _held_offsets(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Offsets in an object of the batch: Megatron's `packed_seq_params`, NeMo RL's `flash_attn_kwargs`."""
+    held: dict[str, Any] = {}
+    for value in batch.values():
+        if not isinstance(value, (Tensor, str, list, tuple)):
+            fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            held |= {key: fields[key] for key in with_role(fields, "offsets", "padded_offsets") if fields[key] is not None}
+    return held
 
 
 def _with_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
