@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Fault, Forward, block, short
+from collate_npu.proof.forward import Forward, block, few, listed, short
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, run, scores_of
 from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
@@ -81,11 +81,6 @@ class Delivery:
         who = "these layers" if self.unseen else "every layer"
         said = "; ".join(filter(None, [*parts, "" if self.alone is None else str(self.alone)]))
         return f"collate_npu: {who} got what the batch says: {said}"
-
-
-def few(names: Sequence[str]) -> str:
-    """The first eight of them, and how many more."""
-    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
 
 @checked
@@ -223,7 +218,7 @@ class _Record:
             rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads."
             remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
             remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
-            raise CollateError(explain("delivery", _listed(handed, calls.values()), rule, remedy))
+            raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy))
         if not (readers or told):
             self._refuse_nothing()
         unseen = [name for name in self.forward.layers() if not _among(name, {*readers, *told})]
@@ -243,20 +238,6 @@ class _Record:
         rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel or a layer."
         remedy = "Pass the batch of these Segments, and the model that attends; `collate-npu watch` lists what runs."
         raise CollateError(explain("delivery", got, rule, remedy))
-
-
-def _listed(handed: Mapping[str, str], faults: Iterable[Fault]) -> str:
-    """Each layer with what is wrong there, those with the same faults together."""
-    kernels: dict[tuple[str, str], list[str]] = {}
-    for fault in faults:
-        kernels.setdefault((fault.layer, f"told {fault.told}: {fault.why}"), []).append(fault.kernel)
-    whys = {name: [why] for name, why in handed.items()}
-    for (layer, what), names in kernels.items():
-        whys.setdefault(layer, []).append(f"{' and '.join(dict.fromkeys(names))} {what}")
-    layers: dict[str, list[str]] = {}
-    for name, each in whys.items():
-        layers.setdefault("; ".join(each), []).append(name)
-    return "; ".join(f"{few(names)}: {why}" for why, names in layers.items())
 
 
 def _handed(reader: tuple[str, Received]) -> tuple[str, str]:

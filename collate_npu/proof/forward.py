@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -325,6 +326,25 @@ def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
     return " · ".join(parts)
+
+
+def listed(faults: Iterable[Fault], handed: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Each layer with what is wrong there, those with the same faults together; `handed`: what is wrong with what it got."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        kernels.setdefault((fault.layer, f"told {fault.told}: {fault.why}"), []).append(fault.kernel)
+    whys = {name: [why] for name, why in handed.items()}
+    for (layer, what), names in kernels.items():
+        whys.setdefault(layer, []).append(f"{' and '.join(dict.fromkeys(names))} {what}")
+    layers: dict[str, list[str]] = {}
+    for name, each in whys.items():
+        layers.setdefault("; ".join(each), []).append(name)
+    return "; ".join(f"{few(names)}: {why}" for why, names in layers.items())
+
+
+def few(names: Sequence[str]) -> str:
+    """The first eight of them, and how many more."""
+    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
 
 def counts(calls: list[Seen]) -> Counter[str]:

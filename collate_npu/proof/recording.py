@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from collate_npu.consumers.consumer import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.proof.forward import Forward, Seen, is_layer, short
+from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
 from collate_npu.proof.hooks import Hooks, arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.proof.told import zeros_of
@@ -232,6 +233,32 @@ class Recorder:
             return replace(seen, unread=str(error))
         except Exception as error:  # the run goes on, whatever its arguments are
             return replace(seen, unread=f"{type(error).__name__}: {str(error)[:80]}")
+
+
+@contextmanager
+def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
+    """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
+    faults: list[Fault] = []
+    coming = iter(cases)
+
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        if module is not model or (case := next(coming, None)) is None:
+            return None
+        forward = Forward(root=model, number=0, step=0, training=torch.is_grad_enabled())
+        forward.judge_by(case)
+        return forward
+
+    def end(forward: Forward) -> str:
+        faults.extend(forward.faults().values())
+        return ""
+
+    recorder = Recorder(begin, end)
+    recorder.hooks.install()
+    recorder.knows(model)
+    try:
+        yield faults
+    finally:
+        recorder.hooks.taken_off()
 
 
 def _is_depthwise(values: dict[str, Any] | str) -> bool:

@@ -11,18 +11,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
+from collate_npu.proof.forward import Fault, listed
 from collate_npu.proof.invariance import Collator, Samples
 from collate_npu.proof.located import Located
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
 from collate_npu.proof.noise import Yardstick, measure_noise
+from collate_npu.proof.recording import heard
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import FLAT, WAYS, Layout, Subject
 from collate_npu.tools.refusals import first_line, said
@@ -59,7 +64,8 @@ class Finding:
     right: bool | None = None
     """By the yardstick; None where nothing was measured."""
     astray: tuple[str, ...] = ()
-    """What is not right by the yardstick: `logits`, `loss`, `gradient`; and `labels` that are not those of the samples."""
+    """What is not right by the yardstick: `logits`, `loss`, `gradient`; `labels` that are not those of the samples; and
+    `kernels` that were told something else than the batch says."""
     note: str = ""
     refused: bool = False
     no_kernel: bool = False
@@ -76,7 +82,7 @@ class Finding:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
         if self.logits is None:
             return self.refused
-        if tolerance is None or "labels" in self.astray:
+        if tolerance is None or {"labels", "kernels"} & {*self.astray}:
             return bool(self.right)
         measured = (self.logits, self.loss, self.gradient)
         return all(error is None or error <= tolerance for error in measured)
@@ -97,6 +103,7 @@ class Audit:
         self.subject = Subject(model=model, side="right", pad_token_id=pad_token_id)
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
         self._found: dict[tuple[Layout, str], Compared | Exception] = {}
+        self._told: dict[tuple[Layout, str], list[Fault]] = {}
 
     def columns(self, side: Layout) -> list[str]:
         """The ways of handing over that can be tried on this side and attention."""
@@ -121,7 +128,8 @@ class Audit:
     def finding(self, side: Layout, column: str) -> Finding:
         """One case: measured, refused or raised."""
         whose: Whose = "ours" if WAYS[side][column].ours else "elsewhere"
-        return self._judged(side, column, whose, self._compared(side, column))
+        found = self._judged(side, column, whose, self._compared(side, column))
+        return _with_kernels(found, self._told[side, column])
 
     def of_collator(self, column: str, collator: Collator) -> Finding:
         """The batches of a collator that was given. Raises `CollateError` where they hold other tokens than the samples."""
@@ -130,8 +138,9 @@ class Audit:
     def of_given(self, column: str, cases: Sequence[Located]) -> Finding:
         """Batches that were given, judged like ours; they tell their side themselves."""
         asked = (self.subject.model, self._gradients)
-        found = _tried(zip((case.numbers(*asked) for case in cases), self._alone))
         given = [case.segments for case in cases]
+        with heard(self.subject.model, self._cases(given)) as told:
+            found = _tried(zip((case.numbers(*asked) for case in cases), self._alone))
         left: Layout = "left" if any(segments.padding_side == "left" for segments in given) else "right"
         finding = self._judged("packed" if any(segments.packed for segments in given) else left, column, "yours", found)
         if mislabelled := [case for case in cases if case.label_fault()]:
@@ -140,8 +149,12 @@ class Audit:
             yardstick = Yardstick(self._noise)
             pairs = [pair for pair in zip(cases, found.each) if not yardstick.passes(pair[1]) or pair[0] in mislabelled]
             wrong, each = pairs[0]
-            return replace(finding, note=invariance.advice(wrong, self.subject.model, yardstick.astray(each)))
-        return finding
+            finding = replace(finding, note=invariance.advice(wrong, self.subject.model, yardstick.astray(each)))
+        return _with_kernels(finding, told)
+
+    def _cases(self, truths: Iterable[Segments]) -> Iterator[Case]:
+        model, pattern = Model.of(self.subject.model), Pattern.of(self.subject.pattern or "causal")
+        return (Case(segments=each, model=model, pattern=pattern) for each in truths)
 
     def first(self, side: Layout) -> tuple[str, Segments, str]:
         """Whose model it is, what is real in its first batch, and the pattern of its attention."""
@@ -151,8 +164,12 @@ class Audit:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
             hand, subject = WAYS[side][column].hand, replace(self.subject, side=side)
-            runs = (self._run(hand(subject, features), subject.truth(features)) for features in self._batches)
-            self._found[side, column] = _tried(zip(runs, self._alone))
+            truths = [subject.truth(features) for features in self._batches]
+            runs = (self._run(hand(subject, features), truth) for features, truth in zip(self._batches, truths))
+            with ExitStack() as held:
+                ours = WAYS[side][column].ours
+                self._told[side, column] = held.enter_context(heard(subject.model, self._cases(truths))) if ours else []
+                self._found[side, column] = _tried(zip(runs, self._alone))
         return self._found[side, column]
 
     @cached_property
@@ -182,6 +199,14 @@ class Audit:
             astray=yardstick.astray(worst), by_position=found.by_position,
             note="" if finite else "a number in the batch, or of a sample alone, is not finite",
         )  # fmt: skip
+
+
+def _with_kernels(finding: Finding, faults: Sequence[Fault]) -> Finding:
+    """A case in which a kernel was told something else than the batch says is wrong, whatever its numbers."""
+    if not faults or finding.logits is None:
+        return finding
+    note = f"{finding.note} {listed(faults)}".strip()
+    return replace(finding, right=False, astray=(*finding.astray, "kernels"), note=note)
 
 
 def _tried(pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared | Exception:

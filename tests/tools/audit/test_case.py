@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("transformers")
 from text import sample_ids
 
-from collate_npu import CollateError
+from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu.masks import dense
 from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_model
 from collate_npu.tools.audit.case import Audit, Finding, audit, raised
@@ -177,3 +178,27 @@ def test_the_remedy_for_a_missing_kernel_is_one_of_this_device():
     assert "--kernels reference" in on_cpu["note"]
     assert "Install" not in on_npu["note"]
     assert raised(ValueError("else"), "cpu") == {"note": "ValueError: else", "refused": False}
+
+
+def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers():
+    """Recurrent layers that add nothing yet: a bare 4D mask changes no number, and is lost all the same."""
+    model = tiny("qwen3_next")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("linear_attn.out_proj.weight"):
+                weight.zero_()
+    settings = {"name": "qwen3_next", "pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": False}
+    case = Audit(model, SAMPLES, **settings)
+    right = PaddingCollator(TOKENIZER, padding_side="left", model=model)
+    assert case.of_collator("right", right).right
+
+    def bare(features):
+        batch = right(features)
+        keep = batch.pop("attention_mask").bool()
+        return {**batch, "attention_mask": dense(Segments.from_keep(keep))}
+
+    found = case.of_collator("bare", bare)
+    assert (found.right, found.astray) == (False, ("kernels",))
+    assert not found.within(1.0)
+    assert "linear_attn: " in found.note
+    assert "told nothing: the token at" in found.note
