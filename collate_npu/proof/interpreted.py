@@ -40,21 +40,26 @@ def interpreted() -> tuple[str, ...]:
 
 
 def _stand_in() -> None:
-    language, interpreter = import_module("triton.language"), import_module("triton.runtime.interpreter")
-
     def first(*_: Any, **__: Any) -> tuple[float, ...]:
         return 0.0, 0.0, 0.0
-
-    def counting(*bounds: Any) -> Iterable[Any]:
-        """`range`, whose numbers are Triton's where its bounds are."""
-        if not any(isinstance(bound, language.tensor) for bound in bounds):
-            return builtins.range(*bounds)
-        read = (int(bound.handle.data.item()) if isinstance(bound, language.tensor) else bound for bound in bounds)
-        return map(interpreter._implicit_cvt, builtins.range(*read))
 
     import_module("triton.runtime.autotuner").Autotuner._bench = first
     for name in _MODULES:
         import_module(name)
+    count_in_triton()
+
+
+def count_in_triton() -> None:
+    """In every module of fla that is imported by now."""
+    tensor, read = import_module("triton.language").tensor, import_module("triton.runtime.interpreter")._implicit_cvt
+
+    def counting(*bounds: Any) -> Iterable[Any]:
+        """`range`, whose numbers are Triton's where its bounds are."""
+        if not any(isinstance(bound, tensor) for bound in bounds):
+            return builtins.range(*bounds)
+        whole = (int(bound.handle.data.item()) if isinstance(bound, tensor) else bound for bound in bounds)
+        return map(read, builtins.range(*whole))
+
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             vars(module)["range"] = counting

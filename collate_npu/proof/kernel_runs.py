@@ -3,12 +3,13 @@
 Each call is judged by its contract first (`kernels.check`), then made, forward and backward; outputs and gradients of real
 tokens are compared with float64 (`kernel_truths`), gradients at padding must be finite. What passes is measured: `TIMES`
 the noise, which is what rounding the inputs to the dtype moves, and at least what a matrix product loses on this device.
+A kernel's matrix units may round float32 to ten bits (TF32, HF32), whatever torch is set to: on a card that is its noise.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ class _Asked:
     function: Callable[..., Any] | None
     form: str
     broken: list[str] = field(default_factory=list)
+    called: bool = False
 
     def __call__(self, form: str, **arguments: Any) -> Any:
         self.form = form
@@ -65,6 +67,7 @@ class _Asked:
             self.broken = [str(breach) for breach in found]
         if self.function is None or self.broken:
             raise _NotRunError
+        self.called = True
         first = [arguments.pop(name) for name in self.kernel.positional]
         return self.function(*first, **arguments)
 
@@ -130,7 +133,7 @@ def _run(
     try:
         run = _measured(kernel, truth, asked, run, device, dtype)
     except CollateError as error:
-        run = replace(run, state="refused", note=str(error))
+        run = replace(run, state="raised" if asked.called else "refused", note=str(error))  # an output of another shape
     except _NotRunError:
         run = replace(run, state="wrong" if asked.broken else "would run", note="; ".join(asked.broken))
     except Exception as error:  # operators raise what they like
@@ -150,23 +153,30 @@ def _measured(kernel: Kernel, truth: Truth, asked: _Asked, run: Run, device: str
             weights = known.weights[truth.segments.keep].float().to(out.device)
             torch.autograd.backward((unpad(out, truth.segments).float() * weights).sum())
     gradients = {name: _gradient(x) for name, x in inputs.items()} if backward else {}
-    least = FLOOR * product_error(inputs["x" if "x" in inputs else "q"].detach())
-    return _judged(run, truth, known, {"out": out, **gradients}, least)
+    coarse = _rounded_to(dtype, device)
+    noise, like = expected(kernel.problem, truth, coarse).noise, torch.zeros(1, dtype=coarse, device=device)
+    least = FLOOR * product_error(like)
+    passes = {name: TIMES * max(each, least) for name, each in noise.items()}  # the first: NaN is not replaced
+    return _judged(run, truth, known, {"out": out, **gradients}, passes)
+
+
+def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What a kernel's products round their inputs to: float16 has the ten bits of TF32 and HF32."""
+    return torch.float16 if dtype == torch.float32 and not device.startswith("cpu") else dtype
 
 
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, least: float) -> Run:
+def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, passes: Mapping[str, float]) -> Run:
     right = {"out": known.out, **known.gradients}
     errors = apart(truth.segments, found, {name: right[name] for name in found})
-    passes = {name: TIMES * max(known.noise[name], least) for name in found}
     astray = [name for name in found if not errors[name] <= passes[name]]
     spoilt = [name for name in {*found} - SHARED - {"out"} if not bool(torch.isfinite(found[name]).all())]
     said = [f"{', '.join(astray)} of real tokens"] if astray else []
     said += [f"not finite at padding: gradients of {', '.join(sorted(spoilt))}"] if spoilt else []
-    told = MARGIN * max(passes.values()) < 1  # else zeros would pass
+    told = MARGIN * max(passes[name] for name in found) < 1  # else zeros would pass
     state: State = "wrong" if said else "right" if told else "cannot tell"
     backward = [errors[name] for name in found if name != "out"]
     return replace(

@@ -50,6 +50,7 @@ TRUTHS = (
     Truth("packed rows", _of([[3, 70, 1], [64, 10]], width=80), few=True),
     Truth("one flat row and its tail", _of([[64, 1, 65, 2]], width=140), few=True),
     Truth("an empty row", _of([5, 0, 9])),
+    Truth("an empty row, padded left", _of([5, 0, 9], side="left")),
     Truth("one token", _of([[1]])),
     Truth("chunk edges", _of([63, 64, 65])),
     Truth("chunk edges, packed", _of([[127, 128, 129]])),
@@ -61,7 +62,7 @@ TRUTHS = (
     Truth("prefix, padded left", _of([30, 50], side="left"), Pattern.prefix([3, 20])),
     Truth("chunks", _of([30, 50]), Pattern.chunked(16)),
     Truth("chunks, padded left", _of([30, 50], side="left"), Pattern.chunked(16)),
-    Truth("full attention", _of([30, 50], side="left"), Pattern.of("bidirectional")),
+    Truth("full attention", _of([30, 0, 50], side="left"), Pattern.of("bidirectional")),
     Truth("full attention, packed", _of([[30, 50]]), Pattern.of("bidirectional")),
 )
 
