@@ -109,7 +109,8 @@ def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> Expected:
     drawn = problem.draw(truth.segments)
     rounded = in_dtype(drawn, dtype)
     found = {name: x.double() for name, x in rounded.items()}
-    (out, gradients), (exact, exacts) = (_each_alone(problem, truth, x) for x in (found, _summed(drawn)))
+    with torch.enable_grad():  # whoever asks
+        (out, gradients), (exact, exacts) = (_each_alone(problem, truth, x) for x in (found, _summed(drawn)))
     noise = apart(truth.segments, {"out": out, **gradients}, {"out": exact, **exacts})
     return Expected(weights_of(out), out, gradients, noise)
 

@@ -51,6 +51,13 @@ def test_torchs_own_attention_is_right_in_both_dtypes():
         assert max(run.passes for run in found) < most
 
 
+def test_transformers_plain_rule_is_right_by_its_mask():
+    """Padding on the left adds to the sums of decays: float32 loses more beside it, and that is noise too."""
+    pytest.importorskip("transformers")
+    found = run_on_cpu(RULE, RULE.function("cpu"), ["padded left", "an empty row, padded left", "packed rows"])
+    assert [run.state for run in found] == ["right", "refused", "right"]
+
+
 def test_a_card_that_is_not_there_leaves_a_listing_that_keeps_every_contract():
     found = list(runs(KERNELS, device="npu", dtype=torch.bfloat16, dry=True))
     assert states(found) == {"would run", "refused", "not here"}
