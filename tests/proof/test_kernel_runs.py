@@ -154,6 +154,15 @@ def test_a_gradient_at_padding_is_finite():
     assert "not finite at padding: gradients of k" in run.note
 
 
+def test_a_gradient_at_padding_alone_is_enough():
+    def spoils(query, *args, **kwargs):
+        query.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.nan))
+        return reference_fusion_attention(query, *args, **kwargs)
+
+    (run,) = run_on_cpu(FUSION, spoils, ["an empty row"], "BSND, mode 3")
+    assert (run.state, run.note) == ("wrong", "not finite at padding: gradients of q")
+
+
 def spoilt(x: Tensor) -> Tensor:
     x.register_hook(lambda grad: grad.index_fill(1, torch.tensor(0), torch.nan))
     return x

@@ -17,6 +17,7 @@ from collate_npu.proof.kernel_truths import (
     D,
     apart,
     expected,
+    in_dtype,
 )
 
 BY_NAME = {truth.name: truth for truth in TRUTHS}
@@ -69,6 +70,20 @@ def test_kda_with_one_decay_for_all_channels_is_the_rule():
     ]
     assert torch.allclose(*rows, atol=1e-6)
     assert not torch.allclose(rows[0], reference_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0], atol=1e-2)
+
+
+def test_each_channel_of_kda_decays_by_itself():
+    x = KDA.draw(BY_NAME["no padding"].segments)
+    q, k, v, g, beta = (x[name][:1, :2] for name in ("q", "k", "v", "g", "beta"))
+    beta = beta * torch.tensor([1.0, 0.0], dtype=torch.float64)[:, None]  # the second token writes nothing
+    out = reference_gated_delta_rule(q, k, v, g, beta)[0][0, 1]
+    seen = (q[0, 1] * g[0, 1].exp() * k[0, 0]).sum(-1) * beta[0, 0] * D**-0.5
+    assert torch.allclose(out, seen[:, None] * v[0, 0])
+
+
+def test_decays_stay_in_float32():
+    drawn = in_dtype(RULE.draw(BY_NAME["one token"].segments), torch.bfloat16)
+    assert {name for name, x in drawn.items() if x.dtype == torch.float32} == {"g"}
 
 
 def test_the_scan_is_a_sum_over_what_came_before():

@@ -99,6 +99,7 @@ def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():
         2,
     ]
     assert kernels.exit_code([a("right"), a("not installed")]) == 0
+    assert [kernels.exit_code([a("right"), a(state)]) for state in ("refused", "raised", "cannot tell")] == [0, 2, 2]
     assert kernels.exit_code([a("right"), a("not installed")], named=["b"]) == 2
     assert kernels.exit_code([a("right")], "no card") == 2
     assert kernels.exit_code([a("wrong")], "no card") == 1
