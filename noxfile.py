@@ -248,7 +248,7 @@ def peers_misc(session: nox.Session) -> None:
 def peers_fla(session: nox.Session) -> None:
     """flash-linear-attention's Triton kernels, forward and backward, in Triton's interpreter: alone, under transformers,
     and on two ranks. The one environment with both, because here no kernel is launched."""
-    install(session, TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.2", *TEST)
+    install(session, TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.2", *TEST, *AUDIT)
     session.install("--no-deps", "fla-core==0.5.2", "triton==3.7.0")
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_fla*.py")), *session.posargs, env=ENV)
 

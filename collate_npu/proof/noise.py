@@ -76,12 +76,11 @@ def measure_noise(
 
 def least_noise(model: nn.Module, found: float) -> float:
     """The noise that was found, and at least what this model's dtype and device lose; NaN stays."""
-    return max(found, FLOOR * product_error(model))  # the first: NaN is not replaced
+    return max(found, FLOOR * product_error(next(model.parameters())))  # the first: NaN is not replaced
 
 
-def product_error(model: nn.Module) -> float:
-    """The relative error of one matrix product, in the model's dtype and on its device, against float64."""
-    like = next(model.parameters())
+def product_error(like: Tensor) -> float:
+    """The relative error of one matrix product, in the dtype of this tensor and on its device, against float64."""
     drawn = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(like.dtype)
     x, y = drawn.to(like.device)
     exact = drawn[0].double() @ drawn[1].double()

@@ -130,7 +130,7 @@ def test_a_width_that_gives_no_number_passes_nothing():
 
 
 def test_the_error_of_a_product_is_that_of_the_dtype_and_of_the_machine():
-    float32 = tiny_model("qwen3_next", vocab_size=8)
+    float32 = torch.zeros(1)
     assert product_error(float32) < 1e-6
     assert 1e-3 < product_error(float32.to(torch.bfloat16)) < 4e-3
     with RoundedProducts():

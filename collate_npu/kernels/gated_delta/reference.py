@@ -42,7 +42,7 @@ def reference_gated_delta_rule(
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`query`, `key` `[B, T, H, K]`, `value` `[B, T, HV, V]`, `g`, `beta` `[B, T, HV]` -> the output, as
-    `value`, and the final state or None.
+    `value`, and the final state or None. With `g` `[B, T, HV, K]` each channel of the key decays by itself: KDA.
 
     Arguments as fla's `chunk_gated_delta_rule` (0.5.2 ops/gated_delta_rule/chunk.py:280-300). With `cu_seqlens`,
     offsets `[N + 1]`, B is 1 and each sequence has a state of its own, `[N, HV, K, V]` in and out; else each row has one.
@@ -65,12 +65,13 @@ def reference_gated_delta_rule(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for x in (q, k))
     q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    decay = decay[..., None] if g.ndim == 3 else decay
     count, together = (B, B) if cu_seqlens is None else (len(offsets) - 1, 1)
     states = torch.split(_initial(initial_state, count, k, v), together)
     finals, outs = [], []
     for state, (start, end) in zip(states, pairwise(offsets)):
         for t in range(start, end):
-            state = state * decay[:, t].exp()[..., None, None]
+            state = state * decay[:, t].exp()[..., None]
             change = (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)) * write[:, t, :, None]
             state = state + k[:, t, :, :, None] * change[..., None, :]
             outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
@@ -96,7 +97,8 @@ def row_offsets(cu_seqlens: Tensor | Sequence[int] | None, B: int, T: int) -> tu
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> None:
     B, T = value.shape[:2]
     heads = value.ndim == key.ndim == 4 and value.shape[2] % key.shape[2] == 0
-    if not heads or query.shape != key.shape or key.shape[:2] != (B, T) or {g.shape, beta.shape} != {value.shape[:3]}:
+    gates = beta.shape == value.shape[:3] and g.shape in (beta.shape, (*beta.shape, key.shape[-1]))
+    if not heads or query.shape != key.shape or key.shape[:2] != (B, T) or not gates:
         got = ", ".join(shape_of(x) for x in (query, key, value, g, beta))
         rule = "query and key are [B, T, H, K], value [B, T, HV, V] with HV a multiple of H, g and beta [B, T, HV]."
         raise UnsupportedFormError(explain("gated delta rule", got, rule, "Put the tokens before the heads."))

@@ -19,6 +19,7 @@ from collate_npu.consumers.recurrent_kernels import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.invariance import check_one_stack
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_config, tiny_model
+from collate_npu.tools.device import check_device
 from collate_npu.tools.refusals import did_you_mean, refused
 
 DEFAULT = ("sdpa", "eager")
@@ -170,17 +171,6 @@ def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
         rule = "Batches are padded with one of them."
         raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", rule, remedy))
     return tokenizer
-
-
-def check_device(device: str, dtype: torch.dtype) -> None:
-    """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
-    with refused("--device", device, f"{dtype} does not compute there.", "Name a device of this machine: cpu, cuda or npu."):
-        if device.startswith("npu"):
-            import torch_npu  # noqa: F401
-        two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
-    if not torch.equal(two, torch.full((3,), 2.0)):
-        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
-        raise CollateError(explain("--device", device, rule, "Run on a real device."))
 
 
 def resolved_kernels(model: Any) -> dict[str, str]:

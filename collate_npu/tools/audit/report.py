@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.noise import TIMES, Yardstick
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
@@ -59,6 +60,8 @@ class Report:
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
     batches: dict[str, tuple[str, Segments, str]] = field(default_factory=dict)
     """By layout: the first model that read it, what was real in its first batch, and the pattern of its attention."""
+    operators: list[Run] = field(default_factory=list)
+    """Calls of the operators that are installed, on a card."""
     interrupted: bool = False
 
     @property
@@ -66,7 +69,7 @@ class Report:
         """130 before 1 before 2 before 0."""
         if self.interrupted:
             return INTERRUPTED
-        if self.astray("ours", "yours"):
+        if self.astray("ours", "yours") or self.wrong_calls:
             return 1
         ran = any(f.logits is not None for f in self.measured("ours", "yours"))
         return 0 if ran and not (self.not_run or self.blind or self.lacking) else 2
@@ -79,6 +82,11 @@ class Report:
     def astray(self, *whose: Whose) -> list[Finding]:
         """Those of them that are wrong."""
         return [f for f in self.measured(*whose) if not f.within(self.tolerance)]
+
+    @property
+    def wrong_calls(self) -> list[Run]:
+        """Calls of operators that computed something else, whatever model was audited."""
+        return [run for run in self.operators if run.state == "wrong"]
 
     def worst(self, whose: Whose) -> Finding | None:
         """The case whose largest difference of a logit is the largest; NaN is larger than any."""
@@ -108,7 +116,8 @@ class Report:
         `passed` (true with exit code 0 alone), `verdict` (a word of `WORDS`), `exit_code`, `interrupted`; `settings` and
         versions, `tolerance` (null: by the yardstick); `findings`, a case each (fields of `Finding`); `worst`, for ours,
         yours and elsewhere the worst of them with its error at each token (`by_position`: a list a sequence) or null;
-        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model.
+        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model;
+        `operators`, a call of a kernel each.
         """
         worst = {whose: self.worst(whose) for whose in get_args(Whose)}
         found = {
@@ -118,8 +127,9 @@ class Report:
             "worst": {whose: f and asdict(f) for whose, f in worst.items()},
             "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
             "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
+            "operators": [asdict(run) for run in self.operators],
         }  # fmt: skip
-        return {key: _finite(value) for key, value in found.items()}
+        return {key: finite(value) for key, value in found.items()}
 
 
 def largest(values: Iterable[float | None]) -> float:
@@ -128,11 +138,12 @@ def largest(values: Iterable[float | None]) -> float:
     return next((value for value in found if value != value), max(found, default=0.0))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """For JSON: numbers that are not finite as words."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -141,7 +152,8 @@ def headline(report: Report) -> str:
     counted = [(name, report.measured(whose), report.astray(whose)) for whose, name in _judged(report)]
     said = " and ".join(f"{len(of) - len(wrong)} of {len(of)} cases of {name}" for name, of, wrong in counted if of)
     tail = ", but not everything named could run" if report.not_run or report.lacking else _TAILS[report.exit_code]
-    return f"{WORDS[report.exit_code]}: {f'{said} are right{tail}' if said else 'nothing of ours was measured'}."
+    wrong = f"; {len(report.wrong_calls)} calls of kernels are wrong" if report.wrong_calls else ""
+    return f"{WORDS[report.exit_code]}: {f'{said} are right{tail}' if said else 'nothing of ours was measured'}{wrong}."
 
 
 def _judged(report: Report) -> tuple[tuple[Whose, str], ...]:
@@ -161,12 +173,26 @@ def facts(report: Report) -> Iterator[Told]:
         by = f", by up to {number(largest(f.logits for f in astray))} in a logit" if astray else ""
         yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
     settings = report.settings
+    if report.operators:
+        yield "kernels", _of_kernels(report)
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
     steps = [_NEXT_WRONG[whose] for whose, _ in _judged(report) if report.astray(whose)]
+    steps += ["collate-npu kernels shows every call of a kernel: train with none that is wrong"] * bool(report.wrong_calls)
     yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)
+
+
+def _of_kernels(report: Report) -> str:
+    """Of the operators: how many calls are right; which are not, and which raised."""
+    judged = [run for run in report.operators if run.truth and run.state != "refused"]
+    if not judged:
+        return "no operator that takes arguments of ours is installed for this device"
+    right = [run for run in judged if run.state == "right"]
+    rest = [f"{run.operator}, {run.truth} ({run.form}) {run.state}: {run.note}" for run in judged if run.state != "right"]
+    said = f"{len(right)} of {len(judged)} calls of {len({run.operator for run in judged})} operators are right"
+    return "; ".join([said, *([listed(rest, _MOST)] if rest else [])])
 
 
 def _off(wrong: Sequence[Finding]) -> str:

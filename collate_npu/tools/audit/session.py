@@ -19,6 +19,8 @@ from collate_npu import __version__
 from collate_npu.consumers.models import pattern_of
 from collate_npu.consumers.recurrent_kernels import kernel_calls
 from collate_npu.errors import CollateError, explain, printable
+from collate_npu.proof.kernel_rows import KERNELS
+from collate_npu.proof.kernel_runs import runs
 from collate_npu.proof.located import samples_of
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import reference_kernels
@@ -38,7 +40,8 @@ def audit_all(
     seed: int, console: Console, kernels: str = "installed", collators: Sequence[str] = (), batch: Path | None = None,
     trust: bool = False,
 ) -> Report:  # fmt: skip
-    """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
+    """Check what is named, then audit it model by model, on a card its kernels first. Raises `CollateError` where something
+    named cannot be used."""
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     names, implementations = list(dict.fromkeys(models)), list(dict.fromkeys(attentions or DEFAULT))
@@ -61,6 +64,9 @@ def audit_all(
         drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
     )  # fmt: skip
     try:
+        if device.partition(":")[0] != "cpu":
+            with console.status("kernels"):
+                report.operators += runs(KERNELS, device=device, dtype=how["dtype"], few=True)
         for n, (name, attn) in enumerate(chosen, 1):
             session.audit(name, attn, f"[{n}/{len(chosen)}] ", console)
     except KeyboardInterrupt:

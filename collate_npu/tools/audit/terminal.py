@@ -20,6 +20,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.tools import paper
 from collate_npu.tools.audit.case import Finding, Whose, size
 from collate_npu.tools.audit.report import KINDS, Report, State, facts, headline, largest, listed, notes, number, shortened
+from collate_npu.tools.kernels import tables
 from collate_npu.tools.paper import put
 from collate_npu.tools.show.attention import attention_of, block_for
 from collate_npu.tools.show.drawing import lines
@@ -53,6 +54,7 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
     if report.findings or report.not_run:
         put(console, Text(), summary(report), Text())
     put(console, terms(notes(report, verbose=verbose)))
+    put(console, *tables([run for run in report.operators if verbose or run.state == "wrong"]))
     shown = looked_at(report, every=verbose)
     for (model, attn, kind), found in shown.items():
         title = f"\n{shortened(model, console.width - 40)}: {kind}, {shortened(attn, 20)}"

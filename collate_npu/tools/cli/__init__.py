@@ -1,5 +1,6 @@
-"""The command line: `collate-npu audit | watch | show | env | guide`. Tables and progress bars by rich, arguments by typer.
+"""The command line: `collate-npu audit | watch | show | env | kernels | guide`.
 
+Tables and progress bars by rich, arguments by typer.
 Nothing here imports torch before a command needs it: `env` explains why it does not load.
 """
 
@@ -11,6 +12,7 @@ import typer
 
 from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES, audit_command
 from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES, guide_command
+from collate_npu.tools.cli.kernels import EXAMPLES as KERNELS_EXAMPLES, kernels_command
 from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES, show_command
 from collate_npu.tools.cli.watch import EXAMPLES as WATCH_EXAMPLES, watch_command
 
@@ -48,4 +50,5 @@ app.command("audit", epilog=AUDIT_EXAMPLES)(audit_command)
 app.command("watch", epilog=WATCH_EXAMPLES, context_settings={"allow_interspersed_args": False})(watch_command)
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 app.command("env")(_env)
+app.command("kernels", epilog=KERNELS_EXAMPLES)(kernels_command)
 app.command("guide", epilog=GUIDE_EXAMPLES)(guide_command)

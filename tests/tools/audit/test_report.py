@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 from found import CHECKPOINT, MINE, NAN, NOISE, UNSEEN, finding, lacking, raised, refused, report
 
+from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.noise import Yardstick
 from collate_npu.tools.audit.report import WORDS, facts, headline, listed, notes, shortened
 
@@ -45,6 +46,22 @@ def test_exit_codes_and_what_machines_read(made, code):
     found = made.as_json()
     assert list(found)[:4] == ["passed", "verdict", "exit_code", "interrupted"]
     assert (found["passed"], found["verdict"], found["exit_code"]) == (code == 0, WORDS[code], code)
+
+
+def test_a_wrong_kernel_fails_the_audit_whatever_its_models_say():
+    wrong = Run(
+        operator="a.kernel", truth="window", form="TND, mode 4", state="wrong", forward=NAN, note="out of real tokens"
+    )
+    right = Run(operator="a.kernel", truth="padded left", form="TND, mode 3", state="right", forward=1e-3)
+    made = report(finding(), operators=[right, wrong])
+    assert (made.exit_code, headline(made)) == (1, "FAIL: 1 of 1 cases of ours are right; 1 calls of kernels are wrong.")
+    said = dict(facts(made))
+    assert said["kernels"].startswith("1 of 2 calls of 1 operators are right; a.kernel, window (TND, mode 4) wrong: out of")
+    assert "collate-npu kernels" in said["next"]
+    assert json.loads(json.dumps(made.as_json(), allow_nan=False))["operators"][1]["forward"] == "nan"
+    assert report(finding(), operators=[right]).exit_code == 0
+    missing = report(finding(), operators=[Run(operator="a.kernel", state="not installed")])
+    assert (missing.exit_code, dict(facts(missing))["kernels"][:11]) == (0, "no operator")
 
 
 def test_json_is_strict():

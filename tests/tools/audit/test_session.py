@@ -12,8 +12,9 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
 from typer.testing import CliRunner
 
 from collate_npu import PaddingCollator
+from collate_npu.proof.kernel_runs import Run
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import candidates
+from collate_npu.tools.audit import candidates, session
 from collate_npu.tools.cli import app
 
 pytestmark = pytest.mark.models
@@ -206,3 +207,23 @@ def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_o
     assert (list(report["left_out"]), report["not_run"]) == (["qwen3_next (flex_attention)"], {})
     assert {f["model"] for f in report["findings"]} == {"llama"}
     assert (ended, report["passed"]) == (0, True)
+
+
+def test_on_a_card_its_kernels_are_run_first_and_the_models_go_on(monkeypatch):
+    asked = []
+
+    def runs(kernels, **how):
+        asked.append(how)
+        return iter([Run(operator="a.kernel", truth="window", form="TND, mode 4", state="wrong", forward=0.5)])
+
+    monkeypatch.setattr(session, "runs", runs)
+    monkeypatch.setattr(session, "check_named", lambda *_, **__: None)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)  # the card
+    result = run("--model", "qwen3_next", "--device", "npu", "--dtype", "bfloat16", "--side", "right")
+    assert asked == [{"device": "npu", "dtype": torch.bfloat16, "few": True}]
+    assert result.exit_code == 1, result.output
+    assert "; 1 calls of kernels are wrong." in result.stdout
+    assert "a.kernel" in result.stdout
+    assert "cases of ours are right" in result.stdout  # they ran
+    run("--model", "qwen3_next", "--side", "right")
+    assert len(asked) == 1

@@ -1,0 +1,139 @@
+"""Kernels: which operators are run with our arguments, what follows from it (an exit code, JSON, the verdict in words), and
+the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.proof.interpreted import interpreted
+from collate_npu.proof.kernel_rows import KERNELS, Kernel
+from collate_npu.proof.kernel_runs import Run, runs
+from collate_npu.tools.audit.report import WORDS, finite, listed, number
+from collate_npu.tools.device import check_device
+from collate_npu.tools.refusals import did_you_mean
+
+CARDS = ("cuda", "npu")
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def kernels_named(names: Sequence[str]) -> list[Kernel]:
+    """Those of these names, or of these packages; all where none is named. Raises `CollateError` for another name."""
+    by = {name: [k for k in KERNELS if name in (k.name, k.name.rpartition(".")[2], k.package)] for name in names}
+    if unknown := [name for name, found in by.items() if not found]:
+        held = [each for k in KERNELS for each in (k.name, k.name.rpartition(".")[2])]
+        remedy = did_you_mean(unknown, held, f"Name one of {', '.join(k.name for k in KERNELS)}.")
+        raise CollateError(explain("--operator", ", ".join(unknown), "It is an operator or a package.", remedy))
+    return [k for k in KERNELS if not names or any(k in found for found in by.values())]
+
+
+def why_no_card(device: str, dtype: torch.dtype) -> str:
+    """Why nothing can be measured there, "" where it can. Raises `CollateError` for what is no device that we know."""
+    try:
+        check_device(device, dtype)
+    except CollateError as error:
+        if device.partition(":")[0] not in CARDS:
+            raise
+        return str(error)
+    return ""
+
+
+def dtype_of(name: Dtype | None, device: str) -> torch.dtype:
+    """The one that was named, else what training uses there."""
+    found: torch.dtype = getattr(torch, name or ("float32" if device.startswith("cpu") else "bfloat16"))
+    return found
+
+
+def measured(kernels: Sequence[Kernel], device: str, dtype: torch.dtype, no_card: str) -> Iterator[Run]:
+    """Each run. Without a card what would run there, and what fla's kernels give in Triton's interpreter."""
+    if no_card:
+        yield from runs(kernels, device=device, dtype=dtype, dry=True)
+        also = interpreted()
+        yield from runs([k for k in kernels if k.name in also], device="cpu", dtype=torch.float32, also=also)
+    else:
+        also = interpreted() if device.partition(":")[0] == "cpu" else ()
+        yield from runs(kernels, device=device, dtype=dtype, also=also)
+
+
+def exit_code(found: Sequence[Run], no_card: str = "", *, named: Sequence[str] = ()) -> int:
+    """1 where something is wrong; 2 where nothing was measured, or not all that was named; else 0."""
+    states = {run.state for run in found}
+    if "wrong" in states:
+        return 1
+    lacking = [run for run in found if run.state in ("not installed", "not here") and _names(run.operator, named)]
+    return 2 if no_card or lacking or "right" not in states or {"raised", "cannot tell"} & states else 0
+
+
+def _names(operator: str, names: Sequence[str]) -> bool:
+    """Is it named itself, not by its package?"""
+    return operator in names or operator.rpartition(".")[2] in names
+
+
+def headline(found: Sequence[Run], no_card: str, code: int) -> str:
+    """The verdict, in one sentence after the word."""
+    judged = [run for run in found if run.state in ("right", "wrong", "raised", "cannot tell")]
+    right, of = [run for run in judged if run.state == "right"], f"of {len({run.operator for run in judged})} operators"
+    said = f"{len(right)} of {len(judged)} calls {of} are right" if judged else "nothing was measured"
+    if no_card:
+        would = sum(run.state == "would run" for run in found)
+        more = f"; in Triton's interpreter {said}" if judged else ""
+        said = f"nothing was measured on the card; {would} calls would run there{more}"
+    elif judged and code == 2:
+        said += ", but not everything named could run"
+    return f"{WORDS[code]}: {said}."
+
+
+def notes(found: Sequence[Run], no_card: str, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong, raised or missing, and why; each reason once. What was refused where `verbose`."""
+    if no_card:
+        yield "NOT RUN", no_card
+    shown = [run for run in found if run.note and (verbose or run.state != "refused")]
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for run in shown:
+        where = f"{run.operator}, {run.truth} ({run.form})" if run.truth else run.operator
+        grouped.setdefault((run.state, " ".join(run.note.split())), []).append(where)
+    for (state, why), places in grouped.items():
+        yield (state.upper() if state in ("wrong", "raised", "cannot tell") else state), f"{listed(places, 4)}: {why}"
+
+
+def tables(found: Sequence[Run]) -> Iterator[Text | Table]:
+    """A table of each operator with calls: a row a call; without numbers, calls that differ by their form share one."""
+    for (operator, version), same in groupby((run for run in found if run.truth), lambda run: (run.operator, run.version)):
+        told = list(same)
+        yield Text(f"\n{operator} {version or '(not installed)'}", "bold")
+        drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
+        titles = ["forward", "backward", "passes"] if any(run.forward is not None for run in told) else []
+        drawn.add_column("truth", overflow="fold")
+        drawn.add_column("form", overflow="fold")
+        for title in (*titles, ""):
+            drawn.add_column(title, justify="right", no_wrap=True)
+        for _, runs_of_row in groupby(told, _alike):
+            row = list(runs_of_row)
+            numbers = [row[0].forward, row[0].backward, row[0].passes] if titles else []
+            cells = ["-" if x is None else number(x) for x in numbers]
+            drawn.add_row(row[0].truth, " · ".join(run.form for run in row), *cells, _marked(row[0].state))
+        yield drawn
+
+
+def _alike(run: Run) -> tuple[Any, ...]:
+    """Of runs that share a row; a measured one shares with none."""
+    return run.truth, run.state, None if run.forward is None else run.form
+
+
+def _marked(state: str) -> Text:
+    sign, style = {"right": ("✔", "green"), "wrong": ("✘", "bold red")}.get(state, ("", "yellow"))
+    return Text(f"{state} {sign}".rstrip(), style if state != "refused" else "dim")
+
+
+def as_json(found: Sequence[Run], settings: dict[str, Any], no_card: str, code: int) -> dict[str, Any]:
+    """For machines: `passed` first, as the audit's. Numbers that are not finite are words."""
+    told = {"passed": code == 0, "verdict": WORDS[code], "exit_code": code, "settings": settings, "not_run": no_card}
+    return {**told, "runs": [finite(asdict(run)) for run in found]}

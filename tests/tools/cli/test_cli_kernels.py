@@ -1,0 +1,105 @@
+"""`collate-npu kernels`: what it prints, what it exits with; with a card that is not there, and on this CPU."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+import collate_npu.tools.cli as cli
+from collate_npu.proof import kernel_runs
+from collate_npu.proof.kernel_truths import TRUTHS
+from collate_npu.tools import kernels
+
+SDPA = ("--operator", "scaled_dot_product_attention")
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, ["kernels", *args], env={"COLUMNS": "120"})
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(kernel_runs, "TRUTHS", [truth for truth in TRUTHS if truth.few or truth.name == "one token"])
+
+
+def test_a_cpu_measures_what_runs_there():
+    result = run(*SDPA)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("✔ PASS: 12 of 12 calls of 1 operators are right.\n")
+    assert "torch.scaled_dot_product_attention 2." in result.stdout
+    lines = [line for line in result.stdout.splitlines() if line.strip().startswith("window")]
+    assert [line.split()[1:3] for line in lines] == [["dense,", "keep"], ["dense,", "bias"]]
+    assert all(line.endswith("right ✔") for line in lines)
+
+
+def test_without_a_card_what_would_run_is_listed():
+    result = run("--device", "npu", "--operator", "npu_fusion_attention", "--operator", "chunk_gated_delta_rule")
+    assert result.exit_code == 2
+    assert result.stdout.startswith("? NOT PROVED: nothing was measured on the card; ")
+    assert "calls would run there" in result.stdout
+    assert "TND, mode 4" in result.stdout
+    assert (
+        "torch_npu.npu_fusion_attention (not installed)" in result.stdout
+        or "torch_npu.npu_fusion_attention 2." in result.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--device", "nonsense"], "Name a device of this machine"),
+        (["--operator", "npu_fusion_atention"], "Did you mean npu_fusion_attention"),
+        (["--dtype", "int8"], "'--dtype'"),
+    ],
+)
+def test_what_is_named_wrongly_is_refused_in_one_line(args, said):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_an_operator_that_was_named_and_does_not_run_here_is_no_pass():
+    result = run(*SDPA, "--operator", "varlen_attn")
+    assert result.exit_code == 2
+    assert "NOT PROVED: 12 of 12 calls of 1 operators are right, but not everything named could run." in result.stdout
+    assert "not here  torch.varlen_attn: it runs on cuda" in result.stdout
+
+
+def test_a_wrong_call_fails_and_json_says_the_same(monkeypatch):
+    right = kernel_runs._judged
+
+    def spoilt(run, truth, *rest):
+        found = right(run, truth, *rest)
+        return replace(found, state="wrong", forward=float("nan"), note="out") if truth.name == "window" else found
+
+    monkeypatch.setattr(kernel_runs, "_judged", spoilt)
+    result = run(*SDPA)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("✘ FAIL: 10 of 12 calls of 1 operators are right.\n")
+    assert "WRONG  torch.scaled_dot_product_attention, window (dense, keep), torch.scaled_dot" in result.stdout
+    found = json.loads(run(*SDPA, "--json").stdout)
+    assert (found["passed"], found["verdict"], found["exit_code"]) == (False, "FAIL", 1)
+    assert [each["form"] for each in found["runs"] if each["state"] == "wrong"] == ["dense, keep", "dense, bias"]
+    assert {each["forward"] for each in found["runs"] if each["state"] == "wrong"} == {"nan"}
+
+
+def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():
+    def a(state):
+        return kernel_runs.Run(operator="a.b", state=state)
+
+    assert [kernels.exit_code([a(state)]) for state in ("right", "wrong", "refused", "raised", "cannot tell")] == [
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert kernels.exit_code([a("right"), a("not installed")]) == 0
+    assert [kernels.exit_code([a("right"), a(state)]) for state in ("refused", "raised", "cannot tell")] == [0, 2, 2]
+    assert kernels.exit_code([a("right"), a("not installed")], named=["b"]) == 2
+    assert kernels.exit_code([a("right")], "no card") == 2
+    assert kernels.exit_code([a("wrong")], "no card") == 1
