@@ -217,8 +217,10 @@ class Forward:
         return f"its window is {told.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
     def _pattern_of(self, seen: Seen) -> Pattern | None:
-        """What this layer attends by the model's config; None where that is not known: of windows to both sides, and where
-        layers differ and nothing says how."""
+        """What this layer attends by the config; None where that is not known: of windows to both sides, where layers
+        differ and nothing says how, and where an indexer picks the keys (DeepSeek's sparse attention, Qwen4's)."""
+        if seen.module is not None and any("indexer" in name for name, _ in seen.module.named_children()):
+            return None
         config, at = text_config(config_of(self.root)), getattr(seen.module, "layer_idx", None)
         plain = self.pattern or CAUSAL
         try:

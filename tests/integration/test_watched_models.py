@@ -168,3 +168,35 @@ def test_a_full_disk_does_not_end_the_run(capsys):
         tiny_model("llama", vocab_size=64)(**LEFT)
     assert seen.forwards
     assert "nothing more is written there" in capsys.readouterr().err
+
+
+class PickingAttention(nn.Module):
+    """An indexer picks the keys of each query, as DeepSeek's sparse attention and Qwen4's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.indexer = nn.Identity()
+
+    def forward(self, hidden, keep):
+        x = hidden[:, None]
+        allowed = keep[:, None, None] & torch.ones(1, 1, *keep.shape[1:] * 2, dtype=torch.bool).tril()
+        allowed = allowed & ((torch.arange(keep.shape[1]) % 3 > 0) | torch.eye(keep.shape[1], dtype=torch.bool))
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed)[:, 0]
+
+
+class Picking(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.embed, self.self_attn, self.keeps = nn.Embedding(64, 8), PickingAttention(), keeps
+
+    def forward(self, input_ids, attention_mask):
+        keep = attention_mask.bool() if self.keeps else torch.ones_like(attention_mask, dtype=torch.bool)
+        return self.self_attn(self.embed(input_ids), keep)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_of_keys_that_a_layer_picks_it_is_judged_whose_they_are(keeps):
+    with watch(say=False) as seen:
+        Picking(keeps)(**LEFT)
+    assert [each.why for each in seen.faults] == ([] if keeps else ["row 0 attends padding"])
+    assert seen.forwards[0].judges(seen.forwards[0].calls[0])
