@@ -1,4 +1,4 @@
-"""The command line: `collate-npu audit | watch | show | env | kernels | guide`.
+"""The command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
 
 Tables and progress bars by rich, arguments by typer.
 Nothing here imports torch before a command needs it: `env` explains why it does not load.
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES, audit_command
+from collate_npu.tools.cli.conformance import EXAMPLES as CONFORMANCE_EXAMPLES, conformance_command
 from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES, guide_command
 from collate_npu.tools.cli.kernels import EXAMPLES as KERNELS_EXAMPLES, kernels_command
 from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES, show_command
@@ -47,6 +48,7 @@ def _env(as_json: Annotated[bool, typer.Option("--json", help="Print the same as
 
 
 app.command("audit", epilog=AUDIT_EXAMPLES)(audit_command)
+app.command("conformance", epilog=CONFORMANCE_EXAMPLES)(conformance_command)
 app.command("watch", epilog=WATCH_EXAMPLES, context_settings={"allow_interspersed_args": False})(watch_command)
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 app.command("env")(_env)

@@ -1,6 +1,6 @@
 """Console: what every command shares: how it ends, and what its options mean.
 
-Exit codes: 0 done and right; 1 something of ours, or of the collator you gave, is wrong (`audit` alone); 2 it could not do
+Exit codes: 0 done and right; 1 something of ours, or of what you gave, is wrong (`audit`, `conformance`); 2 it could not do
 what was named, and a line says why; 130 interrupted.
 """
 

@@ -1,0 +1,44 @@
+"""Code by name: modules of the working directory and beside a file are found while it runs, and at no other time."""
+
+import sys
+
+import pytest
+
+from collate_npu import CollateError
+from collate_npu.tools.named import named, theirs
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "mine.py").write_text("import near_by\nclass Held:\n    run = near_by.run\n", encoding="utf-8")
+    (tmp_path / "inner" / "near_by.py").write_text("def run(): import os; os._exit(3)\nvalue = 1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "near_by", raising=False)
+
+
+def test_a_file_finds_what_lies_beside_it_and_leaves_the_path_as_it_was():
+    before = [*sys.path]
+    assert named("run", "inner/mine.py:Held.run", "x.py:run", "Name it.").__name__ == "run"
+    assert sys.path == before
+
+
+def test_what_ends_the_process_is_refused():
+    run = named("run", "inner/mine.py:Held.run", "x.py:run", "Name it.")
+    said = r"run: got .*os._exit\(3\).*The rule\. The remedy\."
+    with pytest.raises(CollateError, match=said), theirs("run", "inner/mine.py:Held.run", "The rule.", "The remedy."):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("run", "it: got run. It is named as module:function or file.py:function. For example x.py:run."),
+        ("inner/near_by.py:value", "a int. .* Name it."),
+        ("inner/mine.py:Held.rum", "no rum in inner/mine.py.*Did you mean run"),
+        ("inner/gone.py:run", "No such file"),
+    ],
+)
+def test_what_is_not_there_is_told_in_words(spec, said):
+    with pytest.raises(CollateError, match=said):
+        named("it", spec, "x.py:run", "Name it.")
