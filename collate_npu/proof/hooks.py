@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -51,7 +52,8 @@ class Hooks:
         self.on = True
         self.unwrapped: list[str] = []
         """Functions that could not be wrapped, and why."""
-        self._hear, self._around = hear, around
+        self._hear: Callable[..., Any] = hear
+        self._around = around
         self._held: list[tuple[Any, str, Any, Any]] = []
         self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """By the id of a function: itself, and its wrapper."""
@@ -72,11 +74,13 @@ class Hooks:
             if name in sys.modules:
                 self._wrap_all(sys.modules[name])
         self._replace_taken()
+        _INSTALLED.add(self)
         with suppress(ImportError):  # within one process it suffices to look at what is imported already
             import wrapt
 
-            for name in set(DEFINED_IN) - set(sys.modules):
-                wrapt.register_post_import_hook(self._wrap_all, name)
+            for name in set(DEFINED_IN) - set(sys.modules) - _AWAITED:
+                _AWAITED.add(name)
+                wrapt.register_post_import_hook(_imported, name)
 
     def look_at(self, root: nn.Module) -> None:
         """Wrap what the layers of a model took, or their modules define, under a name that is known."""
@@ -102,6 +106,11 @@ class Hooks:
                 if _of(holder, name) is new:
                     _set(holder, name, old)
         self._held.clear()
+        _INSTALLED.discard(self)
+        self._hear = self._around = _nobody  # who kept a wrapper keeps no model
+        with suppress(Exception):
+            for wrapper in self._wrappers:
+                _SCRIPT._get_builtin_table().pop(wrapper, None)
         if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
             with suppress(Exception):
                 dynamo.clear_lru_cache()
@@ -153,9 +162,8 @@ class Hooks:
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
         with suppress(Exception):  # scripted code means the function itself
-            builtins: Any = torch.jit._builtins
-            if (op := builtins._find_builtin(function)) is not None:
-                builtins._register_builtin(called, op)
+            if (op := _SCRIPT._find_builtin(function)) is not None:
+                _SCRIPT._register_builtin(called, op)
         self._ours[id(function)] = (function, called)
         self._wrappers.add(id(called))
         return called
@@ -177,6 +185,21 @@ class Hooks:
         """Put something in its place until everything is taken off."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
+
+
+_SCRIPT: Any = getattr(torch.jit, "_builtins", None)
+_INSTALLED: WeakSet[Hooks] = WeakSet()
+_AWAITED: set[str] = set()
+"""Modules that whoever is installed hears of; wrapt forgets no hook, so each has one that holds nobody."""
+
+
+def _nobody(*_: Any) -> Any:
+    """Hears nothing."""
+
+
+def _imported(module: Any) -> None:
+    for hooks in list(_INSTALLED):
+        hooks._wrap_all(module)
 
 
 def _of(holder: Any, name: str) -> Any:

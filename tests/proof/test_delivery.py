@@ -1,11 +1,15 @@
 """Delivery of a stack that nobody knows: each planted fault is found at its kernel, by the check and by the guard."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from stranger import DeltaLayer, Model
 from test_watching import IDS, OFFSETS, PLANTED, Two
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
+from collate_npu.proof import watch
 
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
@@ -87,3 +91,16 @@ def test_tokens_of_megatron_are_tokens():
             return super().forward(tokens, cu_seqlens)
 
     assert "✔" in check_delivery(Named(), {"tokens": IDS, "cu_seqlens": OFFSETS}).told
+
+
+def test_nothing_is_kept_of_a_model_that_was_checked():
+    model = Model()
+    check_delivery(model, BATCH)
+    guard_first_batch(model)
+    model(**BATCH)
+    with watch(say=False):
+        model(**BATCH)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
