@@ -6,6 +6,6 @@ from collate_npu.releases import installed
 __all__ = ["count_in_triton"]
 
 if not (installed("fla") and installed("triton")):
-    raise ImportError("fla and triton are what is tested")
+    raise ModuleNotFoundError("fla and triton are what is tested")
 if not interpreted():
     raise RuntimeError("fla does not run in Triton's interpreter here")
