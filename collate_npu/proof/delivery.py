@@ -34,7 +34,7 @@ from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, block, few, listed, short
+from collate_npu.proof.forward import Forward, block, crosses, few, listed, short
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, run, scores_of
 from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
@@ -78,9 +78,10 @@ class Delivery:
         counts = Counter(self.layers.values())
         handed = "; ".join(f"{what} to {times} layer{'s' * (times > 1)}" for what, times in counts.items())
         parts = [handed, f"kernels: {self.told}" * bool(self.told), f"not looked at: {few(self.unseen)}" * bool(self.unseen)]
-        who = "these layers" if self.unseen else "every layer"
         said = "; ".join(filter(None, [*parts, "" if self.alone is None else str(self.alone)]))
-        return f"collate_npu: {who} got what the batch says: {said}"
+        if not (self.layers or self.told):
+            return f"collate_npu: no kernel and no layer could be judged: {said}"
+        return f"collate_npu: {'these layers' if self.unseen else 'every layer'} got what the batch says: {said}"
 
 
 @checked
@@ -118,7 +119,7 @@ def check_delivery(
     case = case_of(inner, batch, segments=segments, pattern=pattern)
     with torch.no_grad(), _recorded(inner, batch, case, context_parallel) as record:
         given = called(inner, batch, forward)
-    found = record.judged()
+    found = record.judged(measured=alone)
     return replace(found, alone=_check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -205,11 +206,14 @@ class _Record:
     forward: Forward
     received: Mapping[str, Received]
 
-    def judged(self) -> Delivery:
-        """What was proved; or one error that lists every layer, those with the same fault together."""
+    def judged(self, *, measured: bool = False) -> Delivery:
+        """What was proved; or one error that lists every layer, those with the same fault together. Nothing told is one
+        too, unless the numbers are `measured`."""
         known = consumer_of(self.model) in ("transformers", "megatron")
         judge = Judge(model=self.model, case=self.case, cp=self.cp)
+        layers = self.forward.layers()
         readers = {short(each.name): each for each in by_readers(self.received) if known and judge.asks(each)}
+        readers = {name: each for name, each in readers.items() if _among(name, layers)}  # no block of an MLP
         calls = {n: each for n, each in self.forward.faults().items() if self.cp is None or self.forward.calls[n].breaches}
         told, astray = self._proved(), {fault.layer for fault in calls.values()}
         asked = {name: each for name, each in readers.items() if not _among(name, told - astray)}
@@ -219,9 +223,9 @@ class _Record:
             remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
             remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
             raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy))
-        if not (readers or told):
+        if not (readers or told or measured):
             self._refuse_nothing()
-        unseen = [name for name in self.forward.layers() if not _among(name, {*readers, *told})]
+        unseen = [name for name in layers if not _among(name, {*readers, *told}) and not crosses(name)]
         block_told = block(self.forward, calls) if told else ""
         return Delivery(layers=dict(map(_handed, readers.items())), told=block_told, unseen=tuple(unseen), alone=None)
 
@@ -236,7 +240,7 @@ class _Record:
         shapes = sorted({str(list(seen.told.shape)) for seen in self.forward.calls if seen.told is not None})
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
         rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel or a layer."
-        remedy = "Pass the batch of these Segments, and the model that attends; `collate-npu watch` lists what runs."
+        remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
         raise CollateError(explain("delivery", got, rule, remedy))
 
 

@@ -25,14 +25,16 @@ from collate_npu.masks.patterns import CAUSAL, Chunked, Pattern, Sliding
 from collate_npu.proof.kernel_calls import MODULES
 from collate_npu.proof.reading import why_row_wrong
 from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
+from collate_npu.proof.truth import has_two_sides
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
 _STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
 """Classes of layers that have a rule or a scan behind their convolution."""
-_NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|output$")
+_NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
 _FOREIGN = re.compile(r"vision|visual|audio|image|cross|encdec|encoder_attn")
+_CROSS = re.compile(r"cross|encdec|encoder_attn")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
 
 
@@ -247,7 +249,7 @@ class Forward:
     @property
     def _two_rows(self) -> bool:
         """An encoder's tokens beside a decoder's."""
-        return bool(getattr(config_of(self.root), "is_encoder_decoder", False))
+        return has_two_sides(self.root)
 
     def _left(self) -> list[int]:
         """Calls that the batch does not judge."""
@@ -292,6 +294,11 @@ _REMEDIES = {
     "again": "Look at what the layer takes from outside its arguments between the passes",
     "convolution": "Hand the convolution seq_idx or cu_seqlens of gated_delta_kwargs(segments), or zeros at padding",
 }
+
+
+def crosses(name: str) -> bool:
+    """Does a layer of this name look at another row than its own?"""
+    return bool(_CROSS.search(name.lower()))
 
 
 def short(name: str) -> str:

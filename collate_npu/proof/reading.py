@@ -59,7 +59,13 @@ class Judge:
         """Does this layer work on the tokens of this batch? A vision tower's does not, nor does cross attention."""
         B, S = self.local_keep.shape
         its_rows = received.hidden[:2] == (B, S) if self.reader == "transformers" else received.hidden[1:2] == (B,)
-        return its_rows and not received.crosses
+        return its_rows and not received.crosses and not self._is_unread(received.told.get(MASK))
+
+    def _is_unread(self, given: Any) -> bool:
+        """Is it a dense mask of True and False to attention of a layer's own? It may mean either (mpt's True blocks)."""
+        if not isinstance(given, Tensor) or given.ndim < 3 or self.reader != "transformers":
+            return False
+        return not given.is_floating_point() and self.case.model.attn_implementation != "sdpa"
 
     def _is_keep(self, given: Tensor) -> bool:
         return torch.equal(given.cpu() != 0, self.local_keep)
@@ -109,8 +115,9 @@ class Judge:
         if self.reader != "transformers":
             return ~row
         if row.is_floating_point():
-            return row > torch.finfo(row.dtype).min / 2
-        if row.dtype != torch.bool or attn == "eager":
+            attends = row > torch.finfo(row.dtype).min / 2
+            return attends if len(row) > 1 else attends & self._without_mask(causal=causal)  # the layer adds the triangle
+        if row.dtype != torch.bool:
             return f"a dense mask of {str(row.dtype).removeprefix('torch.')}, which {attn} adds to the scores as numbers"
         return row
 

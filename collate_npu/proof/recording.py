@@ -158,7 +158,9 @@ class Recorder:
         return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
 
     def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [value for value in (kwargs.get("position_ids"), *args) if isinstance(value, Tensor)]
+        plain = type(module).forward is nn.Embedding.forward
+        named = bound(module.forward, args, kwargs).items()
+        given = [value for key, value in named if isinstance(value, Tensor) and (plain or "position" in key)]
         given = [value for value in given if not value.is_floating_point()]
         axes = [value[0] for value in given if value.ndim == 3 and bool((value == value[:1]).all())]  # mRoPE, of text
         whole = [value for value in given if value.ndim in (1, 2)] + axes

@@ -26,7 +26,7 @@ def case_of(
     Raises what the door raises.
     """
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
-    both = about.pattern == "bidirectional" or getattr(config_of(model), "is_encoder_decoder", False)
+    both = about.pattern == "bidirectional" or has_two_sides(model)
     declared = pattern or ("bidirectional" if both else None)
     sources = Sources.of(_with_tokens(batch))
     if segments is None:
@@ -38,6 +38,12 @@ def case_of(
             segments = _agreed(sources | held, declared)
     flat = len(segments.ids) == 1 and any(batch[key] is not None for key in of_kind(batch, "offsets"))
     return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+
+
+def has_two_sides(model: nn.Module) -> bool:
+    """Is it an encoder beside a decoder? The config of a decoder alone may say so, too."""
+    said = getattr(config_of(model), "is_encoder_decoder", False)
+    return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
 
 
 def _agreed(sources: Sources, declared: str | Pattern | None) -> Segments:

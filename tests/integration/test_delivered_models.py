@@ -271,6 +271,23 @@ def test_a_model_that_attends_to_nothing_proves_nothing():
         guard_first_batch("qwen3")
 
 
+def test_numbers_prove_where_no_kernel_is_known():
+    model = tiny_model("rwkv", vocab_size=len(TOKENIZER), attn_implementation="eager")
+    batch = BatchAdapter(model)(wire("right"))
+    with pytest.raises(CollateError, match="alone=True compares the numbers"):
+        check_delivery(model, batch)
+    found = check_delivery(model, batch, alone=True)
+    assert "no kernel and no layer could be judged: " in str(found)
+    assert max(found.alone.errors.values()) <= found.alone.limit
+
+
+def test_what_is_embedded_by_place_and_by_a_name():
+    """Tokens that a layer of positions is called with are none."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64, "pad_token_id": 5}
+    model = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(vocab_size=len(TOKENIZER), **sizes)).eval()
+    check_delivery(model, BatchAdapter(model)(wire("right")), alone=True)
+
+
 def test_a_guard_outlives_a_forward_that_raises():
     model, batch, said = model_of("qwen3_next"), BatchAdapter(model_of("qwen3_next"))(wire()), []
     guard_first_batch(model, report=said.append)

@@ -96,6 +96,17 @@ def test_other_batches_of_the_same_model_are_not_asked():
     assert [judge(LEFT).asks(call) for call in calls] == [True, False, False]
 
 
+def test_true_and_false_to_attention_of_a_layers_own_is_not_read():
+    model = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})()
+    call = Received(name="attn", reader=nn.Module(), told={"attention_mask": dense(LEFT)}, hidden=(2, 8, 4))
+    for attn, read in (("eager", False), ("sdpa", True)):
+        asked = Judge(model=model, case=Case(segments=LEFT, model=Model(needs_mask_2d=False, attn_implementation=attn)))
+        assert asked.asks(call) is read
+    keys = dense(LEFT, polarity="bias")[:, :, -1:]
+    assert asked.why_wrong(replace(call, told={"attention_mask": keys})) == ""
+    assert "attends padding" in asked.why_wrong(replace(call, told={"attention_mask": keys.zero_()}))
+
+
 KEEP, BIAS = dense(LEFT), dense(LEFT, polarity="bias")
 
 
@@ -105,7 +116,6 @@ KEEP, BIAS = dense(LEFT), dense(LEFT, polarity="bias")
         ("sdpa", KEEP, ""),
         ("sdpa", BIAS, ""),
         ("eager", BIAS, ""),
-        ("eager", KEEP, "which eager adds"),
         ("sdpa", KEEP.long(), "which sdpa adds"),
         ("sdpa", ~KEEP, "attends"),
         ("flash_attention_2", LEFT.keep.long(), ""),
@@ -115,7 +125,7 @@ KEEP, BIAS = dense(LEFT), dense(LEFT, polarity="bias")
         ("flex_attention", block_mask(RIGHT), "row 1 attends padding"),
         ("flex_attention", None, "row 0 attends more than causal"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_what_a_mask_means_depends_on_the_implementation(attn, mask, said):
     model = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})()
