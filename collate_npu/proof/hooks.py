@@ -171,9 +171,9 @@ class Hooks:
     def _replace_taken(self) -> None:
         """Where other modules took a function that is wrapped now, transformers' registry of attention among them."""
         taken: list[tuple[Any, dict[str, Any]]] = []
-        for module in list(sys.modules.values()):
+        for name, module in list(sys.modules.items()):
             held = getattr(module, "__dict__", None)
-            if isinstance(held, dict):
+            if isinstance(held, dict) and not name.startswith("torch._C"):  # there torch finds what it tells a function mode
                 registries = [vars(type(value)).get("_global_mapping") for value in list(held.values())]
                 taken += [(module, held), *((each, each) for each in registries if isinstance(each, dict))]
         for holder, held in taken:

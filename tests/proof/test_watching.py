@@ -8,6 +8,7 @@ import torch
 import torch.utils.checkpoint
 from stranger import Model
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from collate_npu import CollateError
 from collate_npu.proof import watch
@@ -227,6 +228,27 @@ def test_what_a_run_put_in_place_of_a_kernel_stays():
         assert stranger.chunk_gated_delta_rule is mine
     finally:
         stranger.chunk_gated_delta_rule = right
+
+
+class Told(TorchFunctionMode):
+    """Which functions torch says are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_is_told_the_function_itself():
+    x, attends, convolves = torch.ones(1, 2, 3, 4), nn.functional.scaled_dot_product_attention, torch.conv1d
+    with watch(say=False), Told() as told:
+        nn.functional.scaled_dot_product_attention(x, x, x)
+        nn.functional.conv1d(x[0], torch.ones(3, 1, 1), groups=3)
+    assert attends in told.functions
+    assert convolves in told.functions
 
 
 def test_scripted_and_compiled_code_means_the_function_itself():
