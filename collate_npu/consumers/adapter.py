@@ -169,7 +169,7 @@ class BatchAdapter:
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
-        own = self.model.ask(_own_patterns) if makes_masks else ()
+        own = self.model.ask(own_patterns) if makes_masks else ()
         seen = sources | {"labels": None} if self.labels == "decoder" else sources  # of as many tokens perhaps, but others
         segments = agreed(seen, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
         sources.counted = seen.counted
@@ -275,7 +275,7 @@ class BatchAdapter:
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 
-def _own_patterns(config: Any) -> frozenset[Pattern]:
+def own_patterns(config: Any) -> frozenset[Pattern]:
     """What a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
     found = attention_windows(config).items() if windows(config) else ()
     return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)

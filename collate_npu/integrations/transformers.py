@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
-from collate_npu.proof.delivery import guard_first_batch
+from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
 
 PACKAGE, TESTED = "transformers", "5.23.0"
 
@@ -54,6 +54,7 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         """Raises `CollateError` for another collator, and guards the first forward."""
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
+        refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
         guard_first_batch(kwargs["model"], alone=self._alone)
 
 

@@ -13,6 +13,7 @@ notice: what passes is up to so many times that noise. Legend: B rows, S width, 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,7 @@ from collate_npu.proof.noise import TIMES, least_noise, widened
 from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
 from collate_npu.proof.recording import Recorder
-from collate_npu.proof.truth import case_of
+from collate_npu.proof.truth import case_of, has_two_sides
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
@@ -149,6 +150,7 @@ def guard_first_batch(
         [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
+    refuse_compiled(inner, compiled=hasattr(model, "_orig_mod"))
     _check_settings(settings)
     hold_against(check_delivery, settings.items())
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
@@ -165,18 +167,27 @@ def guard_first_batch(
             report(check_delivery(inner, batch, alone=True, **settings))
             return
         cp, asked = settings.get("context_parallel"), {key: settings.get(key) for key in ("segments", "pattern")}
+        behind.close()
         record = running.enter_context(_recorded(inner, batch, case_of(inner, batch, **asked), cp))
-        running.callback(inner.register_forward_hook(partial(judge, record), always_call=True).remove)
+        behind.callback(inner.register_forward_hook(partial(judge, record), always_call=True).remove)
 
     def judge(record: _Record, module: nn.Module, args: Any, output: Any) -> None:
         running.close()
-        if output is not None:  # None: it raised, and the next forward is looked at
+        if output is not None:  # None: it raised, torch walks its hooks, and the next forward is looked at
             held.close()
             report(record.judged())
 
-    running = held.enter_context(ExitStack())
+    running, behind = held.enter_context(ExitStack()), held.enter_context(ExitStack())
     held.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
     return held.close
+
+
+def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
+    """Raise where a forward of this model is compiled code, in part at least."""
+    if compiled or any(getattr(each, "_compiled_call_impl", None) is not None for each in model.modules()):
+        rule = "Compiled code calls no layer and no kernel that can be heard."
+        remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
+        raise UnsupportedFormError(explain("guard", f"a compiled {type(model).__name__}", rule, remedy))
 
 
 def _check_settings(names: Collection[str]) -> None:
@@ -219,13 +230,17 @@ class _Record:
         asked = {name: each for name, each in readers.items() if not _among(name, told - astray)}
         handed = {name: why for name, each in asked.items() if (why := judge.why_wrong(each))}
         if handed or calls:
-            rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads."
+            attends = "" if known else f"; pattern= says whom its attention attends ({self.case.pattern} here)"
+            rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads{attends}."
             remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
             remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
             raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy))
         if not (readers or told or measured):
             self._refuse_nothing()
-        unseen = [name for name in layers if not _among(name, {*readers, *told}) and not crosses(name)]
+        unseen = [name for name in layers if not _among(name, {*readers, *told})]
+        unseen = [name for name in unseen if not crosses(name) or has_two_sides(self.model)]
+        unseen += [] if layers else ["layers whose classes have no name of attention or a recurrence"]
+        unseen += dict.fromkeys(f"{seen.layer} ({seen.unread})" for seen in self.forward.calls if seen.unread)
         block_told = block(self.forward, calls) if told else ""
         return Delivery(layers=dict(map(_handed, readers.items())), told=block_told, unseen=tuple(unseen), alone=None)
 
@@ -244,6 +259,10 @@ class _Record:
         raise CollateError(explain("delivery", got, rule, remedy))
 
 
+def _holds(module: nn.Module, model: nn.Module) -> bool:
+    return any(each is model for each in module.modules())
+
+
 def _handed(reader: tuple[str, Received]) -> tuple[str, str]:
     return reader[0], str(reader[1])
 
@@ -260,14 +279,16 @@ def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: Contex
     forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None)
     if cp is None:  # else its kernels have the tokens of a rank, step by step
         forward.judge_by(case, whole=not of_kind(batch, "vision"))
-    within = replace(forward, calls=[])
+    within, thread = replace(forward, calls=[]), threading.get_ident()
 
-    def begin(*_: Any) -> Forward:
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        if threading.get_ident() != thread or not (recorder.root_of(module) is model or _holds(module, model)):
+            return None
         return forward if recorder.forward is None else within  # a model within this one has other tokens
 
     recorder = Recorder(begin, lambda _: "")
     recorder.hooks.install()
-    recorder.knows(model)
+    recorder.keep(model)
     try:
         with received_calls(model) as received:
             yield _Record(model, case, cp, forward, received)

@@ -303,7 +303,7 @@ def crosses(name: str) -> bool:
 
 def short(name: str) -> str:
     """A module's name without those of wrappers around it."""
-    return _WRAPPERS.sub("", name).lstrip(".") or "model"
+    return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
 
 
 def block(forward: Forward, faults: Mapping[int, Fault]) -> str:

@@ -11,9 +11,9 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ from torch import nn
 from collate_npu.kernels.check import named
 from collate_npu.proof.kernel_calls import KERNELS
 
-Hear = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`hear(kernel, function, args, kwargs)` calls the function and gives its result."""
+Hear = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`hear(kernel, function, call, args, kwargs)` calls `call`, the function as others hear it, and gives its result."""
 
 DEFINED_IN = (
     *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
@@ -46,14 +46,47 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 
 
 class Hooks:
-    """What is wrapped now. `taken_off` puts everything back; what somebody keeps of ours goes on as the function itself."""
+    """Who listens. What is wrapped is wrapped once for all who do; when the last one leaves, everything is put back, and
+    what somebody keeps of ours goes on as the function itself."""
 
     def __init__(self, hear: Hear, around: Callable[..., Any]) -> None:
-        self.on = True
+        self.hear, self.around = hear, around
         self.unwrapped: list[str] = []
-        """Functions that could not be wrapped, and why."""
-        self._hear: Callable[..., Any] = hear
-        self._around = around
+        """Functions that could not be wrapped, and why; known once it was taken off."""
+
+    @property
+    def on(self) -> bool:
+        """Does it listen?"""
+        return self in _LISTENING
+
+    def install(self) -> None:
+        """Wrap what is there, and the rest when it is imported."""
+        _LISTENING.append(self)
+        if len(_LISTENING) == 1:
+            _WRAPS.install()
+
+    def taken_off(self) -> None:
+        """Listen no longer."""
+        if self.on:
+            _LISTENING.remove(self)
+            self.unwrapped = [*_WRAPS.unwrapped]
+            if not _LISTENING:
+                _WRAPS.taken_off()
+
+    def look_at(self, root: nn.Module) -> None:
+        """Wrap what the layers of a model took, or their modules define, under a name that is known."""
+        _WRAPS.look_at(root)
+
+    def put(self, holder: Any, name: str, new: Any) -> None:
+        """Put something in its place until nobody listens."""
+        _WRAPS.put(holder, name, new)
+
+
+class _Wraps:
+    """What is wrapped in this process."""
+
+    def __init__(self) -> None:
+        self.unwrapped: list[str] = []
         self._held: list[tuple[Any, str, Any, Any]] = []
         self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """By the id of a function: itself, and its wrapper."""
@@ -61,20 +94,21 @@ class Hooks:
         self._seen_modules: set[str] = set()
 
     def install(self) -> None:
-        """Wrap what is there, and the rest when it is imported."""
         original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.on or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return original(module, *args, **kwargs)
-            return self._around(original, module, args, kwargs)
+            call = original
+            for hooks in tuple(_LISTENING):
+                call = partial(_around, hooks, call)
+            return call(module, *args, **kwargs)
 
         self.put(nn.Module, "_call_impl", _call_impl)
         for name in DEFINED_IN:
             if name in sys.modules:
-                self._wrap_all(sys.modules[name])
+                self.wrap_all(sys.modules[name])
         self._replace_taken()
-        _INSTALLED.add(self)
         with suppress(ImportError):  # within one process it suffices to look at what is imported already
             import wrapt
 
@@ -87,36 +121,34 @@ class Hooks:
         for base in {base for module in root.modules() for base in type(module).__mro__}:
             if base.__module__.startswith("torch.") or base.__module__ == "builtins":
                 continue
-            self._wrap_all(base)
+            self.wrap_all(base)
             if base.__module__ not in self._seen_modules:
                 self._seen_modules.add(base.__module__)
                 defined_in = sys.modules.get(base.__module__)
                 for each in list(vars(defined_in).values()) if defined_in is not None else ():
                     self._wrap_kept(each)
-                self._wrap_all(defined_in)
+                self.wrap_all(defined_in)
         for module in root.modules():
             taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
             self._wrap_on(module, taken)
 
     def taken_off(self) -> None:
         """Put everything back but what the run itself put there."""
-        self.on = False
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
                 if _of(holder, name) is new:
                     _set(holder, name, old)
-        self._held.clear()
-        _INSTALLED.discard(self)
-        self._hear = self._around = _nobody  # who kept a wrapper keeps no model
         with suppress(Exception):
             for wrapper in self._wrappers:
                 _SCRIPT._get_builtin_table().pop(wrapper, None)
         if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
             with suppress(Exception):
                 dynamo.clear_lru_cache()
+        for each in (self._held, self.unwrapped, self._ours, self._wrappers, self._seen_modules):
+            each.clear()
 
-    def _wrap_all(self, module: Any) -> None:
-        if self.on and module is not None:
+    def wrap_all(self, module: Any) -> None:
+        if module is not None:
             self._wrap_on(module, [name for name, each in list(vars(module).items()) if self._is_kernel(each)])
 
     def _wrap_on(self, holder: Any, names: Iterable[str]) -> None:
@@ -156,9 +188,12 @@ class Hooks:
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not self.on or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            return self._hear(kernel, function, args, kwargs)
+            call = function
+            for hooks in tuple(_LISTENING):
+                call = partial(_heard, hooks, kernel, function, call)
+            return call(*args, **kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
         with suppress(Exception):  # scripted code means the function itself
@@ -182,24 +217,28 @@ class Hooks:
                     self.put(holder, name, self._ours[id(value)][1])
 
     def put(self, holder: Any, name: str, new: Any) -> None:
-        """Put something in its place until everything is taken off."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
 
 _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
-_INSTALLED: WeakSet[Hooks] = WeakSet()
+_LISTENING: list[Hooks] = []
 _AWAITED: set[str] = set()
-"""Modules that whoever is installed hears of; wrapt forgets no hook, so each has one that holds nobody."""
+"""Modules whose import is awaited; wrapt forgets no hook, so each has one."""
+_WRAPS = _Wraps()
 
 
-def _nobody(*_: Any) -> Any:
-    """Hears nothing."""
+def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return hooks.around(call, module, args, kwargs)
+
+
+def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hooks.hear(kernel, function, call, args, kwargs)
 
 
 def _imported(module: Any) -> None:
-    for hooks in list(_INSTALLED):
-        hooks._wrap_all(module)
+    if _LISTENING:
+        _WRAPS.wrap_all(module)
 
 
 def _of(holder: Any, name: str) -> Any:

@@ -118,8 +118,9 @@ def _attention(
     if by and T * T > MOST_SCORES:
         raise UnreadError(f"a mask of {T} x {T} is too large to look at")
     if by:
-        return Told(kernel, "attention", shape, *by_mask(rows, B, T), by, window, None, rows)
-    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, None, rows)
+        first_T, neutral_T, digest = by_mask(rows, B, T)
+        return Told(kernel, "attention", shape, first_T, neutral_T, by, window, digest=digest, allowed=rows)
+    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, allowed=rows)
 
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
@@ -250,15 +251,30 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
     )
     offsets = next((name for name in ("cu_seqlens_q_padded", "cu_seqlens_q") if read.get(name) is not None), "")
     if layout == "thd" and offsets:
-        return _flat(kernel, segments_told(read, offsets), (), q.shape[0], offsets, _window(read))
+        return _packed(kernel, read, offsets, q.shape[0])
     B, T = (q.shape[1], q.shape[0]) if layout == "sbhd" else (q.shape[0], q.shape[1])
     if isinstance(k, Tensor):
         _same_tokens(q, k, 0 if layout == "sbhd" else 1)
     ours = "transformer_engine" in {base.__module__.partition(".")[0] for base in type(module).__mro__}
-    if mask is None or (ours and kind == "causal"):
+    fused = getattr(getattr(module, "scale_mask_softmax", None), "scaled_masked_softmax_fusion", False) and q.is_cuda
+    if mask is None or ((ours or fused) and kind == "causal"):
         return _bare(kernel, (B, T), "causal" in kind, _window(read))
     rows = q.movedim(0, 2) if layout == "sbhd" else q.transpose(1, 2)
-    return _masked(kernel, {"query": rows, "key": rows}, ~mask.bool(), causal="causal" in kind)
+    return _masked(kernel, {"query": rows, "key": rows}, ~mask.bool(), causal=False)
+
+
+def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
+    """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
+    keys = segments_told(read, name.replace("_q", "_kv"))
+    told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
+    lengths = np.diff(segments_told(read, "cu_seqlens_q"))
+    starts = np.array(segments_told(read, name))[:-1]
+    if name == "cu_seqlens_q" or len(lengths) != len(starts):
+        return told
+    rank_T = np.arange(total) - told.first_T
+    given_T = dict(zip(starts.tolist(), lengths.tolist()))
+    behind_T = rank_T >= np.array([given_T.get(first, total) for first in told.first_T.tolist()])
+    return replace(told, neutral_T=told.neutral_T | behind_T)
 
 
 KERNELS: dict[str, tuple[Kind, Reader]] = {

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from collate_npu.consumers.models import is_transformers, pattern_of
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.proof.truth import has_two_sides
 
 IGNORED = -100
 Batch = dict[str, Any]
@@ -35,11 +36,12 @@ def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] 
 
 
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
-    """Whatever a model gives for a batch without labels."""
+    """Whatever a model gives for a batch without labels; an encoder-decoder makes its decoder's tokens of them."""
+    left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return (forward or model)(**{key: value for key, value in batch.items() if key not in OF_THE_LOSS})
+        return (forward or model)(**{key: value for key, value in batch.items() if key not in left_out})
     finally:
         for module in training:
             module.training = True

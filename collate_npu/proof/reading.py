@@ -25,6 +25,8 @@ from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.proof.received import MASK, Received
+from collate_npu.proof.told import Told, by_offsets, segments_told, why_differs
+from collate_npu.proof.truth import has_two_sides
 from collate_npu.segments import Segments
 
 _OTHER_TOKENS = "a 2D mask of other tokens than this batch's"
@@ -59,7 +61,8 @@ class Judge:
         """Does this layer work on the tokens of this batch? A vision tower's does not, nor does cross attention."""
         B, S = self.local_keep.shape
         its_rows = received.hidden[:2] == (B, S) if self.reader == "transformers" else received.hidden[1:2] == (B,)
-        return its_rows and not received.crosses and not self._is_unread(received.told.get(MASK))
+        decodes = "decoder" in received.name and has_two_sides(unwrap(self.model))
+        return its_rows and not decodes and not received.crosses and not self._is_unread(received.told.get(MASK))
 
     def _is_unread(self, given: Any) -> bool:
         """Is it a dense mask of True and False to attention of a layer's own? It may mean either (mpt's True blocks)."""
@@ -80,17 +83,30 @@ class Judge:
         # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`, Megatron's layers one object
         if not ("packed_seq_params" in received.offsets or {"cu_seq_lens_q", "seq_idx"} <= received.offsets):
             return f"{received}, and the row holds several sequences"
+        if why := self._why_offsets_wrong(received):
+            return why
         if not type(received.reader).forward.__module__.startswith("transformers."):
             return ""  # who puts layers of his own in the place of transformers' knows his kernels
         told = call_breaches("transformers", received.told, segments=self.case.segments) if self.cp is None else ()
         return f"{received}: {told[0]}" if told else why_state_runs_on(self.case)
+
+    def _why_offsets_wrong(self, received: Received) -> str:
+        """Offsets of the whole row, whoever holds them; under context parallelism they are shared out otherwise."""
+        held = {**received.told, **getattr(received.told.get("packed_seq_params"), "__dict__", {})}
+        names = [name for name in ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seq_lens_q") if held.get(name) is not None]
+        if self.cp is not None or not names:
+            return ""
+        total = self.case.segments.array.size
+        told = Told("offsets", "rule", (1, total), *by_offsets(segments_told(held, names[0]), total), names[0])
+        why = why_differs(told, self.case.segments)
+        return f"{names[0]} {told}: {why}" if why else ""
 
     # --- attention
 
     def _why_attention_wrong(self, received: Received) -> str:
         flash = self.reader != "transformers" or "flash" in self.case.model.attn_implementation
         if self.case.padding_free and flash and {"cu_seq_lens_q", "packed_seq_params"} & received.offsets:
-            return ""
+            return self._why_offsets_wrong(received)
         for b in range(len(self.case.segments.ids)):
             allowed_QK = self._allowed(received.told.get(MASK), b)
             if isinstance(allowed_QK, str):

@@ -71,14 +71,18 @@ class Recorder:
             return looks
         held, looks = weakref.ref(root), any(map(is_layer, root.modules()))
         self._roots[id(root)] = held, looks
-        if not looks:
-            return False
+        if looks:
+            self.keep(root)
+        return looks
+
+    def keep(self, root: nn.Module) -> None:
+        """Keep the names of its modules, and wrap its kernels."""
+        held = weakref.ref(root)
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
                 self._names[id(module)] = held, short(name)
         self.models.add(type(root).__name__)
         self.hooks.look_at(root)
-        return True
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
@@ -152,7 +156,7 @@ class Recorder:
 
     def _counts(self, module: nn.Module) -> str:
         """Is it given positions: rotary ones, or those that are embedded?"""
-        if "rotary" in type(module).__name__.lower():
+        if re.search("rotary|rope", type(module).__name__.lower()):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
         return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
@@ -186,18 +190,25 @@ class Recorder:
 
     # --- kernels
 
-    def _heard(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _heard(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         here = self._here
         if not here.stack or here.forward is None:
-            return function(*args, **kwargs)
+            return call(*args, **kwargs)
         values: dict[str, Any] | str
         try:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
         if name == "torch.conv1d" and (here.depth or not is_layer(here.stack[-1]) or not _is_depthwise(values)):
-            return function(*args, **kwargs)
-        return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: function(*args, **kwargs))
+            return call(*args, **kwargs)
+        return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Call it; of kernels that call one another for the same tokens the innermost counts."""
@@ -256,7 +267,7 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
 
     recorder = Recorder(begin, end)
     recorder.hooks.install()
-    recorder.knows(model)
+    recorder.keep(model)
     try:
         yield faults
     finally:

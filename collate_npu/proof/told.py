@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ class Told:
     """Tokens that a query attends at most, itself among them; None where all."""
     causal: bool | None = None
     """Does attention look back alone? None where that is not told apart."""
+    digest: int = 0
+    """Of all scores that its mask allows."""
     allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
     """bool `[Q, K]` of one row, where attention was given a mask, or attends to both sides; let go once it is judged."""
 
@@ -80,7 +83,9 @@ class Told:
     def same(self, other: Told) -> bool:
         """Was another call told the same?"""
         mine, theirs = (self.first_T, self.neutral_T), (other.first_T, other.neutral_T)
-        return self.kernel == other.kernel and all(map(np.array_equal, mine, theirs))
+        names = ("kernel", "window", "causal", "digest")
+        alike = all(getattr(self, name) == getattr(other, name) for name in names)
+        return alike and all(map(np.array_equal, mine, theirs))
 
     def __str__(self) -> str:
         if not self.by:
@@ -134,12 +139,13 @@ def zeros_of(x: Tensor, order: str) -> Array:
     return np.ascontiguousarray(zero.cpu().numpy()).reshape(-1)
 
 
-def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array]:
-    """`first_T` and `neutral_T` by whom tokens attend: rows that attend what stands behind them under a mask that is
-    causal everywhere else are fillings of padding, and nobody counts what they attend."""
-    first_T, neutral_T = np.zeros(B * T, np.int64), np.zeros(B * T, bool)
+def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array, int]:
+    """`first_T`, `neutral_T` and a digest by whom tokens attend: rows that attend what stands behind them under a mask
+    that is causal everywhere else are fillings of padding, and nobody counts what they attend."""
+    first_T, neutral_T, digest = np.zeros(B * T, np.int64), np.zeros(B * T, bool), 0
     for b in range(B):
         allowed_QK = rows(b)
+        digest = crc32(np.packbits(allowed_QK.cpu().numpy()).tobytes(), digest)
         future_Q = torch.triu(allowed_QK, 1).any(dim=1)
         filled_Q = future_Q if not bool(future_Q[:-1].all()) else torch.zeros_like(future_Q)
         attends_QK = allowed_QK & ~filled_Q[:, None]
@@ -150,7 +156,7 @@ def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array
         )
         at = slice(b * T, (b + 1) * T)
         first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, (~seen_K).cpu().numpy()
-    return first_T, neutral_T
+    return first_T, neutral_T, digest
 
 
 # --- against the truth, and against one another

@@ -288,6 +288,24 @@ def test_what_is_embedded_by_place_and_by_a_name():
     check_delivery(model, BatchAdapter(model)(wire("right")), alone=True)
 
 
+def test_the_packed_batch_of_a_model_with_windows():
+    model = model_of("mistral")
+    flat = PaddingCollator(model=model, padding_free=True)(ROWS)
+    check_delivery(model, BatchAdapter(model, padding_free=True)(flat))
+
+
+@pytest.mark.parametrize("width", [3, 34])
+def test_an_encoder_beside_its_decoder(width):
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "pad_token_id": 0}
+    config = transformers.T5Config(vocab_size=len(TOKENIZER), decoder_start_token_id=0, **sizes)
+    model, batch = transformers.T5ForConditionalGeneration(config).eval(), wire("right")
+    keep = batch["attention_mask_2d"]
+    found = check_delivery(model, bare(batch, keep.long(), labels=torch.ones(3, width).long()))
+    assert any(name.endswith("EncDecAttention") for name in found.unseen)
+    with pytest.raises(CollateError, match=r"encoder\.block\.0\.layer\.0.*attends padding"):
+        check_delivery(model, bare(batch, None, labels=torch.ones(3, width).long()), segments=Segments.from_keep(keep))
+
+
 def test_a_guard_outlives_a_forward_that_raises():
     model, batch, said = model_of("qwen3_next"), BatchAdapter(model_of("qwen3_next"))(wire()), []
     guard_first_batch(model, report=said.append)

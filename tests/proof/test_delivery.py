@@ -1,12 +1,14 @@
 """Delivery of a stack that nobody knows: each planted fault is found at its kernel, by the check and by the guard."""
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 from stranger import DeltaLayer, Model
 from test_watching import IDS, OFFSETS, PLANTED, Two
+from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
 from collate_npu.proof import watch
@@ -104,3 +106,65 @@ def test_nothing_is_kept_of_a_model_that_was_checked():
     del model
     gc.collect()
     assert kept() is None
+
+
+UNTOUCHED = (nn.Module._call_impl, nn.functional.scaled_dot_product_attention, torch.conv1d)
+
+
+def touched():
+    return (nn.Module._call_impl, nn.functional.scaled_dot_product_attention, nn.functional.conv1d) != UNTOUCHED
+
+
+def test_a_kernel_of_the_model_itself_says_nothing_of_its_layers():
+    class Sided(Model):
+        def forward(self, input_ids, cu_seqlens):
+            x = torch.ones(1, 1, 16, 4)
+            allowed = torch.block_diag(*[torch.ones(n, n).tril() for n in (6, 5, 5)]).bool()
+            nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed)
+            return self.embed(input_ids)  # no layer runs
+
+    found = check_delivery(Sided(), BATCH)
+    assert found.unseen == ("layers.0", "layers.1", "layers.2")
+
+
+def test_kernels_of_another_model_say_nothing_of_this_one():
+    with pytest.raises(CollateError, match="no known kernel in Model"):
+        check_delivery(Model(), BATCH, forward=lambda **batch: Model()(**batch))
+
+
+def test_guards_beside_one_another_leave_nothing():
+    model, said = Model(), []
+    for _ in range(2):
+        guard_first_batch(model, report=said.append)
+    broken = model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**BATCH)
+    broken.remove()
+    assert (said, touched()) == ([], False)
+    model(**BATCH)
+    assert (len(said), touched()) == (2, False)
+    assert [*model._forward_hooks, *model._forward_pre_hooks] == []
+
+
+def test_threads_do_not_hear_one_another():
+    found = []
+
+    def check():
+        model = Model()
+        found.extend(check_delivery(model, BATCH).unseen for _ in range(5))
+
+    threads = [threading.Thread(target=check) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [()] * 15
+    assert not touched()
+
+
+def test_compiled_code_is_not_guarded():
+    model = Model()
+    for compiled in (torch.compile(model, backend="eager"), model):
+        model.layers[0].compile(backend="eager")
+        with pytest.raises(CollateError, match="a compiled Model"):
+            guard_first_batch(compiled)

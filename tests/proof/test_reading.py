@@ -86,9 +86,13 @@ def test_a_recurrent_layer_of_mcore_bridge_is_told_by_the_part_of_this_rank(cp):
 def test_packed_rows_of_recurrent_layers_need_their_offsets():
     asked = judge(Segments.from_lengths([[3, 5], [8]]))
     assert "several sequences" in asked.why_wrong(received("GatedDeltaNet"))
-    assert "several sequences" in asked.why_wrong(received("GatedDeltaNet", cu_seq_lens_q=1))
-    for told in ({"cu_seq_lens_q": 1, "seq_idx": 1}, {"packed_seq_params": 1}):
-        assert asked.why_wrong(received("GatedDeltaNet", **told)) == ""
+    right, wrong = torch.tensor([0, 3, 8, 16]), torch.tensor([0, 4, 8, 16])
+    assert "several sequences" in asked.why_wrong(received("GatedDeltaNet", cu_seq_lens_q=right))
+    for offsets, said in ((right, ""), (wrong, "[0, 4, 8, 16]: the token at (row, column) (0, 3) goes on from another")):
+        held = SimpleNamespace(cu_seqlens_q=offsets)
+        for told in ({"cu_seq_lens_q": offsets, "seq_idx": 1}, {"packed_seq_params": held}):
+            why = asked.why_wrong(received("GatedDeltaNet", **told))
+            assert (said in why) if said else why == ""
 
 
 def test_other_batches_of_the_same_model_are_not_asked():

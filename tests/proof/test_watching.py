@@ -118,6 +118,23 @@ def test_computed_again_with_another_mask():
     assert "computed again" in seen.faults[0].why
 
 
+@pytest.mark.parametrize("change", [{"window": (2, 0)}, {"causal": False}])
+def test_computed_again_with_another_width(change):
+    model = Model()
+    model.again = True
+    model.layers[2].faults = Later(change)
+    with watch(say=False) as seen:
+        model(IDS, OFFSETS).sum().backward()
+    assert [(each.layer, "computed again" in each.why) for each in seen.faults] == [("layers.2", True)]
+
+
+class Later(dict):
+    """What holds in the backward pass alone."""
+
+    def get(self, name, default=None):
+        return default if torch._C._current_graph_task_id() == -1 else super().get(name, default)
+
+
 def test_nothing_seen_is_no_pass():
     with watch(say=False) as seen:
         nn.Linear(2, 2)(torch.ones(1, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -26,6 +25,8 @@ EXAMPLES = (
 _INHERITED = Path(__file__).resolve().parent.parent / "inherited"
 """What every Python of the run starts with."""
 _POLL = 0.2
+_MOST = 6
+"""Layers with a fault that the last line names."""
 _PATIENCE = 15
 """Seconds that a command gets to end by itself."""
 
@@ -61,15 +62,17 @@ def watch_command(
 
 def _waited(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> bool:
     """Until it ends; was it ended at a fault?"""
+    interrupts = 0
     while child.poll() is None:
         try:
             time.sleep(_POLL)
             if stop and any(record["faults"] for record in _records(seen)):
                 _ended(child)
                 return True
-        except KeyboardInterrupt:  # it got the same signal, or gets it now
-            child.send_signal(signal.SIGINT)
-            _ended(child)
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts > 1:  # the first one it got as well, from the terminal, and may be saving what it has
+                _ended(child)
     return stop and any(record["faults"] for record in _records(seen))
 
 
@@ -108,4 +111,6 @@ def _summary(records: list[dict[str, Any]]) -> str:
     processes = len({record["pid"] for record in records})
     told = ", ".join(f"{name} {n}" for name, n in sorted(kernels.items(), key=lambda each: -each[1]))
     faults = f"{wrong} of {len(records)} forwards with a fault" if wrong else f"no fault in {len(records)} forwards"
-    return f"{processes} processes, {faults}; calls: {told}"
+    said = dict.fromkeys(f"{each['layer']}, {each['kernel']}" for record in records for each in record["faults"])
+    where = f" ({'; '.join([*said][:_MOST])}{'; ...' * (len(said) > _MOST)})" * bool(said)
+    return f"{processes} processes, {faults}{where}; calls: {told}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -101,3 +102,19 @@ def test_another_sitecustomize_runs_too(tmp_path, train):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     run = watched(sys.executable, "-c", "print('hello')", PYTHONPATH=path)
     assert "mine\nhello" in run.stdout
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_the_runs_own(tmp_path):
+    script = tmp_path / "saves.py"
+    script.write_text(
+        "import sys, time\n"
+        "try:\n    print('begun', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(1)\n    print('saved', flush=True)\n    sys.exit(7)\n"
+    )
+    command = [sys.executable, "-m", "collate_npu", "watch", "--", sys.executable, str(script)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout.readline() == "begun\n"
+    os.killpg(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert (said, run.returncode) == ("saved\n", 7)

@@ -1,0 +1,48 @@
+"""Kernel calls: what Megatron's attention was told, by its own reading of masks and offsets."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from collate_npu import Segments
+from collate_npu.masks import dense
+from collate_npu.proof.kernel_calls import MODULES, UnreadError
+from collate_npu.proof.told import why_differs
+
+KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
+LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})
+FUSED = type("TEDotProductAttention", (nn.Module,), {"__module__": "transformer_engine.pytorch"})
+LEFT = Segments.from_lengths([4, 6], side="left")
+ROWS = torch.ones(6, 2, 1, 4)
+
+
+def told(module, mask):
+    return READ(KERNEL, {"self": module(), "query": ROWS, "key": ROWS, "attention_mask": mask})
+
+
+def test_a_mask_is_all_that_the_local_one_reads_and_nothing_to_the_fused_one():
+    mask = dense(LEFT, polarity="masked")
+    local = told(LOCAL, mask)
+    assert why_differs(local, LEFT) == ""
+    assert not torch.triu(local.allowed(1), 1).any()
+    assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1), 1).any()  # it looks ahead
+    assert (told(LOCAL, None).causal, told(FUSED, mask).causal, str(told(FUSED, mask))) == (True, True, "nothing")
+
+
+def packed(**offsets):
+    params = SimpleNamespace(qkv_format="thd", **{name: torch.tensor(each) for name, each in offsets.items()})
+    return READ(KERNEL, {"self": FUSED(), "query": torch.ones(12, 1, 4), "packed_seq_params": params})
+
+
+def test_places_by_padded_offsets_and_tokens_by_the_others():
+    found = packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 6, 12])
+    assert np.flatnonzero(~found.neutral_T).tolist() == [0, 1, 2, 6, 7, 8, 9]
+    truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 0, 0]]))
+    assert why_differs(found, truth) == ""
+    less = packed(cu_seqlens_q=[0, 2, 6], cu_seqlens_q_padded=[0, 6, 12])
+    assert "counts for nothing" in why_differs(less, truth)
+    with pytest.raises(UnreadError, match="other tokens than its keys"):
+        packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
