@@ -19,14 +19,14 @@ LINES = {
     "kernels": (3500, 3400),
     "consumers": (2220, 1950),
     "collate": (1590, 1500),
-    "proof": (4340, 1900),
+    "proof": (4460, 1900),
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (4185, 3600),
-    "tests": (37330, 33000),
+    "tests": (37500, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (19890, 12000)}
+WORDS = {"guide": (19920, 12000)}
 """Words of the guide's English pages, likewise."""
 
 
