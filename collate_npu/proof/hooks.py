@@ -60,7 +60,7 @@ class Hooks:
         return self in _LISTENING
 
     def install(self) -> None:
-        """Wrap what is there, and the rest when it is imported."""
+        """Listen."""
         _LISTENING.append(self)
         if len(_LISTENING) == 1:
             _WRAPS.install()
@@ -94,6 +94,7 @@ class _Wraps:
         self._seen_modules: set[str] = set()
 
     def install(self) -> None:
+        """Wrap what is there, and the rest when it is imported."""
         original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
