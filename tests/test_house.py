@@ -19,7 +19,7 @@ LINES = {
     "kernels": (3500, 3400),
     "consumers": (2220, 1950),
     "collate": (1590, 1500),
-    "proof": (4460, 1900),
+    "proof": (4490, 1900),
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (4185, 3600),

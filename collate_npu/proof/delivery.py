@@ -1,13 +1,11 @@
-"""Delivery: proof, at the first batch, that every kernel was told what the batch says, and that a row gives the numbers it
-gives alone.
+"""Delivery: proof, at the first batch, that every kernel was told what the batch says.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
 ignore it, and nothing says so. Here the kernels are asked, in any module; and where a layer's kernels cannot be (a shard of
 a rank, a compiled layer), what a layer of transformers or Megatron was handed.
 
-A check by hand costs one forward pass without gradients; the guard looks at the trainer's own. With `alone=True` two
-sequences of the batch are run again by themselves, and in another width with tokens after them that no causal model may
-notice: what passes is up to so many times that noise. Legend: B rows, S width, L tokens of one sequence.
+A check by hand costs one forward pass without gradients, and 0.1 s; the guard looks at the trainer's own. With `alone=True`
+two sequences of the batch are run again (`proof.alone`).
 """
 
 from __future__ import annotations
@@ -25,41 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.checked import checked, hold_against, wrong_kind
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Case, consumer_named
-from collate_npu.consumers.megatron import kernel_of
+from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.mindspeed import start_problem
 from collate_npu.consumers.models import consumer_of, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, of_kind
-from collate_npu.masks.forms import dense
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, block, crosses, few, listed, short
-from collate_npu.proof.measure import OF_THE_LOSS, apart, called, run, scores_of
-from collate_npu.proof.noise import TIMES, least_noise, widened
+from collate_npu.proof.alone import Alone, check_alone
+from collate_npu.proof.forward import Forward, crosses, short
+from collate_npu.proof.measure import called
 from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
 from collate_npu.proof.recording import Recorder
+from collate_npu.proof.said import block, few, listed
 from collate_npu.proof.truth import case_of, has_two_sides
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
 __all__ = ["Alone", "Delivery", "Received", "check_delivery", "guard_first_batch", "received_masks"]
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Relative errors of the logits of some sequences, in a batch against alone."""
-
-    errors: Mapping[int, float]
-    """By number of the sequence in the batch."""
-    limit: float
-    """What passes: `TIMES` the noise of this model, dtype and device."""
-
-    def __str__(self) -> str:
-        each = ", ".join(f"sequence {n}: {error:.2g}" for n, error in self.errors.items())
-        return f"relative error of the logits against alone (up to {self.limit:.2g} is rounding): {each}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +103,7 @@ def check_delivery(
     with torch.no_grad(), _recorded(inner, batch, case, context_parallel) as record:
         given = called(inner, batch, forward)
     found = record.judged(measured=alone)
-    return replace(found, alone=_check_alone(inner, batch, case, given, forward)) if alone else found
+    return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
 @checked
@@ -294,79 +276,3 @@ def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: Contex
             yield _Record(model, case, cp, forward, received)
     finally:
         recorder.hooks.taken_off()
-
-
-@torch.no_grad()
-def _check_alone(
-    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
-) -> Alone:
-    """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
-    if vision := of_kind(batch, "vision"):
-        rule = "The images of one row cannot be told from those of the others."
-        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
-    logits, below = scores_of(given), getattr(model, "base_model", None)
-    if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
-        model, logits = below, run(below, batch)
-    if logits.ndim < 3 or tuple(logits.shape[:2]) != case.segments.shape:
-        rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
-        raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
-    errors, noise = {}, least_noise(model, 0.0)
-    for n, places_L in _most_at_risk(case.segments).items():
-        L = len(places_L)
-        width = max(case.segments.shape[1], L + 1) if case.pattern.causal else L
-        once, again = (_sequence(model, batch, places_L[widened(L, each)], case.pattern) for each in (L, width))
-        own = run(model, once, forward)[0]
-        errors[n] = apart([logits.flatten(0, 1)[places_L.to(logits.device)]], [own])
-        noise = max(noise, apart([run(model, again, forward)[0, :L]], [own]))
-    found = Alone(errors, TIMES * noise)
-    if any(not error <= found.limit for error in errors.values()):  # NaN is wrong
-        rule = "A sequence gives the same logits in a batch as alone."
-        remedy = "Look at what the layers received (check_delivery without alone=), then at `collate-npu audit --model`."
-        raise CollateError(explain("alone", str(found), rule, remedy))
-    return found
-
-
-def _most_at_risk(segments: Segments) -> dict[int, Tensor]:
-    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`."""
-    S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
-    first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
-    return {n: places[n] for n in sorted(first[:2])}
-
-
-def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:
-    """A batch of one row without padding, as this model takes it."""
-    tokens = {
-        key: value.flatten(0, 1)[places_L.to(value.device)][None]
-        for key in of_kind(batch, "tokens")
-        if isinstance(value := batch[key], Tensor) and key not in OF_THE_LOSS
-    }
-    segments = Segments.from_lengths([len(places_L)])
-    if consumer_of(model) is None:
-        return _as_it_was(batch, places_L, segments)
-    if consumer_of(model) != "megatron":
-        return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
-    device = tokens["input_ids"].device
-    # GPTModel counts no positions; its local kernels always read a dense mask (megatron-core core/transformer/utils.py:33)
-    reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)
-    mask = dense(segments, polarity="masked", device=device) if reads_dense else None
-    return {**tokens, "position_ids": segments.position_ids.to(device), "attention_mask": mask}
-
-
-def _as_it_was(batch: Mapping[str, Any], places_L: Tensor, segments: Segments) -> dict[str, Any]:
-    """For a stack that nobody knows: what its batch says, said of one sequence."""
-    L, one = len(places_L), dict[str, Any]()
-    said = {"positions": segments.position_ids, "mask": segments.keep, "keep": segments.keep, "longest": L}
-    said |= dict.fromkeys(("offsets", "padded_offsets"), torch.tensor([0, L]))
-    for name, value in batch.items():
-        key = KEYS.get(name)
-        role = "" if key is None else "positions" if key.kind == "positions" else key.role
-        if value is None or name in OF_THE_LOSS or (isinstance(value, Tensor) and role == "mask" and value.ndim != 2):
-            continue
-        if role in said:
-            one[name] = torch.as_tensor(said[role]).to(value) if isinstance(value, Tensor) else said[role]
-        elif isinstance(value, Tensor) and value.ndim > 1 and (key is None or key.kind == "tokens"):
-            one[name] = value.flatten(0, 1)[places_L.to(value.device)][None]
-        else:
-            rule, remedy = "What it would be for one sequence is not known.", "Check without alone=."
-            raise UnsupportedFormError(explain(name, shape_of(value), rule, remedy))
-    return one

@@ -29,9 +29,10 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
-from collate_npu.proof.forward import Fault, Forward, block, counts
+from collate_npu.proof.forward import Fault, Forward
 from collate_npu.proof.kernel_calls import UnreadError
 from collate_npu.proof.recording import Recorder, bound
+from collate_npu.proof.said import block, counts
 from collate_npu.proof.truth import case_of
 from collate_npu.segments import Segments
 

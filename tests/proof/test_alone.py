@@ -8,7 +8,7 @@ from torch import nn
 
 from collate_npu import CollateError, Segments
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.proof.delivery import _check_alone as check_alone
+from collate_npu.proof.alone import check_alone
 
 MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
 
