@@ -269,8 +269,10 @@ def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told
     told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
     lengths = np.diff(segments_told(read, "cu_seqlens_q"))
     starts = np.array(segments_told(read, name))[:-1]
-    if name == "cu_seqlens_q" or len(lengths) != len(starts):
+    if name == "cu_seqlens_q" or not len(lengths):
         return told
+    if len(lengths) != len(starts):  # of other sequences
+        return replace(told, neutral_T=np.ones(total, bool))
     rank_T = np.arange(total) - told.first_T
     given_T = dict(zip(starts.tolist(), lengths.tolist()))
     behind_T = rank_T >= np.array([given_T.get(first, total) for first in told.first_T.tolist()])

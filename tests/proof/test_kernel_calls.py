@@ -44,5 +44,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     assert why_differs(found, truth) == ""
     less = packed(cu_seqlens_q=[0, 2, 6], cu_seqlens_q_padded=[0, 6, 12])
     assert "counts for nothing" in why_differs(less, truth)
+    assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
+    assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
