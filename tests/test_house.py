@@ -17,13 +17,13 @@ LINES = {
     "masks": (2490, 2400),
     "parallel": (1560, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2220, 1950),
+    "consumers": (2230, 1950),
     "collate": (1590, 1500),
     "proof": (4490, 1900),
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (4185, 3600),
-    "tests": (37500, 33000),
+    "tests": (37540, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (19920, 12000)}

@@ -223,3 +223,14 @@ def is_encoder(config: Any) -> bool:
         return False
     decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
     return getattr(config, "model_type", "") in MASKED and not decodes
+
+
+def has_two_sides(model: Any) -> bool:
+    """Is it an encoder beside a decoder? The config of a decoder alone may say so, too."""
+    said = getattr(config_of(model), "is_encoder_decoder", False)
+    return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
+
+
+def is_compiled(model: Any) -> bool:
+    """Is a forward of this module compiled code, in part at least?"""
+    return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in model.modules())

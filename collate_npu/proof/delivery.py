@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from collate_npu.checked import checked, hold_against, wrong_kind
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.mindspeed import start_problem
-from collate_npu.consumers.models import consumer_of, unwrap
+from collate_npu.consumers.models import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
@@ -37,7 +37,7 @@ from collate_npu.proof.reading import Judge
 from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
 from collate_npu.proof.recording import Recorder
 from collate_npu.proof.said import block, few, listed
-from collate_npu.proof.truth import case_of, has_two_sides
+from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
@@ -100,7 +100,8 @@ def check_delivery(
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
-    with torch.no_grad(), _recorded(inner, batch, case, context_parallel) as record:
+    eagerly = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with torch.no_grad(), eagerly, _recorded(inner, batch, case, context_parallel) as record:
         given = called(inner, batch, forward)
     found = record.judged(measured=alone)
     return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
@@ -132,7 +133,7 @@ def guard_first_batch(
         [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
-    refuse_compiled(inner, compiled=hasattr(model, "_orig_mod"))
+    refuse_compiled(model)
     _check_settings(settings)
     hold_against(check_delivery, settings.items())
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
@@ -141,6 +142,7 @@ def guard_first_batch(
     held = ExitStack()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen to this forward, or with `alone` check its batch now."""
         batch = {**dict(zip(names, args)), **kwargs}
         if not only(batch):
             return
@@ -166,10 +168,10 @@ def guard_first_batch(
 
 def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
     """Raise where a forward of this model is compiled code, in part at least."""
-    if compiled or any(getattr(each, "_compiled_call_impl", None) is not None for each in model.modules()):
+    if compiled or is_compiled(model):
         rule = "Compiled code calls no layer and no kernel that can be heard."
         remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
-        raise UnsupportedFormError(explain("guard", f"a compiled {type(model).__name__}", rule, remedy))
+        raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
 
 def _check_settings(names: Collection[str]) -> None:
@@ -206,7 +208,7 @@ class _Record:
         judge = Judge(model=self.model, case=self.case, cp=self.cp)
         layers = self.forward.layers()
         readers = {short(each.name): each for each in by_readers(self.received) if known and judge.asks(each)}
-        readers = {name: each for name, each in readers.items() if _among(name, layers)}  # no block of an MLP
+        readers = {name: each for name, each in readers.items() if not layers or _among(name, layers)}  # no block of an MLP
         calls = {n: each for n, each in self.forward.faults().items() if self.cp is None or self.forward.calls[n].breaches}
         told, astray = self._proved(), {fault.layer for fault in calls.values()}
         asked = {name: each for name, each in readers.items() if not _among(name, told - astray)}
@@ -224,7 +226,8 @@ class _Record:
         unseen += [] if layers else ["layers whose classes have no name of attention or a recurrence"]
         unseen += dict.fromkeys(f"{seen.layer} ({seen.unread})" for seen in self.forward.calls if seen.unread)
         block_told = block(self.forward, calls) if told else ""
-        return Delivery(layers=dict(map(_handed, readers.items())), told=block_told, unseen=tuple(unseen), alone=None)
+        handed = {name: str(each) for name, each in readers.items()}
+        return Delivery(layers=handed, told=block_told, unseen=tuple(unseen), alone=None)
 
     def _proved(self) -> set[str]:
         """Layers of which every kernel was judged."""
@@ -243,10 +246,6 @@ class _Record:
 
 def _holds(module: nn.Module, model: nn.Module) -> bool:
     return any(each is model for each in module.modules())
-
-
-def _handed(reader: tuple[str, Received]) -> tuple[str, str]:
-    return reader[0], str(reader[1])
 
 
 def _among(name: str, layers: Collection[str]) -> bool:
@@ -269,10 +268,5 @@ def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: Contex
         return forward if recorder.forward is None else within  # a model within this one has other tokens
 
     recorder = Recorder(begin, lambda _: "")
-    recorder.hooks.install()
-    recorder.keep(model)
-    try:
-        with received_calls(model) as received:
-            yield _Record(model, case, cp, forward, received)
-    finally:
-        recorder.hooks.taken_off()
+    with recorder.on(model), received_calls(model) as received:
+        yield _Record(model, case, cp, forward, received)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.models import attention_windows, config_of, layer_kinds, text_config
+from collate_npu.consumers.models import attention_windows, config_of, has_two_sides, layer_kinds, pattern_of, text_config
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach
-from collate_npu.masks.patterns import CAUSAL, Chunked, Pattern, Sliding
+from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.proof.kernel_calls import MODULES
 from collate_npu.proof.reading import why_row_wrong
 from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
-from collate_npu.proof.truth import has_two_sides
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
@@ -31,8 +30,8 @@ LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv
 _STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
 """Classes of layers that have a rule or a scan behind their convolution."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
-_FOREIGN = re.compile(r"vision|visual|audio|image|cross|encdec|encoder_attn")
 _CROSS = re.compile(r"cross|encdec|encoder_attn")
+_FOREIGN = re.compile(rf"vision|visual|audio|image|{_CROSS.pattern}")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
 
 
@@ -55,6 +54,8 @@ class Seen:
     unread: str = ""
     """Why it could not be read."""
     breaches: tuple[Breach, ...] = ()
+    empty_T: Array | None = field(default=None, repr=False)
+    """bool: tokens of the batch whose embedding is zero, and zero still where this layer begins."""
     positions: Array | None = field(default=None, repr=False)
     """Of a rotary embedding, or one of positions: int64 `[B, S]`."""
 
@@ -144,7 +145,7 @@ class Forward:
             return f"it reaches over {seen.told.reach} tokens, and the config says {own}", _REMEDIES["attention"]
         own = own if self.pattern is not None else None
         if seen.told.allowed is None:
-            why = why_differs(seen.told, self.truth, self.empty_T) or self._why_width_wrong(seen.told, own)
+            why = why_differs(seen.told, self.truth, seen.empty_T) or self._why_width_wrong(seen.told, own)
         else:
             why = self._why_attends_wrong(seen.told, own)
         return (why, _REMEDIES[seen.told.kind]) if why else None
@@ -188,7 +189,7 @@ class Forward:
             return seen.positions.shape == self.truth.shape and self.pattern is not None
         if seen.told is None:
             return False
-        if self._two_rows and "decoder" in seen.layer:
+        if "decoder" in seen.layer and has_two_sides(self.root):
             return False
         return places_in(seen.told, self.truth) is not None
 
@@ -222,7 +223,7 @@ class Forward:
         if seen.module is not None and any("indexer" in name for name, _ in seen.module.named_children()):
             return None
         config, at = text_config(config_of(self.root)), getattr(seen.module, "layer_idx", None)
-        plain = self.pattern or CAUSAL
+        plain = self.pattern or Pattern.of(pattern_of(self.root) or "causal")
         try:
             known: Mapping[str, int | None] = attention_windows(config)
         except (CollateError, AttributeError, TypeError):
@@ -244,14 +245,9 @@ class Forward:
         found = {n for n, each in mine.items() if each and told and begins_elsewhere(each, told) is not None}
         return found | ({most} if found and most is not None else set())
 
-    @property
-    def _two_rows(self) -> bool:
-        """An encoder's tokens beside a decoder's."""
-        return has_two_sides(self.root)
-
     def _left(self) -> list[int]:
         """Calls that the batch does not judge."""
-        if self._two_rows:
+        if has_two_sides(self.root):
             return []
         left = [n for n, seen in enumerate(self.calls) if seen.told is not None and not self.judges(seen)]
         left = [n for n in left if self.calls[n].kind != "attention" or self._pattern_of(self.calls[n]) is not None]

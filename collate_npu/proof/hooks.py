@@ -7,11 +7,10 @@ not there. `nn.Module` says in which layer a call is made.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
 
@@ -187,7 +186,7 @@ class _Wraps:
             return known[1]
         kernel = f"{(function.__module__ or 'torch').partition('.')[0].strip('_')}.{function.__name__}"
 
-        @functools.wraps(function)
+        @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)

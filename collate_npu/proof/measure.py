@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from collate_npu.consumers.models import is_transformers, pattern_of
+from collate_npu.consumers.models import has_two_sides, is_transformers, pattern_of
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.proof.truth import has_two_sides
 
 IGNORED = -100
 Batch = dict[str, Any]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.megatron import kernel_of
-from collate_npu.consumers.models import RECURRENT_KIND, consumer_of, text_config, unwrap, windows
+from collate_npu.consumers.models import RECURRENT_KIND, consumer_of, has_two_sides, text_config, unwrap, windows
 from collate_npu.consumers.transformers import why_state_runs_on
 from collate_npu.kernels.check import call_breaches
 from collate_npu.keys import KEEP_KEY
@@ -26,7 +26,6 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.proof.received import MASK, Received
 from collate_npu.proof.told import Told, by_offsets, segments_told, why_differs
-from collate_npu.proof.truth import has_two_sides
 from collate_npu.segments import Segments
 
 _OTHER_TOKENS = "a 2D mask of other tokens than this batch's"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from collate_npu.arrays import Array
 from collate_npu.consumers.consumer import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
@@ -85,6 +86,16 @@ class Recorder:
         self.hooks.look_at(root)
 
     @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Listen meanwhile, to this model too if it has no layer by its name."""
+        self.hooks.install()
+        self.keep(model)
+        try:
+            yield
+        finally:
+            self.hooks.taken_off()
+
+    @contextmanager
     def unharmed(self) -> Iterator[None]:
         """What is ours never ends the run."""
         try:
@@ -109,6 +120,8 @@ class Recorder:
                 here.forward = forward or outer
             elif outer is not None and (kind := self._counts(module)):
                 self._note_positions(outer, kind, module, args, kwargs)
+            elif outer is not None and is_layer(module):
+                here.empty_T = _still_empty(outer.empty_T, [*args, *kwargs.values()])
         here.stack.append(module)
         try:
             result = original(module, *args, **kwargs)
@@ -119,8 +132,9 @@ class Recorder:
             self._left(forward, outer)
             raise
         here.stack.pop()
-        if isinstance(module, nn.Embedding) and here.forward is not None:
-            self._note_empty(here.forward, result)
+        if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
+            with self.unharmed():
+                outer.empty_T = zeros_of(result, "BTD")
         if wrong := self._left(forward, outer):
             raise CollateError(wrong)
         return result
@@ -136,7 +150,7 @@ class Recorder:
     def _here(self) -> Any:
         """Of this thread: the modules that run, its forward, and how deep its kernels are."""
         if not hasattr(self._local, "stack"):
-            self._local.stack, self._local.forward, self._local.depth = [], None, 0
+            self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
         return self._local
 
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
@@ -156,7 +170,7 @@ class Recorder:
 
     def _counts(self, module: nn.Module) -> str:
         """Is it given positions: rotary ones, or those that are embedded?"""
-        if re.search("rotary|rope", type(module).__name__.lower()):
+        if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
         return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
@@ -177,12 +191,6 @@ class Recorder:
             forward.calls.append(
                 Seen(layer=name, module=module, kernel=type(module).__name__, kind=kind, told=None, positions=found)
             )
-
-    def _note_empty(self, forward: Forward, embedded: Any) -> None:
-        """Tokens whose embedding is zero add nothing in the first layer, masked or not."""
-        if forward.ids is not None and isinstance(embedded, Tensor) and embedded.shape[:-1] == forward.ids.shape:
-            with self.unharmed():
-                forward.empty_T = zeros_of(embedded, "BTD")
 
     def _name_of(self, module: nn.Module) -> str:
         known = self._names.get(id(module))
@@ -232,7 +240,8 @@ class Recorder:
         kind, read = row
         stack = self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
-        seen = Seen(layer=self._name_of(layer), module=layer, kernel=name, kind=kind, told=None)
+        empty_T = self._here.empty_T
+        seen = Seen(layer=self._name_of(layer), module=layer, kernel=name, kind=kind, told=None, empty_T=empty_T)
         try:
             if isinstance(values, str):
                 raise UnreadError(values)
@@ -265,13 +274,17 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
         faults.extend(forward.faults().values())
         return ""
 
-    recorder = Recorder(begin, end)
-    recorder.hooks.install()
-    recorder.keep(model)
-    try:
+    with Recorder(begin, end).on(model):
         yield faults
-    finally:
-        recorder.hooks.taken_off()
+
+
+def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
+    """Which of these tokens are zero in what a layer is called with: the first tensor of states."""
+    states = next((x for x in given if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3), None)
+    if empty_T is None or not empty_T.any() or states is None or states.shape[0] * states.shape[1] != len(empty_T):
+        return None
+    still_T: Array = empty_T & zeros_of(states, "BTD")
+    return still_T
 
 
 def _is_depthwise(values: dict[str, Any] | str) -> bool:

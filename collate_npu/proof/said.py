@@ -31,8 +31,8 @@ def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
         for what, each in own.items():
             name = "" if what == kind else f"{what} "
             for (text, mark), names in each.items():
-                few = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
-                said.append(f"{name}{text}{few}{mark}")
+                part = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
+                said.append(f"{name}{text}{part}{mark}")
         parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
     counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
     if counted:

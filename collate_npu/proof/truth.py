@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import own_patterns
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.models import config_of, consumer_of
+from collate_npu.consumers.models import consumer_of, has_two_sides
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.find import agreed
@@ -29,22 +29,16 @@ def case_of(
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
     both = about.pattern == "bidirectional" or has_two_sides(model)
     declared = pattern or ("bidirectional" if both else None)
-    sources = Sources.of(_with_tokens(batch))
+    sources = _with_tokens(Sources.of(batch))
     if segments is None:
         try:
             segments = _agreed(sources, declared, about)
         except AmbiguousMaskError:
-            if not (held := _held(batch)):
+            if not (held := _held(sources)):
                 raise
             segments = _agreed(sources | held, declared, about)
-    flat = len(segments.ids) == 1 and any(batch[key] is not None for key in of_kind(batch, "offsets"))
+    flat = len(segments.ids) == 1 and any(sources[key] is not None for key in of_kind(sources, "offsets"))
     return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
-
-
-def has_two_sides(model: nn.Module) -> bool:
-    """Is it an encoder beside a decoder? The config of a decoder alone may say so, too."""
-    said = getattr(config_of(model), "is_encoder_decoder", False)
-    return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
 
 
 def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> Segments:
@@ -66,12 +60,12 @@ def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
     return held
 
 
-def _with_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a layer is called with by a name that the door knows, where there are no tokens; torchtitan's `positions`."""
-    if isinstance(batch, Mapping) and batch.get("position_ids") is None and isinstance(batch.get("positions"), Tensor):
-        batch = {**batch, "position_ids": batch["positions"]}
-    if not isinstance(batch, Mapping) or any(batch[key] is not None for key in with_role(batch, "tokens")):
-        return batch
-    values = (value for key, value in batch.items() if key not in KEYS and isinstance(value, Tensor))
+def _with_tokens(sources: Sources) -> Sources:
+    """torchtitan's `positions`, and what a layer is called with where there are no tokens, by names that the door knows."""
+    if sources.get("position_ids") is None and isinstance(sources.get("positions"), Tensor):
+        sources = sources | {"position_ids": sources["positions"]}
+    if sources.named["tokens"]:
+        return sources
+    values = (value for key, value in sources.items() if key not in KEYS and isinstance(value, Tensor))
     states = next((value for value in values if value.ndim == 3 and value.is_floating_point()), None)
-    return batch if states is None else {**batch, "inputs_embeds": states}
+    return sources if states is None else sources | {"inputs_embeds": states}

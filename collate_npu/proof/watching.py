@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import unwrap
+from collate_npu.consumers.models import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
 from collate_npu.proof.forward import Fault, Forward
@@ -134,8 +134,7 @@ class Watch:
         try:
             inner = unwrap(root)
             given = bound(inner.forward, args, kwargs)
-            forward.compiled = any(getattr(each, "_compiled_call_impl", None) is not None for each in root.modules())
-            forward.compiled |= hasattr(root, "_orig_mod")
+            forward.compiled = is_compiled(root)
             ids = given.get("input_ids", given.get("tokens"))
             if isinstance(ids, Tensor):
                 forward.ids = ids

@@ -246,10 +246,40 @@ def test_a_token_whose_embedding_is_zero_may_count_for_nothing():
         model.get_input_embeddings().weight[9] = 0
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])}
     check_delivery(model, batch, alone=True)
+    truth = Segments.from_keep(batch["attention_mask"] > 0)
     with pytest.raises(CollateError, match="goes on from padding"):
-        check_delivery(
-            model, {"input_ids": ids, "attention_mask": None}, segments=Segments.from_lengths([3, 5], side="left")
-        )
+        check_delivery(model, bare(batch, None), segments=truth)
+    made_of_ids = batch["attention_mask"] * (ids != 9)  # as where the end of a text is the pad token
+    with pytest.raises(CollateError, match=r"layers\.2\.linear_attn.*is real, and counts for nothing"):
+        check_delivery(model, bare(batch, made_of_ids), segments=truth)
+
+
+def test_layers_of_other_names_are_asked_what_they_were_handed():
+    model, batch = model_of("qwen3"), wire()
+    for layer in model.model.layers:
+        own = type(layer.self_attn)
+        layer.self_attn.__class__ = type("Looker", (own,), {"__module__": own.__module__})
+    found = check_delivery(model, BatchAdapter(model)(batch))
+    assert [name.rpartition(".")[2] for name in found.layers] == ["self_attn"] * len(model.model.layers)
+    with pytest.raises(CollateError, match="attends padding"):
+        check_delivery(model, bare(batch, None), segments=truth_of(batch))
+
+
+@pytest.mark.parametrize("part", ["model", "layer", "within"])
+def test_what_a_guard_says_of_compiled_code_can_be_done(part):
+    model, batch = model_of("qwen3_next"), wire()
+    right, wrong = BatchAdapter(model)(batch), bare(batch, dense(truth_of(batch)))
+    if part == "model":
+        model.compile(backend="eager")
+    elif part == "layer":
+        model.model.layers[0].compile(backend="eager")
+    else:
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    with pytest.raises(CollateError, match="Run check_delivery"):
+        guard_first_batch(model)
+    assert "2 recurrent: convolution zeros" in check_delivery(model, right).told
+    with pytest.raises(CollateError, match=r"layers\.0\.linear_attn.*told nothing"):
+        check_delivery(model, wrong)
 
 
 def test_the_model_is_left_as_it_was_and_nan_is_wrong():

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments
@@ -168,6 +169,16 @@ def test_a_full_disk_does_not_end_the_run(capsys):
         tiny_model("llama", vocab_size=64)(**LEFT)
     assert seen.forwards
     assert "nothing more is written there" in capsys.readouterr().err
+
+
+def test_windows_to_both_sides_of_a_batch_that_says_nothing():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    ids = {f"{name}_token_id": n for n, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertConfig(vocab_size=64, local_attention=8, reference_compile=False, **sizes, **ids)
+    with watch(say=False) as seen:
+        transformers.ModernBertForMaskedLM(config).eval()(input_ids=torch.randint(5, 60, (2, 40)))
+    assert seen.faults == []
+    assert seen.kernels
 
 
 class PickingAttention(nn.Module):
