@@ -1,0 +1,102 @@
+"""Cells of the guide's page of stacks: how far a stack's answers in a batch are off, left as it is and with ours.
+
+A peer test gives two `run(samples)`, each lists of token ids to their log-probabilities, as `testing.conformance` asks for
+them: the stack's own batch and forward, without and with the line that we add. What ours gives must be right or refused.
+`COLLATE_NPU_CELLS=1` writes what was measured to `benchmarks/stacks/`; else it is held against what stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Layout = Literal["padded right", "padded left", "packed", "context parallel"]
+Run = Callable[[list[list[int]]], Sequence[Any]]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+VOCAB, PAD = 120, 7
+"""Ids are drawn from 3 up; PAD is text in a sample, too, and its embedding must not be zero."""
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "stacks"
+_RIGHT, _WRONG = 1e-4, 1e-3
+"""Nats in float32: a tiny model's rounding is 100 times less than the first, and a lost boundary 100 times the second."""
+
+
+def samples() -> list[list[int]]:
+    """Fresh ones for each caller; the longest neither first nor last, one begins and one ends with PAD."""
+    drawn = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, VOCAB, (length,), generator=drawn).tolist() for length in (7, 16, 4, 11)]
+    rows[2][0] = rows[3][-1] = PAD
+    return rows
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One stack: its name, the packages whose releases are told, and the nox session that measures it."""
+
+    name: str
+    packages: tuple[str, ...]
+    session: str
+
+    @property
+    def file(self) -> Path:
+        return FOLDER / f"{self.name.lower().replace(' ', '-')}.json"
+
+    def cell(
+        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str
+    ) -> tuple[str, str]:
+        """Measure one cell; the verdicts of both. A text in the place of a run says why it was not run.
+
+        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
+        """
+        wanted = [_numbers(truth([ids])[0]) for ids in samples()]
+        found = {"alone": _measured(alone, wanted), "ours": _measured(ours, wanted)}
+        told = {"family": family, "layout": layout, "line": line, **found}
+        assert found["ours"]["verdict"] != "wrong", told
+        if os.environ.get("COLLATE_NPU_CELLS"):
+            self._write(told)
+        else:
+            self._held_against(told)
+        return found["alone"]["verdict"], found["ours"]["verdict"]
+
+    def _write(self, told: dict[str, Any]) -> None:
+        releases = {name: version(name) for name in sorted({*self.packages, "torch"})}
+        cells = [each for each in self._read() if (each["family"], each["layout"]) != (told["family"], told["layout"])]
+        cells = sorted([*cells, told], key=lambda each: (each["family"], LAYOUTS.index(each["layout"])))
+        whole = {"stack": self.name, "command": f"nox -s {self.session}", "releases": releases, "cells": cells}
+        FOLDER.mkdir(exist_ok=True)
+        self.file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+
+    def _read(self) -> list[dict[str, Any]]:
+        return json.loads(self.file.read_text("utf-8"))["cells"] if self.file.exists() else []
+
+    def _held_against(self, told: dict[str, Any]) -> None:
+        """Verdicts and the line; how far a wrong one is off may differ by machine."""
+        known = [each for each in self._read() if (each["family"], each["layout"]) == (told["family"], told["layout"])]
+        assert known, f"{self.file.name} has no such cell: run it with COLLATE_NPU_CELLS=1 ({told})"
+        for key in ("line", *("alone", "ours")):
+            one, other = known[0][key], told[key]
+            assert one == other if key == "line" else one["verdict"] == other["verdict"], (key, one, other)
+
+
+def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:
+    if isinstance(run, str):
+        return {"verdict": "not run", "why": run}
+    try:
+        found = [_numbers(each) for each in run(samples())]
+    except Exception as error:
+        return {"verdict": "refused", "why": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+    assert [len(x) for x in found] == [len(y) for y in wanted], "a sample of L tokens has L - 1 log-probabilities"
+    error = float(torch.stack([(x - y).abs().max() for x, y in zip(found, wanted)]).max())  # torch's max keeps NaN
+    assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
+    return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
+
+
+def _numbers(row: Any) -> Tensor:
+    return torch.as_tensor(row).detach().double().reshape(-1)
