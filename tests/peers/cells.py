@@ -56,14 +56,19 @@ class Stack:
         `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
         """
         wanted = [_numbers(truth([ids])[0]) for ids in samples()]
-        found = {"alone": _measured(alone, wanted), "ours": _measured(ours, wanted)}
-        told = {"family": family, "layout": layout, "line": line, **found}
-        assert found["ours"]["verdict"] != "wrong", told
+        return self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
+
+    def tell(
+        self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str
+    ) -> tuple[str, str]:
+        """The same of what a test measured by itself, each made by `verdict`."""
+        told = {"family": family, "layout": layout, "line": line, "alone": alone, "ours": ours}
+        assert ours["verdict"] != "wrong", told
         if os.environ.get("COLLATE_NPU_CELLS"):
             self._write(told)
         else:
             self._held_against(told)
-        return found["alone"]["verdict"], found["ours"]["verdict"]
+        return alone["verdict"], ours["verdict"]
 
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name) for name in sorted({*self.packages, "torch"})}
@@ -80,22 +85,28 @@ class Stack:
         """Verdicts and the line; how far a wrong one is off may differ by machine."""
         known = [each for each in self._read() if (each["family"], each["layout"]) == (told["family"], told["layout"])]
         assert known, f"{self.file.name} has no such cell: run it with COLLATE_NPU_CELLS=1 ({told})"
-        for key in ("line", *("alone", "ours")):
-            one, other = known[0][key], told[key]
-            assert one == other if key == "line" else one["verdict"] == other["verdict"], (key, one, other)
+        one = known[0]
+        assert one["line"] == told["line"]
+        assert [one[who]["verdict"] for who in ("alone", "ours")] == [told[who]["verdict"] for who in ("alone", "ours")]
+
+
+def verdict(error: float | None = None, *, refused: str = "", not_run: str = "") -> dict[str, Any]:
+    """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing."""
+    if error is None:
+        return {"verdict": "refused" if refused else "not run", "why": " ".join((refused or not_run).split())[:300]}
+    assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
+    return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
 
 
 def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:
     if isinstance(run, str):
-        return {"verdict": "not run", "why": run}
+        return verdict(not_run=run)
     try:
         found = [_numbers(each) for each in run(samples())]
     except Exception as error:
-        return {"verdict": "refused", "why": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+        return verdict(refused=f"{type(error).__name__}: {error}")
     assert [len(x) for x in found] == [len(y) for y in wanted], "a sample of L tokens has L - 1 log-probabilities"
-    error = float(torch.stack([(x - y).abs().max() for x, y in zip(found, wanted)]).max())  # torch's max keeps NaN
-    assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
-    return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
+    return verdict(float(torch.stack([(x - y).abs().max() for x, y in zip(found, wanted)]).max()))  # torch's max keeps NaN
 
 
 def _numbers(row: Any) -> Tensor:
