@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command, agreement, editions, measure, peers, report, timing
+from benchmarks import __main__ as command, agreement, editions, measure, page_of_stacks, peers, report, timing
 from benchmarks.groups import collate, dataloader, derive, growth
 from benchmarks.timing import Case, Contestant, Pace, Row
 
@@ -142,3 +142,21 @@ def test_two_checkouts_take_turns_each_with_its_own_code(tmp_path, monkeypatch, 
     assert [letter for letter, _ in groupby((tmp_path / "calls").read_text())] == list("ababa")  # a b, b a, a b, b a
     editions.show(found)
     assert "naps: both" in capsys.readouterr().out
+
+
+# --- the page of stacks
+
+
+def test_the_page_of_stacks_is_what_was_measured():
+    assert page_of_stacks.PAGE.read_text("utf-8") == page_of_stacks.page(), "python -m benchmarks.page_of_stacks"
+
+
+def cell(layout, alone, ours):
+    found = {"right": {"error": 1e-6}, "wrong": {"error": 3.52}, "refused": {"why": "why"}, "not run": {"why": "why"}}
+    return {"layout": layout, **{who: {"verdict": v, **found[v]} for who, v in (("alone", alone), ("ours", ours))}}
+
+
+def test_a_line_of_it_shows_the_worst_of_its_cells():
+    cells = [cell("padded left", "right", "right"), cell("padded left", "wrong", "refused")]
+    cells.append(cell("packed", "not run", "right"))
+    assert page_of_stacks.table("x", [("a", cells)]).splitlines()[2] == "| a | – | ✘ 3.5 → refused | – → ✔ | – | – |"

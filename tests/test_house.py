@@ -23,11 +23,13 @@ LINES = {
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (4185, 3600),
-    "tests": (37640, 33000),
+    "tests": (37890, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (19920, 12000)}
+WORDS = {"guide": (19940, 12000)}
 """Words of the guide's English pages, likewise."""
+GENERATED = ("stacks",)
+"""Pages that are tables of what was measured."""
 
 
 def lines_of(files) -> int:
@@ -44,8 +46,8 @@ def test_each_room_keeps_its_budget():
 
 
 def test_the_guide_keeps_its_budget():
-    words = sum(len(page.read_text(encoding="utf-8").split()) for page in (PACKAGE / "guide").glob("*.md"))
-    assert words <= WORDS["guide"][0]
+    pages = [page for page in (PACKAGE / "guide").glob("*.md") if page.stem not in GENERATED]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS["guide"][0]
 
 
 PATHS = ("", "__main__", "collate", "consumers", "kernels", "proof", "integrations", "testing", "tools")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,12 +19,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Layout = Literal["padded right", "padded left", "packed", "context parallel"]
+Layout = Literal["padded right", "padded left", "packed", "packed, kernels there", "context parallel"]
 Run = Callable[[list[list[int]]], Sequence[Any]]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+"""Packed rows twice: as a CPU and an NPU run them, and beside kernels that take boundaries (`testing.reference_kernels`)."""
 VOCAB, PAD = 120, 7
 """Ids are drawn from 3 up; PAD is text in a sample, too, and its embedding must not be zero."""
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "stacks"
+_ERROR = re.compile(r".*\b(?=\w+Error: )")
+"""What stands before the last error of a trace."""
 _RIGHT, _WRONG = 1e-4, 1e-3
 """Nats in float32: a tiny model's rounding is 100 times less than the first, and a lost boundary 100 times the second."""
 
@@ -46,7 +50,7 @@ class Stack:
 
     @property
     def file(self) -> Path:
-        return FOLDER / f"{self.name.lower().replace(' ', '-')}.json"
+        return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
     def cell(
         self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str
@@ -71,7 +75,7 @@ class Stack:
         return alone["verdict"], ours["verdict"]
 
     def _write(self, told: dict[str, Any]) -> None:
-        releases = {name: version(name) for name in sorted({*self.packages, "torch"})}
+        releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
         cells = [each for each in self._read() if (each["family"], each["layout"]) != (told["family"], told["layout"])]
         cells = sorted([*cells, told], key=lambda each: (each["family"], LAYOUTS.index(each["layout"])))
         whole = {"stack": self.name, "command": f"nox -s {self.session}", "releases": releases, "cells": cells}
@@ -93,9 +97,15 @@ class Stack:
 def verdict(error: float | None = None, *, refused: str = "", not_run: str = "") -> dict[str, Any]:
     """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing."""
     if error is None:
-        return {"verdict": "refused" if refused else "not run", "why": " ".join((refused or not_run).split())[:300]}
+        why = " ".join((refused or not_run).split())
+        return {"verdict": "refused" if refused else "not run", "why": _ERROR.split(why)[-1][:300]}
     assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
     return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
+
+
+def of_job(found: dict[str, Any]) -> dict[str, Any]:
+    """The same of a job of `processes.run_jobs`."""
+    return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
 
 
 def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+QUIET = {
+    "RAY_ADDRESS": "local",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 1) -> list[Any]:

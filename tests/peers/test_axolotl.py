@@ -8,6 +8,7 @@ from axolotl.utils.collators import (
     MambaDataCollator,
     V2BatchSamplerDataCollatorForSeq2Seq,
 )
+from cells import Stack, of_job
 from processes import found_by
 from watching import gradient_error
 
@@ -18,7 +19,15 @@ from collate_npu.testing import byte_tokenizer, tiny_model
 NEEDS = ("axolotl",)
 
 RIGHT, WRONG = 1e-5, 0.05
-JOBS = ["qwen3_next plain ours", "qwen3 rows ours", "qwen3_next packed own", "qwen3_next packed ours", "qwen3_next dpo ours"]
+JOBS = [f"{family} plain {who}" for family in ("qwen3", "qwen3_next") for who in ("own", "ours")]
+JOBS += [
+    "qwen3 packed own",
+    "qwen3 packed ours",
+    "qwen3 rows ours",
+    "qwen3_next packed own",
+    "qwen3_next packed ours",
+    "qwen3_next dpo ours",
+]
 JOBS += ["qwen3_next patched ours"]  # the last: axolotl never takes that patch back
 
 
@@ -58,6 +67,14 @@ def test_sample_packing_runs_states_together_in_silence_without_cuda_and_is_refu
     assert own["error"] > WRONG
     assert "The state of a recurrent layer may run from one sequence of a flat row into the next" in ours["refused"]
     assert "Give each sequence its own row" in ours["refused"]  # sample_packing: false, which is `plain` above
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize(("layout", "setting"), [("padded right", "plain"), ("packed", "packed")])
+def test_its_cells(runs, family, layout, setting):
+    stack = Stack("axolotl", ("axolotl", "transformers"), "peers_axolotl")
+    own, ours = (of_job(saw(runs, f"{family} {setting} {who}")) for who in ("own", "ours"))
+    stack.tell(family, layout, alone=own, ours=ours, line="plugins: [collate_npu.integrations.axolotl.CollatePlugin]")
 
 
 # --- the collators

@@ -15,6 +15,7 @@ if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no so
     sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
 # ruff: noqa: E402
+from cells import Stack, of_job
 from llamafactory.data import collator as theirs
 from processes import found_by
 from tiny_vision import VOCAB, alone, sample, vision_model
@@ -28,6 +29,7 @@ TOKENIZER = byte_tokenizer()
 RIGHT, WRONG = 1e-5, 0.05
 JOBS = [f"{stage} qwen3_next plain {who}" for stage in ("sft", "dpo", "kto", "rm") for who in ("own", "ours")]
 JOBS += ["sft qwen3_next neat own", "sft qwen3_next neat ours", "sft qwen3_next flat ours"]
+JOBS += [f"sft qwen3 plain {who}" for who in ("own", "ours")]
 JOBS += ["sft qwen3 neat own", "sft qwen3 neat ours", "sft qwen3 flat ours", "sft qwen3_next lora ours"]  # PEFT last
 
 
@@ -70,6 +72,14 @@ def test_neat_packing_of_attention_alone_is_right(runs, who):
     found = saw(runs, f"sft qwen3 {who}")
     assert (found["refused"], found["compared"]) == ("", 4)
     assert found["error"] < RIGHT
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize(("layout", "setting"), [("padded right", "plain"), ("packed", "neat")])
+def test_its_cells(runs, family, layout, setting):
+    stack = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
+    own, ours = (of_job(saw(runs, f"sft {family} {setting} {who}")) for who in ("own", "ours"))
+    stack.tell(family, layout, alone=own, ours=ours, line="wrap_collator(theirs, model=model)")
 
 
 # --- the collators

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cells import Stack, verdict
 from mcore_bridge.model import MultimodalGPTModel
 from mcore_bridge.model.gpts import qwen3_next
 from mcore_bridge.model.mm_gpts import qwen3_5
@@ -116,6 +117,19 @@ def test_upstream_a_router_learns_the_padding_from_a_dense_mask_alone(found, lay
     for name, case in runs(found, layer, "upstream"):
         if "moe" in name:
             assert case["router"] == dict.fromkeys("1234", case["attention"]["2"] is not None), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_its_cells(found, family):
+    """ms-swift's `prepare_batch` for an NPU; left padding on Megatron's own attention, which reads a dense mask."""
+    stack = Stack("ms-swift, Megatron", ("ms-swift", "mcore-bridge", "megatron-core"), "peers_swift")
+    line = '--external_plugins "$PLUGIN"'
+    for layout, name in (("padded right", "1 stage, template, right"), ("padded left", "1 stage, local, left")):
+        cases = [found["native"][f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
+        alone, ours = (verdict(max(case["logits"], case["gradients"])) for case in cases)
+        stack.tell(family, layout, alone=alone, ours=ours, line=line)
+    raised = [verdict(refused=found["native"][built(family, 2, who)]) for who in ("upstream", "ours")]
+    stack.tell(family, "context parallel", alone=raised[0], ours=raised[1], line=line)
 
 
 # --- what cannot be run, and who says so

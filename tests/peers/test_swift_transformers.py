@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from cells import Stack, verdict
 from swift_world import LENGTHS, VOCABULARY, samples, template
 
-from collate_npu import BatchAdapter, Segments
+from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations import swift
 from collate_npu.integrations.swift import check_batch
 from collate_npu.testing import tiny_model
 
@@ -37,6 +39,36 @@ def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alo
     truth, padded = Segments.from_lengths(LENGTHS, side=side).keep, logits(model, batch)
     for row, keep, lonely in zip(padded, truth, alone(model, *LENGTHS)):
         assert (row[keep] - lonely).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "qwen3_5_text"])
+def test_its_cells(family, layout):
+    stack, found = Stack("ms-swift", ("ms-swift", "transformers"), "peers_swift"), {}
+    model = tiny_model(family, vocab_size=VOCABULARY)
+    model.config.use_cache = False  # as its trainer sets it (trainers/mixin.py:972)
+    settings = {"padding_free": True} if layout == "packed" else {"side": layout.removeprefix("padded ")}
+    for who in ("alone", "ours"):
+        try:
+            swift.install() if who == "ours" else None
+            found[who] = verdict(furthest(model, template(transformers=family, **settings), layout))
+        except CollateError as error:
+            found[who] = verdict(refused=f"{type(error).__name__}: {error}")
+        finally:
+            swift.uninstall()
+    stack.tell(family, layout, **found, line='--external_plugins "$PLUGIN"')
+
+
+def furthest(model, made, layout):
+    """Of all logits, from each sample alone."""
+    rows = logits(model, made.data_collator(samples(*LENGTHS)))
+    if layout == "packed":
+        rows = rows[0].split(list(LENGTHS))
+    else:
+        rows = [
+            row[keep] for row, keep in zip(rows, Segments.from_lengths(LENGTHS, side=layout.removeprefix("padded ")).keep)
+        ]
+    return float(torch.stack([(row - one).abs().max() for row, one in zip(rows, alone(model, *LENGTHS))]).max())
 
 
 def test_upstream_a_flat_row_leaks_through_the_recurrent_layers():

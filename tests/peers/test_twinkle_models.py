@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cells import Stack, verdict
 from processes import found_by
 
 NEEDS = ("twinkle", "mcore_bridge", "megatron", "ray")
@@ -52,6 +53,14 @@ def test_left_padding_is_refused_where_no_layer_reads_it_and_upstream_it_is_wron
     assert "Pad right" in told[f"ours left {device}"]["said"]
     assert told[f"upstream left {device}"]["error"] > 1
     assert told["stages after uninstall"] == ["InputProcessor"]
+
+
+@pytest.mark.parametrize(("layout", "name"), [("padded right", ""), ("padded left", " left")])
+def test_its_cells(told, layout, name):
+    stack, both = Stack("twinkle, Megatron", ("twinkle-kit", "mcore-bridge", "megatron-core"), "peers_misc"), {}
+    for who, case in (("alone", told[f"upstream{name} npu"]), ("ours", told[f"ours{name} npu"])):
+        both[who] = verdict(case.get("error"), refused=f"{case.get('raised')}: {case.get('said')}")
+    stack.tell("qwen3_next", layout, **both, line="integrations.twinkle.install(model)")
 
 
 def test_left_padding_is_computed_where_local_kernels_read_a_dense_mask(told):

@@ -5,6 +5,7 @@ Every row equals its logits alone, and the layers say which mask they received.
 
 import pytest
 import torch
+from cells import Stack, verdict
 from cpu_world import Attention, received, seen, watch
 from megatron_world import PAD, gpt
 from verl.models.mcore import model_forward_fused, mtp_patch, registry, util
@@ -55,6 +56,23 @@ def test_padded_text_rows_are_each_sample_alone(kinds, device, verl_ours):
     assert error(padded(model, values), expected) <= NEAR
     mask = None if device == "npu" else WIDTH
     assert seen(model) == {"attention": [mask] * kinds.count("a"), "recurrent": [mask] * kinds.count("g")}
+
+
+@pytest.mark.parametrize(("layout", "forward"), [("padded right", padded), ("padded left", older)])
+@pytest.mark.parametrize(("family", "kinds"), [("attention", "aa"), ("Gated DeltaNet hybrid", "ga")])
+def test_its_cells(family, kinds, layout, forward, verl_npu):
+    """On an NPU, with attention that computes where its kernel would be."""
+    stack, model, values, both = Stack("verl, Megatron", ("verl", "megatron-core"), "peers_misc"), gpt(kinds), jagged(), {}
+    expected = alone(model, values)
+    for who in ("alone", "ours"):
+        try:
+            engine.install() if who == "ours" else None
+            both[who] = verdict(error(forward(model, values), expected))
+        except Exception as raised:
+            both[who] = verdict(refused=f"{type(raised).__name__}: {raised}")
+        finally:
+            engine.uninstall()
+    stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
 
 
 @pytest.mark.parametrize("kinds", ["aa", "ga"])

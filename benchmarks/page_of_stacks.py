@@ -1,0 +1,88 @@
+"""`python -m benchmarks.page_of_stacks`: the guide's page of stacks, from what the peers sessions measured.
+
+`COLLATE_NPU_CELLS=1 nox -s SESSION` writes `benchmarks/stacks/STACK.json` (tests/peers/cells.py); by hand only what stands
+before the tables, in `head.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "collate_npu" / "guide" / "stacks.md"
+LAYOUTS = ("padded right", "padded left", "packed", "packed, kernels there", "context parallel")
+WORST = ("wrong", "refused", "not run", "right")
+
+
+def page() -> str:
+    """The whole page."""
+    stacks = [json.loads(path.read_text("utf-8")) for path in sorted((HERE / "stacks").glob("*.json"))]
+    head = (HERE / "stacks" / "head.md").read_text("utf-8")
+    first = table("stack", [(_linked(each["stack"]), each["cells"]) for each in stacks])
+    return "\n\n".join([head.strip(), first, *map(_section, stacks)]) + "\n"
+
+
+def _section(stack: dict[str, Any]) -> str:
+    cells, releases = stack["cells"], ", ".join(f"{name} {release}" for name, release in stack["releases"].items())
+    families = dict.fromkeys(cell["family"] for cell in cells)
+    lines = dict.fromkeys(cell["line"] for cell in cells)
+    rows = table("family", [(name, [cell for cell in cells if cell["family"] == name]) for name in families])
+    said = [f"`{stack['command']}`; {releases}. Our line: {', '.join(f'`{line}`' for line in lines)}."]
+    return "\n\n".join([f"## {stack['stack']}", *said, rows, *_reasons(cells)])
+
+
+def _reasons(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Why something was refused or not run, each reason once."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        for who in ("alone", "ours"):
+            if why := cell[who].get("why"):
+                where = f"{cell['family']} {cell['layout']}{'' if who == 'alone' else ' with ours'}"
+                found.setdefault(_short(why), []).append(where)
+    return ["\n".join(f"* {', '.join(dict.fromkeys(places))}: {why}" for why, places in found.items())] if found else []
+
+
+def _short(why: str) -> str:
+    """Its first sentences, without what differs by batch."""
+    kind, _, rest = why.partition(": got ")
+    text = why if not rest else f"{kind}: {rest.partition('. ')[2] or rest}"
+    cut = text if len(text) <= 200 else text[:200].rpartition(" ")[0] + " …"
+    return cut.replace("|", "\\|").replace("<", "&lt;")
+
+
+def table(first: str, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> str:
+    """A line a row, a column a layout, the worst of its cells in each."""
+    lines = [(first, *LAYOUTS), ("---",) * (1 + len(LAYOUTS))]
+    for name, cells in rows:
+        lines.append((name, *(_text([cell for cell in cells if cell["layout"] == layout]) for layout in LAYOUTS)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _text(cells: list[dict[str, Any]]) -> str:
+    if not cells:
+        return "–"
+    alone, ours = (min((cell[who] for cell in cells), key=_rank) for who in ("alone", "ours"))
+    one, other = _word(alone), _word(ours)
+    return one if one == other else f"{one} → {other}"
+
+
+def _rank(verdict: dict[str, Any]) -> tuple[int, float]:
+    return WORST.index(verdict["verdict"]), -verdict.get("error", 0.0)
+
+
+def _word(verdict: dict[str, Any]) -> str:
+    words = {"right": "✔", "wrong": f"✘ {verdict.get('error', 0):.2g}", "refused": "refused", "not run": "–"}
+    return words[verdict["verdict"]]
+
+
+def _linked(name: str) -> str:
+    anchor = "".join(letter for letter in name.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
+    return f"[{name}](#{anchor})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    print(f"{PAGE.name}: {len(page().splitlines())} lines")

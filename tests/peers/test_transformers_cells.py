@@ -1,0 +1,143 @@
+"""transformers' Trainer and TRL's on a CPU, with the collators that their users pick: what a step computes, and learns.
+
+A cell's error is that of the log-probabilities or that of the gradient, whichever is larger.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from cells import PAD, Stack, samples, verdict
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from collate_npu import adapt, wrap_collator
+from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
+
+NEEDS = ("trl", "transformers")
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+TRAINER = Stack("transformers Trainer", ("transformers", "accelerate"), "tests")
+TRL = Stack("TRL SFTTrainer", ("trl", "transformers"), "tests")
+FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1")
+RECURRENT = FAMILIES[2:]
+QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
+QUIET |= {"disable_tqdm": True, "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4}
+
+
+def tokenizer_of(side):
+    """Its pad token is text, too."""
+    tokenizer = byte_tokenizer(padding_side=side)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD)
+    return tokenizer
+
+
+def build(family):
+    return tiny_model(family, vocab_size=257)
+
+
+def step(trainer, places):
+    """Log-probabilities of each sample and the gradient, of the batch that this trainer makes of all."""
+    model = trainer.model
+    batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader())))
+    model.train()
+    model.zero_grad(set_to_none=True)
+    loss, out = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    loss.backward()
+    rows = [out["logits"][row, span] for row, span in places]
+    return [scored(logits, ids) for logits, ids in zip(rows, samples())], gradient(model)
+
+
+def scored(logits, ids):
+    logs = torch.log_softmax(logits.detach().double(), -1)[:-1]
+    return logs.gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def gradient(model):
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+
+
+def truth(family):
+    """The same of each sample alone."""
+    model = build(family).train()
+    count, scores = sum(len(ids) - 1 for ids in samples()), []
+    for ids in samples():
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+        scores.append(scored(logits, ids))
+        (torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:]), reduction="sum") / count).backward()
+    return scores, gradient(model)
+
+
+def told(run, known):
+    try:
+        scores, learned = run()
+    except Exception as error:
+        return verdict(refused=f"{type(error).__name__}: {error}")
+    far = torch.stack([(x - y).abs().max() for x, y in zip(scores, known[0])]).max()
+    return verdict(float(torch.maximum(far, (learned - known[1]).norm() / known[1].norm())))
+
+
+def places_of(layout):
+    lengths = [len(ids) for ids in samples()]
+    if layout.startswith("packed"):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        return [(0, slice(end - length, end)) for end, length in zip(ends, lengths)]
+    return [(n, slice(0, L) if layout == "padded right" else slice(max(lengths) - L, None)) for n, L in enumerate(lengths)]
+
+
+def both(run, family, layout, folder):
+    known, found = truth(family), {}
+    for who in ("alone", "ours"):
+        model = build(family)
+        with reference_kernels(model) if layout.endswith("there") else nullcontext():
+            found[who] = told(partial(run, model, layout, str(folder), ours=who == "ours"), known)
+    return found
+
+
+def trained(model, layout, folder, *, ours):
+    if layout.startswith("packed"):
+        collator = DataCollatorWithFlattening()
+        settings = {"padding_free": True}
+    else:
+        collator = DataCollatorForSeq2Seq(tokenizer_of(layout.removeprefix("padded ")))
+        settings = {}
+    collator = wrap_collator(collator, model=model, **settings) if ours else collator
+    data = [{"input_ids": ids, "labels": ids} for ids in samples()]
+    trainer = Trainer(model, TrainingArguments(folder, **QUIET), data_collator=collator, eval_dataset=data)
+    return step(trainer, places_of(layout))
+
+
+@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_trainer(family, layout, tmp_path):
+    more = ", padding_free=True" if layout.startswith("packed") else ""
+    TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=f"wrap_collator(theirs, model=model{more})")
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_transformers_trainer_where_kernels_take_boundaries(family, tmp_path):
+    test_transformers_trainer(family, "packed, kernels there", tmp_path)
+
+
+def tuned(model, layout, folder, *, ours):
+    """TRL's own collator pads right, and packs."""
+    args = SFTConfig(folder, **QUIET, padding_free=layout != "padded right", max_length=None)
+    data = Dataset.from_list([{"input_ids": ids} for ids in samples()])
+    trainer = SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer_of("right"))
+    if ours:
+        adapt(trainer.model)
+    return step(trainer, places_of(layout))
+
+
+@pytest.mark.parametrize("layout", ["padded right", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trl(family, layout, tmp_path):
+    TRL.tell(family, layout, **both(tuned, family, layout, tmp_path), line="adapt(trainer.model)")
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_trl_where_kernels_take_boundaries(family, tmp_path):
+    test_trl(family, "packed, kernels there", tmp_path)
