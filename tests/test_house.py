@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2790, 3000),
     "testing": (430, 450),
     "tools": (4185, 3600),
-    "tests": (37890, 33000),
+    "tests": (37960, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (19940, 12000)}
