@@ -6,6 +6,7 @@ from pathlib import Path
 
 import collate_npu
 from collate_npu.consumers.consumer import consumers
+from collate_npu.consumers.families import READ_BY, RUNS_ON
 
 PACKAGE = Path(collate_npu.__file__).parent
 
@@ -23,15 +24,31 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def families() -> str:
+    """The hybrid families in Markdown: which kernels keep the sequences of a flat row apart, or where its state runs on."""
+    by: dict[str, list[str]] = {}
+    for name, kernels in READ_BY.items():
+        by.setdefault(re.sub(r"\b(\w*_\w+)", r"`\1`", kernels), []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | right, told {kernels} |" for kernels, names in by.items()]
+    why: dict[str, list[str]] = {}
+    for name, reason in RUNS_ON.items():
+        why.setdefault(reason, []).append(f"`{name}`")
+    rows += [f"| {', '.join(names)} | refused: {reason} |" for reason, names in why.items()]
+    return "\n".join(["| family | flat row of several sequences |", "|---|---|", *rows])
+
+
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
     code, page = PACKAGE / "consumers" / "consumer.py", PACKAGE / "guide" / "consumers.md"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
+    kernels = PACKAGE / "guide" / "gated-delta-net.md"
+    packed = f"<!-- families -->\n{families()}\n<!-- /families -->"
     rows = f"<!-- consumers -->\n{table()}\n<!-- /consumers -->"
     return {
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         page: re.sub(r"<!-- consumers -->.*<!-- /consumers -->", lambda _: rows, page.read_text("utf-8"), flags=re.S),
+        kernels: re.sub(r"<!-- families -->.*<!-- /families -->", lambda _: packed, kernels.read_text("utf-8"), flags=re.S),
     }
 
 

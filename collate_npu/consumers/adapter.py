@@ -213,6 +213,8 @@ class BatchAdapter:
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
             _drop_unread(out, alone=case.padding_free and not segments.packed and bool(self.model.boundaries_unread))
+        if out.get("cu_seq_lens_q") is not None:
+            out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
         chosen = self._route(case)
         out.pop("attention_mask", None)
         mask = out[self.consumer.key] = self._mask(chosen, case, device)

@@ -210,6 +210,8 @@ class Consumer:
     """Does a flat row need a mask beside its offsets?"""
     reads_offsets: Callable[[Case], bool] = lambda case: False
     """Does this batch need every key of a flat row, whichever of them arrived?"""
+    offsets_also: Callable[[Case], tuple[str, ...]] = lambda case: ()
+    """Under which other names do its kernels read `cu_seq_lens_q`?"""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
     """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
     here: Callable[[], bool] = lambda: False

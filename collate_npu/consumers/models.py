@@ -7,12 +7,13 @@ transformers' config class once. How it counts positions: forwards.py; where pad
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.releases import MASK_MAPPING
+from collate_npu.releases import MASK_MAPPING, ZAMBA2_MAPPING
 
 Stack = Literal["transformers", "megatron", "torchtitan"]
 
@@ -64,13 +65,33 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
         rule = f"transformers takes a mapping from {MASK_MAPPING} on, and a 4D mask alone never reaches recurrent layers."
         remedy = "Upgrade transformers, or keep plain causal attention, which needs the 2D mask alone."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
-    kinds = set(layer_kinds(text_config(config)))
-    unknown = sorted(kinds - {"full_attention", "linear_attention", "conv"})
-    if unknown or "full_attention" not in kinds:
+    text = text_config(config)
+    family = getattr(text, "model_type", "")
+    own = {} if family == "zamba2" and not ZAMBA2_MAPPING.holds() else _MASKS_OF.get(family, {})
+    kinds, known = set(layer_kinds(text)), {**_MASKS, **own}
+    unknown = sorted(kinds - known.keys())
+    masks = {key: what for kind in sorted(kinds - {*unknown}) for key, what in known[kind].items()}
+    if unknown or "attention" not in masks.values():
         rule = "A mapping is known for full_attention beside linear_attention or conv."
         raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
-    return {kind: "attention" if kind == "full_attention" else "recurrent" for kind in sorted(kinds)}
+    return masks
 
+
+_Masks = Mapping[str, Literal["attention", "recurrent"]]
+_MASKS: Mapping[str, _Masks] = {
+    "full_attention": {"full_attention": "attention"},
+    "linear_attention": {"linear_attention": "recurrent"},
+    "conv": {"conv": "recurrent"},
+}
+"""Kind of layer -> the masks it takes out of a mapping."""
+_BOTH: _Masks = {"full_attention": "attention", "linear_attention": "recurrent"}
+_MASKS_OF: Mapping[str, Mapping[str, _Masks]] = {
+    "falcon_h1": {"hybrid": _BOTH},  # modeling_falcon_h1.py:1092-1093
+    "zamba2": {"hybrid": _BOTH},
+    "nemotron_h": {"moe": {}, "mlp": {}},  # modeling_nemotron_h.py:1141
+    "qwen4_exp_text": {"indexed_attention": {"indexed_attention": "attention"}},  # in glm5_next it is a 2D mask
+}
+"""The same of kinds that one family alone has; transformers 5.23."""
 
 _BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
 

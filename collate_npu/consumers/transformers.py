@@ -14,10 +14,11 @@ import torch
 
 from collate_npu.consumers import leaks
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.families import also_told, why_state_runs_on
 from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, SINGLE_ROW_MASKED, installed
+from collate_npu.releases import MISSING_KERNEL_RAISES, SINGLE_ROW_MASKED, installed
 
 
 def _by_2d(case: Case) -> str:
@@ -82,33 +83,6 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
         remedy = "Use rows no longer than the window, or one sequence a row with the model's own pattern."
         raise UnsupportedFormError(explain("attention_mask", repr(case.segments), rule, remedy))
     return own
-
-
-_STATES_READ_OFFSETS = frozenset(
-    {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
-    | {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"}
-)
-"""Families whose layers hand `seq_idx` to the convolution and boundaries to the scan. A list, because a layer's own code
-does not tell: Mamba-2 and Inkling ask in the layer, and drop the keys on the way to it (modeling_mamba2.py:905-912,
-modeling_inkling.py:231). Measured on every hybrid family of 5.23 with reference kernels: in all the others states run on."""
-
-
-def why_state_runs_on(case: Case) -> str:
-    """Why a recurrent layer computes a flat row wrong although it is told its offsets: its state runs from one sequence into
-    the next, for lack of a question in its code, or of a kernel that reads the answer."""
-    if not (case.padding_free and case.recurrent and case.segments.packed):
-        return ""
-    family = case.model.model_type
-    if not family:
-        return "nobody said which model it is"
-    if family not in _STATES_READ_OFFSETS:
-        return f"the recurrent layers of {family} do not ask where a sequence begins"
-    if not KERNELS_TOLD.holds():
-        hidden = "nobody can see what its recurrent layers ask for, and in most they do not ask"
-        return f"before transformers {KERNELS_TOLD} {hidden}"
-    if case.model.boundaries_unread is None and not MISSING_KERNEL_RAISES.holds():
-        return f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, and a config does not tell"
-    return case.model.boundaries_unread or ""
 
 
 def _leak(case: Case) -> str:
@@ -187,11 +161,12 @@ def _routers_loss(case: Case) -> str:
 
 
 def _unplaced(case: Case) -> str:
-    """Packed rows on a model that cannot be told where a sequence begins, or mixes tokens in other ways than attention."""
+    """Packed rows on a model that cannot be told where a sequence begins, or mixes tokens in other ways than attention. Who
+    counts places counts those of a sequence before the tokens as those of padding."""
     if not case.segments.packed or case.recurrent or case.model.config is None:
         return ""
     own = "" if case.model.reads_dense else "it builds its own masks"
-    return leaks.why_padding_leaks(case.model.config, "right") or own
+    return leaks.why_padding_leaks(case.model.config, "left") or own
 
 
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
@@ -292,6 +267,7 @@ TRANSFORMERS = Consumer(
     masks_flat_row=_masked_flat_row,
     # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart
     reads_offsets=lambda case: case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case)),
+    offsets_also=also_told,
     patterns=patterns_by_kind,
     here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",

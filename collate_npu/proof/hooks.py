@@ -7,6 +7,7 @@ not there. `nn.Module` says in which layer a call is made.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,6 +30,7 @@ DEFINED_IN = (
     *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
     *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
     *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
+    "fla.modules.causal_conv1d.ops",  # fla 0.6
     *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
 )
 """Modules whose functions are wrapped as soon as they are imported."""
@@ -255,7 +257,15 @@ def _set(holder: Any, name: str, value: Any) -> None:
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, those of `**kwargs` among them."""
+    """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
+    swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
     if (names := _POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
-    return named(function, args, kwargs)
+    found = named(function, args, kwargs)
+    if (
+        function.__module__.startswith("transformers.")
+        and inspect.isfunction(function)
+        and not hasattr(function, "__wrapped__")
+    ):
+        found = {name: each for name, each in found.items() if name in inspect.signature(function).parameters}
+    return found

@@ -102,9 +102,21 @@ def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> Told:
 
 
 def _selective_scan(kernel: str, values: Mapping[str, Any]) -> Told:
-    """Mamba's first scan, of `[B, D, T]`."""
-    x = values["u"] if "u" in values else values["hidden_states"]
+    """Mamba's first scan, of `[B, D, T]`; `mamba_inner_fn` is that and its convolution in one, of `xz` `[B, 2 D, T]`."""
+    x = next(values[name] for name in ("u", "hidden_states", "xz") if name in values)
     return _told_of(_PLAIN_CONV, kernel, "rule", {"x": x})
+
+
+def _plain_layer(kind: Kind) -> Reader:
+    """A whole layer of plain torch, which knows no boundary; a 2D mask zeroes what its tokens write."""
+
+    def read(kernel: str, values: Mapping[str, Any]) -> Told:
+        B, T = values["hidden_states"].shape[:2]
+        keep = next((values[key] for key in ("attention_mask", "conv_mask") if values.get(key) is not None), None)
+        neutral_T = np.zeros(B * T, bool) if keep is None else ~keep.bool().cpu().numpy().reshape(B * T)
+        return Told(kernel, kind, (B, T), row_starts(B, T), neutral_T, "mask" * bool(neutral_T.any()))
+
+    return read
 
 
 # --- attention
@@ -293,7 +305,7 @@ KERNELS: dict[str, tuple[Kind, Reader]] = {
     **dict.fromkeys(
         ("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), ("rule", _recurrent("rule", _SPLIT_SCAN))
     ),
-    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), ("rule", _selective_scan)),
+    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan", "mamba_inner_fn"), ("rule", _selective_scan)),
     "causal_conv1d_fn": ("convolution", _recurrent("convolution", "causal_conv1d")),
     "causal_conv1d": ("convolution", _recurrent("convolution", "fla_conv")),
     "conv1d": ("convolution", _plain_convolution),
@@ -310,5 +322,7 @@ KERNELS: dict[str, tuple[Kind, Reader]] = {
 MODULES: dict[str, tuple[Kind, Reader]] = {
     **dict.fromkeys(("DotProductAttention", "TEDotProductAttention"), ("attention", _core)),
     "Conv1d": ("convolution", _plain_convolution),
+    "MiniMaxLightningAttention": ("rule", _plain_layer("rule")),
+    **dict.fromkeys(("Inkling2DynamicShortConvolution", "ZayaCCAProjection"), ("convolution", _plain_layer("convolution"))),
 }
 """Modules that are kernels themselves, by the names of their classes."""

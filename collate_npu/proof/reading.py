@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.consumer import Case
+from collate_npu.consumers.families import also_told, why_state_runs_on
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.models import RECURRENT_KIND, consumer_of, has_two_sides, text_config, unwrap, windows
-from collate_npu.consumers.transformers import why_state_runs_on
 from collate_npu.kernels.check import call_breaches
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import mask_mod
@@ -86,19 +86,23 @@ class Judge:
             return why
         if not type(received.reader).forward.__module__.startswith("transformers."):
             return ""  # who puts layers of his own in the place of transformers' knows his kernels
-        told = call_breaches("transformers", received.told, segments=self.case.segments) if self.cp is None else ()
+        if untold := {*also_told(self.case)} - received.offsets:
+            return f"{received}, and its kernel reads {', '.join(untold)}"
+        read = {key: value for key, value in received.told.items() if key not in also_told(self.case)}
+        told = call_breaches("transformers", read, segments=self.case.segments) if self.cp is None else ()
         return f"{received}: {told[0]}" if told else why_state_runs_on(self.case)
 
     def _why_offsets_wrong(self, received: Received) -> str:
         """Offsets of the whole row, whoever holds them; under context parallelism they are shared out otherwise."""
         held = {**received.told, **getattr(received.told.get("packed_seq_params"), "__dict__", {})}
-        names = [name for name in ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seq_lens_q") if held.get(name) is not None]
-        if self.cp is not None or not names:
-            return ""
+        first = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seq_lens_q")
+        names = [name for name in first if held.get(name) is not None][: self.cp is None]
         total = self.case.segments.array.size
-        told = Told("offsets", "rule", (1, total), *by_offsets(segments_told(held, names[0]), total), names[0])
-        why = why_differs(told, self.case.segments)
-        return f"{names[0]} {told}: {why}" if why else ""
+        for name in (*names, *(name for name in also_told(self.case) if name in received.told)):
+            told = Told("offsets", "rule", (1, total), *by_offsets(segments_told(held, name), total), name)
+            if why := why_differs(told, self.case.segments):
+                return f"{name} {told}: {why}"
+        return ""
 
     # --- attention
 

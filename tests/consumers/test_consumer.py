@@ -141,6 +141,12 @@ def test_older_transformers_take_no_mapping(monkeypatch):
     monkeypatch.setitem(releases._FOUND, "transformers", "5.12.1")
     with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
         layer_masks(layers)
+    zamba2 = config(model_type="zamba2", layer_types=["linear_attention", "hybrid"])
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
+    assert layer_masks(zamba2)["full_attention"] == "attention"
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.0")
+    with pytest.raises(UnsupportedFormError, match="got hybrid"):
+        layer_masks(zamba2)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +216,12 @@ def test_the_keys_of_a_mapping():
     }
     linear = config(text_config=config(layer_types=["linear_attention", "full_attention"]))
     assert layer_masks(linear) == {"linear_attention": "recurrent", "full_attention": "attention"}
+    both = {"full_attention": "attention", "linear_attention": "recurrent"}
+    assert layer_masks(config(model_type="falcon_h1", layer_types=["hybrid"])) == both
+    moe = config(model_type="nemotron_h", layer_types=["linear_attention", "moe", "mlp", "full_attention"])
+    assert layer_masks(moe) == both
+    indexed = config(model_type="qwen4_exp_text", layer_types=["linear_attention", "indexed_attention"])
+    assert layer_masks(indexed) == {"linear_attention": "recurrent", "indexed_attention": "attention"}
     for layers in (["hybrid"], ["full_attention", "sliding_attention"], ["linear_attention"], []):
         with pytest.raises(UnsupportedFormError, match="layer_types"):
             layer_masks(config(layer_types=layers))

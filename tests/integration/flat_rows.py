@@ -21,7 +21,8 @@ ROWS = {
     "chunk borders": (63, 64, 65, 2),
     "a long one first": (127, 1, 17),
 }
-FORGOTTEN = {"cu alone": ("seq_idx",), "seq_idx alone": ("cu_seq_lens_q",), "neither": ("cu_seq_lens_q", "seq_idx")}
+_OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
+FORGOTTEN = {"cu alone": ("seq_idx",), "seq_idx alone": _OFFSETS, "neither": (*_OFFSETS, "seq_idx")}
 BY_OFFSETS = "by_offsets"
 
 

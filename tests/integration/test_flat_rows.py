@@ -1,6 +1,7 @@
 """A flat row on real models: each sequence keeps its own logits, or the row is refused, by us or by transformers itself."""
 
 import copy
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -12,14 +13,15 @@ from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import BY_OFFSETS, PAD, RIGHT, alone, built, errors, ours, places, samples
-from transformers import DataCollatorWithFlattening
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, PaddingCollator
+from collate_npu.consumers import leaks
+from collate_npu.consumers.families import READ_BY, RUNS_ON
 from collate_npu.consumers.recurrent_kernels import kernel_calls
-from collate_npu.consumers.transformers import _STATES_READ_OFFSETS
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import hybrid_model_types, kernels, reference_kernels
+from collate_npu.testing import hybrid_model_types, kernels, reference_kernels, tiny_config
 
 C = 4
 SAMPLES = samples((6, 1, 5, 8))
@@ -71,6 +73,37 @@ def test_attention_by_offsets_is_as_alone_in_every_shape(shape):
     assert max(errors(model, adapted, truth, known.indices)) < RIGHT
 
 
+COUNTING = {
+    "deepseek_v4": {},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]}
+    | {"index_topk_blocks": 2, "index_block_size": 4, "index_local_blocks": 1},
+}
+"""Attention that picks or compresses keys by their places in the row."""
+
+
+@pytest.mark.parametrize("name", sorted(COUNTING.keys() & CONFIG_MAPPING.keys()))
+def test_attention_that_counts_places_takes_no_flat_row(name, monkeypatch):
+    config = tiny_config(name, vocab_size=PAD + 1)
+    for key, value in COUNTING[name].items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(UnsupportedFormError, match=r"cannot be told where a sequence begins: (its indexer|it compresses)"):
+        ours(model)(SAMPLES)
+    monkeypatch.setattr(leaks, "_COUNTING_PLACES", {})
+    assert errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))[0] > 1e-3  # what would come of it
+
+
+INDEXED = [name for name in ("glm_moe_dsa", "deepseek_v32", "axk2") if name in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_indexer_picks_among_the_keys_of_its_sequence(name):
+    config = tiny_config(name, vocab_size=PAD + 1)
+    config.index_topk, config.index_n_heads = 4, 8
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert max(errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))) < RIGHT
+
+
 @pytest.mark.parametrize("name", hybrid_model_types())
 def test_recurrent_families_refuse_a_flat_row_here(name):
     """Without kernels that read offsets nothing keeps the state apart: we say so where the model is known."""
@@ -80,7 +113,7 @@ def test_recurrent_families_refuse_a_flat_row_here(name):
 
 NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
 UNMEASURED = {
-    "qwen4_exp_text": "its indexer reads a dense mask of one kind, and so no flat row is taken (modeling_qwen4_exp.py:718)",
+    "qwen4_exp_text": "its indexer reads a dense mask: test_packed_hybrids.py (modeling_qwen4_exp.py:718)",
     "xlstm": "its own code fails beside a cache of another batch size (modeling_xlstm.py)",
 }
 
@@ -88,16 +121,18 @@ UNMEASURED = {
 @NEWER
 @pytest.mark.parametrize("name", sorted(set(hybrid_model_types()) - set(UNMEASURED)))
 def test_the_families_taken_are_those_that_reference_kernels_make_right(name):
-    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences."""
-    model = buildable(name, BY_OFFSETS)
-    taken = model.config.get_text_config().model_type in _STATES_READ_OFFSETS
+    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences; the indexer
+    of glm5_next takes none, and makes masks of its own."""
+    model = buildable(name, "sdpa" if name == "glm5_next" else BY_OFFSETS)
+    family = model.config.get_text_config().model_type
+    taken = family in READ_BY
     with reference_kernels(model) if kernel_calls(model) else nullcontext():
         adapter = BatchAdapter(model, padding_free=True, attn_implementation="flash_attention_2")
         flat = DataCollatorWithFlattening()(SAMPLES)
         if not taken:
-            with pytest.raises(UnsupportedFormError, match="do not ask where a sequence begins"):
+            with pytest.raises(UnsupportedFormError, match=re.escape(f"in {family}, {RUNS_ON[family]}")):
                 adapter(flat)
-        adapter.model = replace(adapter.model, boundaries_unread="", model_type=next(iter(_STATES_READ_OFFSETS)))
+            adapter.model = replace(adapter.model, boundaries_unread="", model_type="kimi_linear")  # told in every way
         batch, truth = adapter(flat), alone(model, SAMPLES)
         assert batch["attention_mask"] is None
         assert (errors(model, batch, truth)[0] < RIGHT) if taken else (errors(model, batch, truth)[0] > 0.1)

@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments
 from collate_npu.proof import watch
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import tiny_model
+from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.testing.kernels import reference_kernels
 
 TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="older ones hand lfm2 the causal mask, as watch says there")
@@ -31,6 +32,30 @@ def test_a_left_padded_batch_of_transformers(family):
     assert seen.forwards[0].truth == Segments.from_lengths([4, 7], side="left")
     assert all(seen.forwards[0].judges(call) for call in seen.forwards[0].calls)
     assert seen.forwards[0].silent == []
+
+
+PLAIN = {
+    "lfm3": "causal_conv1d_fn",
+    "minimax": "MiniMaxLightningAttention",
+    "zaya": "ZayaCCAProjection",
+    "inkling2_text": "Inkling2DynamicShortConvolution",
+}
+"""Layers of plain torch; lfm3's function takes `seq_idx`, and never reads it."""
+
+
+@pytest.mark.parametrize("family", sorted(PLAIN.keys() & {*hybrid_model_types()}))
+def test_layers_of_plain_torch_read_padding_and_no_boundary(family):
+    model = tiny_model(family, vocab_size=64, attn_implementation="eager")
+    flat = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    batch = flat([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [1, 2, 3, 4, 5]}])
+    batch.pop("labels")
+    with watch(say=False) as seen:
+        model(**LEFT)
+        model(**batch)
+    found = {fault.kernel.rpartition(".")[2]: fault for fault in seen.faults}
+    assert "(0, 4) goes on from another sequence" in str(found[PLAIN[family]])
+    assert seen.forwards[0].faults() == {}
+    assert PLAIN[family] in {call.kernel.rpartition(".")[2] for call in seen.forwards[0].calls}
 
 
 def replaced(model, layers, change):
