@@ -48,7 +48,7 @@ RUNS_ON: Mapping[str, str] = {
     "zaya": f"{_PLAIN.format('ZayaCCAProjection')} (modeling_zaya.py:143)",
     "recurrent_gemma": f"{_PLAIN.format('the convolution before RecurrentGemmaRglru')} (modeling_recurrent_gemma.py:454)",
     "rwkv": "rwkv_linear_attention takes no boundaries, and the shift before it neither (modeling_rwkv.py:206)",
-    "xlstm": "the mLSTM kernels take no boundaries (modeling_xlstm.py)",
+    "xlstm": "its mLSTM layers take no boundaries (modeling_xlstm.py)",
 }
 """Family -> the layer or kernel in which the state of a flat row runs on; no release up to 5.23 tells it."""
 

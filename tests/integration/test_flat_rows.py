@@ -121,8 +121,8 @@ UNMEASURED = {
 @NEWER
 @pytest.mark.parametrize("name", sorted(set(hybrid_model_types()) - set(UNMEASURED)))
 def test_the_families_taken_are_those_that_reference_kernels_make_right(name):
-    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences; the indexer
-    of glm5_next takes none, and makes masks of its own."""
+    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences; glm5_next
+    takes none, for its indexer makes masks of its own."""
     model = buildable(name, "sdpa" if name == "glm5_next" else BY_OFFSETS)
     family = model.config.get_text_config().model_type
     taken = family in READ_BY

@@ -1,6 +1,6 @@
-"""transformers' own hybrids, whose dispatch finds fla's released kernel: flat rows and padded ones, each sequence as alone.
+"""transformers' own hybrids, whose dispatch finds fla's released kernels: flat rows and padded ones, each sequence as alone.
 
-The kernel runs in Triton's interpreter. causal-conv1d is CUDA: its place is taken by our reference, where transformers looks
+The kernels run in Triton's interpreter. causal-conv1d is CUDA: its place is taken by our reference, where transformers looks
 for the package. Alone a sequence is run by transformers' own torch functions, without any kernel.
 """
 
@@ -32,7 +32,15 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
     return reference_causal_conv1d(x.mT, weight, bias, activation, seq_idx=seq_idx).mT
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text"])
+RULES = {
+    "qwen3_next": ("torch_chunk_gated_delta_rule", "cu_seq_lens_q"),
+    "qwen3_5_text": ("torch_chunk_gated_delta_rule", "cu_seq_lens_q"),
+    "kimi_linear": ("chunk_kimi_delta_attention", "cu_seqlens"),
+}
+"""Family -> transformers' name for its rule, and the key of the batch that tells that where a sequence begins."""
+
+
+@pytest.fixture(scope="module", params=RULES)
 def model(request):
     package = ModuleType("causal_conv1d")
     package.__spec__ = ModuleSpec("causal_conv1d", None)
@@ -59,11 +67,18 @@ def called_by(wrapped):
     return {function.__module__.split(".")[0] for function in held if callable(function)}
 
 
+@pytest.fixture
+def quick(model):
+    """Kimi's kernels take the interpreter a minute for one flat row, which tells enough."""
+    if model.config.model_type == "kimi_linear":
+        pytest.skip("slow in the interpreter")
+
+
 @pytest.fixture(scope="module")
 def alone(model):
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
-        for name, package in (("torch_chunk_gated_delta_rule", "fla"), ("causal_conv1d_fn", __name__)):
+        for name, package in ((RULES[model.config.model_type][0], "fla"), ("causal_conv1d_fn", __name__)):
             wrapped = getattr(module, name)
             assert package in called_by(wrapped), "transformers does not dispatch to it"
             patch.setattr(module, name, inspect.unwrap(wrapped))
@@ -83,13 +98,13 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
     batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
     logits, gradients = run(model, batch)
     assert max(errors((logits[0], gradients), alone)) < 1e-4
-    for key in ("cu_seq_lens_q", "seq_idx"):
+    for key in (RULES[model.config.model_type][1], "seq_idx"):
         with torch.no_grad():
             wrong = model(**{**batch, key: None}).logits[0]
         assert (wrong - alone[0]).abs().max() > 0.5, key
 
 
-def test_rows_padded_left_are_as_alone(model, alone):
+def test_rows_padded_left_are_as_alone(model, alone, quick):
     batch = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(SAMPLES)
 
     def real(logits):
@@ -109,7 +124,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape):
+def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape, quick):
     batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **laid_out(SHAPES[shape]))(SAMPLES)
     starts = batch["cu_seq_lens_q"].tolist()
     assert len(starts) == SHAPES[shape]["max_sequences"] + 1
