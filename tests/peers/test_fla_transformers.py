@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="its models are what is tested")
 
 import fla_interpreted
 
-from collate_npu import PaddingCollator
+from collate_npu import PaddingCollator, testing
 from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
 
@@ -46,7 +46,9 @@ def model(request):
     package.__spec__ = ModuleSpec("causal_conv1d", None)
     package.causal_conv1d_fn, package.causal_conv1d_update = causal_conv1d_fn, None
     sys.modules["causal_conv1d"] = package
-    built = tiny_model(request.param, vocab_size=PAD + 1)
+    with pytest.MonkeyPatch.context() as patch:  # one head, for the interpreter's sake
+        patch.setitem(testing._FAMILY, "kimi_linear", {"linear_num_heads": 1})
+        built = tiny_model(request.param, vocab_size=PAD + 1)
     fla_interpreted.count_in_triton()
     return built
 
