@@ -130,6 +130,12 @@ def test_the_model_is_as_asked_for_and_the_random_state_and_the_notices_as_they_
 # --- what cannot be tested
 
 
+@pytest.mark.parametrize("name", sorted({"inkling2", "deepseek_v4"}.intersection(transformers.CONFIG_MAPPING)))
+def test_families_without_sdpa_are_built_on_eager(name):
+    model = testing.tiny_model(name, vocab_size=VOCAB, attn_implementation="eager")
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCAB)
+
+
 def test_left_out_is_measured_and_says_why(monkeypatch):
     assert "unused" in testing.left_out()["rwkv"]
     assert "qwen3_next" not in testing.left_out()

@@ -262,10 +262,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     if (names := _POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     found = named(function, args, kwargs)
-    if (
-        function.__module__.startswith("transformers.")
-        and inspect.isfunction(function)
-        and not hasattr(function, "__wrapped__")
-    ):
+    own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
+    if own and not hasattr(function, "__wrapped__"):
         found = {name: each for name, each in found.items() if name in inspect.signature(function).parameters}
     return found

@@ -80,7 +80,7 @@ def _quiet() -> Iterator[None]:
 # switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as the mamba
 # families demand (`heads * head_dim == expand * hidden_size`).
 _SHRINK: tuple[tuple[str, Any], ...] = (
-    (r"hidden_size|n_embd|router_hidden_size|out_hidden_size|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size", 64),
+    (r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size", 64),
     (r".*(head_dim|d_head|headdim)", 32),
     (r"(swa_)?num_attention_heads|num_heads|n_head|linear_num(_value)?_heads|(n_mamba|mamba_n|mamba_num)_heads", 4),
     (r"num_experts|n_routed_experts|num_local_experts", 4),
