@@ -8,7 +8,7 @@ config of the model. Attention of padding is judged by whom real tokens attend, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +39,12 @@ def is_layer(module: nn.Module) -> bool:
     """Does a module of this class look at other tokens than its own?"""
     name = type(module).__name__.lower()
     return bool(LAYER.search(name)) and not _NO_LAYER.search(name)
+
+
+def keeps_state(models: Iterable[nn.Module]) -> str:
+    """The class of a layer that carries a state from token to token; "" where there is none."""
+    names = (type(module).__name__ for model in models for module in model.modules() if is_layer(module))
+    return next((name for name in names if _STATE.search(name.lower())), "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,6 +277,9 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
 
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
     """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
+    ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
+    if ranks > 1 and segments_told(read, name)[-1:] == (ranks * total,):
+        raise UnreadError("its offsets are of the whole row, and it has a rank's part of it")
     keys = segments_told(read, name.replace("_q", "_kv"))
     told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
     lengths = np.diff(segments_told(read, "cu_seqlens_q"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import own_patterns
@@ -29,7 +30,7 @@ def case_of(
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
     both = about.pattern == "bidirectional" or has_two_sides(model)
     declared = pattern or ("bidirectional" if both else None)
-    sources = _with_tokens(Sources.of(batch))
+    sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
     if segments is None:
         try:
             segments = _agreed(sources, declared, about)
@@ -46,6 +47,16 @@ def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> S
     flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
     own = own_patterns(model.config) if model.model_type else ()
     return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
+
+
+def _of_all_ranks(sources: Sources, config: Any) -> Sources:
+    """Where Megatron's ranks share a flat row its offsets are of the whole of it: so are the recurrent layers' kernels."""
+    ranks, held = getattr(config, "context_parallel_size", 1) or 1, _held(sources)
+    S = ranks * sources.shape()[1]
+    ends = {int(held[key][-1]) for key in with_role(held, "offsets", "padded_offsets") if len(held[key])}
+    if ranks == 1 or sources.shape()[0] != 1 or S not in ends:
+        return sources
+    return Sources.of({**held, "input_ids": torch.arange(S)[None]})
 
 
 def _held(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any, *_: Any, pg_collection: Any = None, **__: Any) -> None:
         super().__init__()
         self.seen: list[Any] = []
-        self.group = getattr(pg_collection, "cp", None)
+        self.config, self.group = config, getattr(pg_collection, "cp", None)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, masked: Any, attn_mask_type: Any = None,
