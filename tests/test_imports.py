@@ -87,7 +87,8 @@ import sys, json, types
 from collate_npu import *
 from collate_npu.consumers.consumer import consumers
 model = types.SimpleNamespace(layer_types=["full_attention"])
-lone = ("torchtitan", "mindspeed", "mindspeed_llm", "mindspeed_llm_fsdp2", "verl_npu", "transformer_engine")  # right alone
+lone = ("torchtitan", "mindspeed", "mindspeed_llm", "mindspeed_llm_fsdp2", "verl_npu", "transformer_engine",
+        "mindspeed_mm", "transformer_engine_npu")  # right alone
 for consumer in [None, *(name for name in consumers() if name not in lone)]:
     collator = PaddingCollator(pad_token_id=0, consumer=consumer, model=consumer and model, padding_side="left")
     collator([{"input_ids": [1]}, {"input_ids": [1, 2]}])

@@ -30,8 +30,8 @@ from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.segments import Segments
 
 ConsumerName = Literal[
-    "megatron", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "torchtitan", "transformer_engine",
-    "transformers", "verl", "verl_npu",
+    "megatron", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "mindspeed_mm", "torchtitan",
+    "transformer_engine", "transformer_engine_npu", "transformers", "verl", "verl_npu",
 ]  # fmt: skip
 """The names of `consumers()`, for type checkers: a misspelt one is an error before anything runs."""
 

@@ -1,14 +1,17 @@
-"""Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention.
+"""Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention;
+on an NPU TransformerEngineNPU's, beside MegatronAdaptor.
 
 `kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration asks here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from collate_npu.consumers import consumer, mindspeed
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
+from collate_npu.consumers.mindspeed_start import start_problem as start_problem
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
@@ -49,6 +52,33 @@ TRANSFORMER_ENGINE = Consumer(
 )
 
 
+TRANSFORMER_ENGINE_NPU = replace(
+    TRANSFORMER_ENGINE,
+    name="transformer_engine_npu",
+    forms=(Form(form="none", reads="None, for which it takes a compressed causal triangle, as for any mask"),),
+    refuses=(
+        PACKED_RECURRENT,
+        replace(mindspeed.WINDOW, rule="TransformerEngineNPU's attention raises for window_size, and {why}."),
+        Refusal(
+            of="every batch where None is not exact",
+            when=not_exact,
+            rule="TransformerEngineNPU's attention runs a compressed causal triangle, and here {why}.",
+            remedy="Pad right with one sequence a row, or use padding_free=True.",
+        ),
+    ),
+    here=lambda: npu_engine(),
+    source="flagos-ai/TransformerEngine-FL 5ec1601 transformer_engine/plugin/core/backends/vendor/npu/flash_attention.py:"
+    "91-110, 157-219",
+)
+
+
+def npu_engine() -> bool:
+    """Is TransformerEngineNPU in TransformerEngine's place, by itself or under MegatronAdaptor? Not beside MindSpeed, which
+    says what it puts there (`mindspeed.transformer_engine`). Nothing is imported."""
+    here = mindspeed.installed("transformer_engine_npu") or mindspeed.installed("megatron_adaptor")
+    return here and not mindspeed.installed()
+
+
 def kernel_of(model: Any) -> str:
     """The consumer a Megatron module is: "megatron" where its attention is local and its softmax not fused.
 
@@ -58,21 +88,23 @@ def kernel_of(model: Any) -> str:
     if found := mindspeed.kernel_of_modules(model.modules(), config_of(model)):
         return found
     kinds = {type(module).__name__ for module in model.modules()}
+    engine = "transformer_engine_npu" if npu_engine() else "transformer_engine"
     fused = bool(getattr(config_of(model), "masked_softmax_fusion", False))
-    return "megatron" if "DotProductAttention" in kinds and not fused else "transformer_engine"
+    return "megatron" if "DotProductAttention" in kinds and not fused else engine
 
 
 def kernel_of_args(args: Any) -> str:
     """The same from an argument namespace of ms-swift or Megatron-LM: its `attention_backend` and `masked_softmax_fusion`.
 
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
-    Where MindSpeed is installed it computes the attention (`consumers.mindspeed`).
+    Where MindSpeed is installed it computes the attention (`consumers.mindspeed`), else TransformerEngineNPU where that is.
     """
     if mindspeed.installed():
         return mindspeed.kernel_of_settings(args)
     backend = getattr(args, "attention_backend", None)
     local = getattr(backend, "name", backend) == "local"  # an enum in Megatron's own arguments
-    return "megatron" if local and not getattr(args, "masked_softmax_fusion", True) else "transformer_engine"
+    engine = "transformer_engine_npu" if npu_engine() else "transformer_engine"
+    return "megatron" if local and not getattr(args, "masked_softmax_fusion", True) else engine
 
 
 def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -> None:

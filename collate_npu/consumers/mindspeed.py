@@ -26,12 +26,10 @@ the only one allowed, fsdp2 computes chunks 0 1 2 3 of a row in the order 0 2 3 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -52,7 +50,7 @@ def _dropped_window(case: Case) -> str:
     return f"its window_size is {tuple(window)}" if short else ""  # type: ignore[arg-type]
 
 
-_WINDOW = Refusal(
+WINDOW = Refusal(
     of="windows shorter than a sequence",
     when=_dropped_window,
     rule="MindSpeed's attention drops Megatron's window_size in silence, and {why}.",
@@ -70,7 +68,7 @@ NOT_EXACT = Refusal(
 MINDSPEED = Consumer(
     name="mindspeed",
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
-    refuses=(PACKED_RECURRENT, _WINDOW, NOT_EXACT),
+    refuses=(PACKED_RECURRENT, WINDOW, NOT_EXACT),
     recurrent_scheme="head_exchange_zigzag",
     here=lambda: installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
@@ -83,7 +81,7 @@ MINDSPEED_DENSE = Consumer(
     refuses=(
         PACKED_RECURRENT,
         HOLES_RECURRENT,
-        _WINDOW,
+        WINDOW,
         Refusal(
             of="flat rows",
             when=lambda case: "it reads no mask of a flat row" if case.padding_free else "",
@@ -122,6 +120,24 @@ MINDSPEED_LLM = Consumer(
     "401-410; core/transformer/custom_dot_product_attention.py:205-206",
 )
 
+MINDSPEED_MM = replace(
+    MINDSPEED_LLM,
+    name="mindspeed_mm",
+    forms=(Form(form="none", reads="None: its Qwen3.5 hands no mask on, whatever it is given"),),
+    refuses=(
+        PACKED_RECURRENT,
+        replace(
+            _FLAT,
+            rule="MindSpeed-MM's Gated DeltaNet of Megatron takes no flat row; that of its fsdp example convolves across "
+            "sequences unless causal_conv1d_implementation and gdn_implementation are triton or ascendc.",
+        ),
+        replace(_LLM_NOT_EXACT, rule="MindSpeed-MM computes plain causal attention and an unmasked recurrence, and here {why}."),
+    ),
+    not_shared="nothing of its exchange of heads was run",
+    source="MindSpeed-MM 57069cd mindspeed_mm/mcore/models/qwen3_5/modeling_qwen3_5.py:411-460, gated_delta_net.py:355-462; "
+    "mindspeed_mm/fsdp/models/qwen3_5/modeling_qwen3_5.py:352-364, 760-804, 848-866",
+)
+
 MINDSPEED_LLM_FSDP2 = replace(
     MINDSPEED_LLM,
     name="mindspeed_llm_fsdp2",
@@ -133,10 +149,10 @@ MINDSPEED_LLM_FSDP2 = replace(
 )
 
 
-def installed() -> bool:
-    """Is MindSpeed here? Nothing of it is imported."""
+def installed(package: str = "mindspeed") -> bool:
+    """Is MindSpeed here, or another package? Nothing of it is imported."""
     try:
-        return find_spec("mindspeed") is not None
+        return find_spec(package) is not None
     except ValueError:  # imported, without a spec
         return True
 
@@ -207,54 +223,3 @@ def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
             if home.startswith("mindspeed."):
                 return kernel_of_settings(config, te="own" if home.startswith("mindspeed.te.") else "local")
     return ""
-
-
-# --- its start: the adaptor has to patch before anybody takes Megatron's functions and classes
-#
-# It puts stand-ins for TransformerEngine and about a hundred functions in place, each in its own module and, under the same
-# name, wherever a loaded module has it (patch_utils.py:108-131 of 0.16.0; alike in 2.3.0 to 0.18.0). What was taken before
-# under another name, subclassed, or decided (`HAVE_TE`) stays as it was, without an error.
-
-ADAPTOR = "mindspeed.megatron_adaptor"
-FIRST = f"`import {ADAPTOR}` first, right after torch: before megatron, mcore_bridge, transformer_engine and their users"
-_TE_FLAGS = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")
-"""Modules whose `HAVE_TE` is True where the adaptor came first (megatron-core 0.16.1 under MindSpeed 0.16.0, run)."""
-_OWN = (
-    "megatron", "mindspeed", "mindspeed_llm", "megatron_adaptor", "transformer_engine", "torch", "torch_npu", "collate_npu",
-)  # fmt: skip
-"""Packages that may hold an original: they are patched from inside, or hold it on purpose."""
-_LISTED = 5
-
-
-def start_problem() -> str:
-    """What is wrong with MindSpeed's start in this process, and what to do; "" where nothing is, or it is not installed.
-
-    Imports nothing, and costs one look at every name of every loaded module (0.2 s).
-
-    >>> start_problem()  # Megatron is not imported here
-    ''
-    """
-    if "megatron.core" not in sys.modules or not installed():
-        return ""
-    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
-    patches = dict(getattr(manager, "patches_info", {}))
-    applied = {name: patch for name, patch in patches.items() if patch.is_applied and patch.orig_func is not None}
-    replaced = {id(p.orig_func): name for name, p in applied.items() if p.orig_func is not p.final_patch_func}
-    if not replaced:
-        return f"Megatron is imported, MindSpeed is installed, and its adaptor has not run: {FIRST}."
-    flags = [name for name in _TE_FLAGS if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
-    late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
-    more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-    return f"MindSpeed's adaptor ran too late: {'; '.join(late[:_LISTED])}{more}. {FIRST}." if late else ""
-
-
-def _held(replaced: dict[int, str]) -> Iterator[str]:
-    """Names in the modules of others that still are, or derive from, what MindSpeed has replaced in Megatron."""
-    megatron = {key: name for key, name in replaced.items() if name.split(".")[0] in ("megatron", "transformer_engine")}
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.split(".")[0] not in _OWN:
-            for name, value in list(vars(module).items()):
-                defined_here = isinstance(value, type) and value.__module__ == module.__name__
-                lineage = value.__mro__ if defined_here else (value,)
-                if found := next((megatron[id(one)] for one in lineage if id(one) in megatron), ""):
-                    yield f"{module.__name__}.{name} holds the original of {found}"

@@ -1,4 +1,5 @@
-"""MindSpeed's start, for code of ours that imports Megatron first; `start_problem` says where that was too early."""
+"""The start of Ascend's adaptors, for code of ours that imports Megatron first; `start_problem` says where that was too late.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from collate_npu.consumers import mindspeed
-from collate_npu.consumers.mindspeed import ADAPTOR, start_problem as start_problem
+from collate_npu.consumers.mindspeed_start import adaptors, start_problem as start_problem
 
 
 def start() -> None:
-    """Let the adaptor patch now, where MindSpeed is installed and Megatron is not imported yet. Nothing where it does not
-    load, as in a driver process without CANN: so does verl (0.9.1 workers/engine/__init__.py:54-60)."""
-    if mindspeed.installed() and "megatron.core" not in sys.modules:
+    """Let the adaptor patch now, where MindSpeed, or else MegatronAdaptor, is installed and Megatron is not imported yet.
+    Nothing where it does not load, as in a driver process without CANN: so does verl (0.9.1 workers/engine/__init__.py:
+    54-60)."""
+    found = adaptors()
+    if found and "megatron.core" not in sys.modules:
         with suppress(ImportError):
-            import_module(ADAPTOR)
+            import_module(found[0])

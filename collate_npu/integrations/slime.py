@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from collate_npu.consumers.mindspeed import start_problem
+from collate_npu.consumers.megatron import start_problem
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.proof.forward import keeps_state
 from collate_npu.proof.watching import Watch

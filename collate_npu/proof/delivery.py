@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from collate_npu.checked import checked, hold_against, wrong_kind
 from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.mindspeed import start_problem
+from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
@@ -186,8 +186,8 @@ def _known(model: Any) -> nn.Module:
     if not isinstance(inner, nn.Module):
         raise wrong_kind("model", model, "A check", nn.Module)
     if consumer_of(model) == "megatron" and (late := start_problem()):
-        rule = "MindSpeed's patches are in place before anybody takes Megatron's functions."
-        raise CollateError(explain("mindspeed", late, rule, "Mend the order of imports, and start again."))
+        rule = "Ascend's patches are in place before anybody takes Megatron's functions."
+        raise CollateError(explain("start", late, rule, "Mend the order of imports, and start again."))
     return inner
 
 

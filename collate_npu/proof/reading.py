@@ -121,7 +121,7 @@ class Judge:
     def _allowed(self, given: Any, b: int) -> Tensor | str:
         """`[Q, K]`: whom row b attends, or why that cannot be read."""
         causal, attn = self.case.pattern.causal, self.case.model.attn_implementation
-        if self.reader in ("transformer_engine", "mindspeed"):  # causal, whatever mask is given
+        if self.reader in ("transformer_engine", "transformer_engine_npu", "mindspeed"):  # causal, whatever mask is given
             return self._without_mask(causal=True)
         if given is None:
             bare = self.reader == "transformers" and attn in ("eager", "flex_attention")

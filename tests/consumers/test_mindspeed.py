@@ -233,9 +233,10 @@ def test_a_model_tells_it(layer, settings, consumer):
     assert kernel_of(model) == consumer
 
 
-# --- MindSpeed-LLM's Qwen3-Next: what is accepted is right in a model of its layers, and what is refused is wrong there
+# --- Qwen3-Next of MindSpeed-LLM, Qwen3.5 of MindSpeed-MM: what is accepted is right in a model of such layers, and what is
+# refused is wrong there
 
-LLM = ("mindspeed_llm", "mindspeed_llm_fsdp2")
+LLM = ("mindspeed_llm", "mindspeed_llm_fsdp2", "mindspeed_mm")
 DENSE = SimpleNamespace(layer_types=["full_attention"])
 ONE, HOLE, ROWS = Segments.from_lengths([[8]]), Segments([[1, 1, 0, 0, 1, 1]]), Segments.from_lengths([[3, 2], [5]])
 EMBED = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -245,7 +246,9 @@ FILTER = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(1))
 def layers(ids, recurrent=True, ends=()):
     """Causal attention inside the ends it is told, then a convolution and a decaying sum that are told nothing.
 
-    fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843 (seq_idx=None) and 1239-1240 (linear_attn_mask = None).
+    fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843 (seq_idx=None) and 1239-1240 (linear_attn_mask = None); of
+    MindSpeed-MM 57069cd fsdp/models/qwen3_5/modeling_qwen3_5.py:793-806, 859-868 (eager), mcore/models/qwen3_5/
+    gated_delta_net.py:425-462 (cu_seqlens=None).
     """
     h = EMBED[ids]
     parts = torch.tensor_split(h, list(ends)[:-1], dim=1)
@@ -298,5 +301,5 @@ def test_accepted_is_right_and_refused_is_wrong(consumer, segments, model, flat,
         assert "attention_mask_2d" not in out
         assert torch.equal(mask, segments.keep.long()) if consumer.endswith("fsdp2") and not flat else mask is None
     else:
-        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-LLM|several sequences"):
+        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-(LLM|MM)|several sequences"):
             adapter.route(segments)

@@ -1,4 +1,4 @@
-"""MindSpeed's start order, with stand-ins for MindSpeed, Megatron and a bridge in a process of their own.
+"""The start order of MindSpeed and MegatronAdaptor, with stand-ins for both, Megatron and a bridge in processes of their own.
 
 The stand-in patches as MindSpeed does (patch_utils.py:108-131): in the module, and under the same name wherever it is.
 """
@@ -72,7 +72,18 @@ from megatron.core.attention import Attention, rope
 }
 USER = {"user.py": "from collate_npu.integrations.mindspeed import start\nstart()\n"}
 BROKEN = {**USER, "mindspeed/megatron_adaptor.py": "raise ImportError('libhccl.so')"}
-FIRST = "`import mindspeed.megatron_adaptor` first, right after torch"
+ADAPTOR = {
+    "megatron_adaptor/patches/patch_manager.py": FILES["mindspeed/patch_utils.py"].replace("MindSpeedPatches", "Patches"),
+    "megatron_adaptor/__init__.py": FILES["mindspeed/megatron_adaptor.py"]
+    .replace("mindspeed.patch_utils", "megatron_adaptor.patches.patch_manager")
+    .replace("MindSpeedPatches", "Patches"),
+}
+UNLISTED = {
+    "megatron_adaptor/patches.py": "import megatron.core.attention as a\na.rope = lambda: 'on an NPU'",
+    "megatron_adaptor/args.py": "",
+    "megatron_adaptor/__init__.py": "from megatron_adaptor import args, patches",
+}
+FIRST = "`import {}` first, right after torch"
 ASKED = """
 import json, os, sys
 from collate_npu.integrations.mindspeed import start_problem
@@ -89,7 +100,8 @@ for folder, imports in json.loads(sys.argv[1]):
 
 
 OTHERS, WITHOUT = ("bridge", "aliasing", "deriving"), dict.fromkeys(name for name in FILES if "mindspeed" in name)
-NEVER, LATE = "its adaptor has not run", "MindSpeed's adaptor ran too late: "
+NEVER, LATE = "its adaptor has not run", "The adaptor of mindspeed ran too late: "
+TOO = LATE.replace("mindspeed", "megatron_adaptor")
 SAID = [
     ({}, ("mindspeed.megatron_adaptor", *OTHERS), ""),
     ({}, (), ""),
@@ -106,6 +118,15 @@ SAID = [
     ),
     ({}, ("aliasing", "mindspeed.megatron_adaptor"), f"{LATE}aliasing.their_rope holds the original of megatron.core.att"),
     ({}, ("deriving", "mindspeed.megatron_adaptor"), f"{LATE}deriving.Own holds the original of megatron.core.attention.A"),
+    ({**WITHOUT, **ADAPTOR}, ("megatron_adaptor", *OTHERS), ""),
+    ({**WITHOUT, **ADAPTOR, **USER}, ("user", *OTHERS), ""),
+    ({**WITHOUT, **ADAPTOR}, ("bridge",), NEVER),
+    ({**WITHOUT, **ADAPTOR}, ("aliasing", "megatron_adaptor"), f"{TOO}aliasing.their_rope holds the original of megatron.c"),
+    ({**WITHOUT, **UNLISTED}, ("megatron_adaptor", *OTHERS), ""),
+    ({**WITHOUT, **UNLISTED}, ("bridge", "megatron_adaptor"), NEVER),
+    (ADAPTOR, ("megatron_adaptor", *OTHERS), ""),  # of two one suffices
+    (ADAPTOR, ("mindspeed.megatron_adaptor", *OTHERS), ""),
+    (ADAPTOR, ("bridge",), NEVER),
 ]
 """What differs in the files, what is imported in this order, and what `start_problem` says then."""
 
@@ -122,8 +143,9 @@ def test_what_is_wrong_with_the_start_is_said(tmp_path):
     done = subprocess.run([sys.executable, "-c", ASKED, asked], capture_output=True, text=True, env=env, timeout=120)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(SAID), done.stderr
-    for said, (_, imports, expected) in zip(found, SAID):
-        assert (expected in said and FIRST in said) if expected else said == "", (imports, said)
+    for said, (files, imports, expected) in zip(found, SAID):
+        first = FIRST.format("megatron_adaptor" if files.keys() >= WITHOUT.keys() else "mindspeed.megatron_adaptor")
+        assert (expected in said and first in said) if expected else said == "", (imports, said)
 
 
 def test_a_megatron_model_with_mindspeeds_attention_gets_what_that_reads():

@@ -156,10 +156,9 @@ def together(make: str, untold: bool = False) -> dict[str, Any]:
 
 
 def _untold(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
-    return chunk_gated_delta_rule(*args, **kwargs)
+    from megatron.core.ssm.gated_delta_net import gdn
 
-
-_untold.__name__ = "chunk_gated_delta_rule"  # by which a kernel is known
+    return gdn.chunk_gated_delta_rule(*args, **kwargs)
 
 
 def start() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from collate_npu.consumers import mindspeed
+from collate_npu.consumers.megatron import npu_engine
 from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.megatron.multi_token import depths
@@ -38,7 +39,7 @@ def packed_seq_params(
     `padding_counts=True` hands over the physical offsets as the real ones, for readers that take `cu_seqlens_q` for places
     in the row (`takes_places`, FlashAttention 2). Causal attention stays exact; what counts tokens by them counts padding.
     Done unasked beside MindSpeed, whose attention takes them so (core_r0.16.0 core/transformer/dot_product_attention.py:282,
-    0.18 flash_attention/adaptor.py:50-55); and where padding stands behind the last sequence alone, before 0.19 with
+    0.18 flash_attention/adaptor.py:50-55), and beside TransformerEngineNPU (consumers.megatron); and where padding stands behind the last sequence alone, before 0.19 with
     `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows in silence under context parallelism (issue 3331).
 
     Raises `CollateError` for padding before or inside a sequence, and where the ranks cannot share out each sequence: Gated
@@ -55,7 +56,8 @@ def packed_seq_params(
     fields = gated_delta_kwargs(segments, kernel="megatron", device=device)
     real = segments.cu_seqlens_host
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
-    apart = not (padding_counts or unseen or real == offsets or mindspeed.installed())
+    places = padding_counts or mindspeed.installed() or npu_engine()
+    apart = not (places or unseen or real == offsets)
     for side in ("q", "kv"):
         # The very same tensor where they are equal: TransformerEngine's main branch reads "no padding" off the identity.
         padded = fields[f"cu_seqlens_{side}_padded"]
