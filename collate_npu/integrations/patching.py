@@ -1,13 +1,15 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
 A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
-patched over ours stays as it is, and ours then calls the original. A release of the trainer that was not run is said.
+patched over ours stays as it is, and ours then calls the original. What replaced ours is told by `in_place`, and patched by
+the next install. A release of the trainer that was not run is said.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -81,18 +83,22 @@ def _put(made: _Patch) -> None:
 
 
 def _lost(made: _Patch) -> bool:
-    """Has the owner the original again, or its lines run anew, as after `importlib.reload`? A stranger's patch over ours
-    is of other lines."""
-    now, first = vars(made.owner).get(made.name), made.original
-    while (patch := _patch_of(now)) is not None:
-        if patch is made:
+    """Does what the owner has now not lead to ours: by `__wrapped__`, by its closure, or by a global that it names? After
+    `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found at first
+    (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
+    ours, todo, seen = _function(made.wrapped), [vars(made.owner).get(made.name)], set()
+    while todo:
+        now = _function(todo.pop())
+        names = getattr(getattr(now, "__code__", None), "co_names", ())
+        if now is ours or any(_function(now.__globals__.get(name)) is ours for name in names):
             return False
-        now = patch.before
-    while (patch := _patch_of(first)) is not None:
-        first = patch.original
-    codes: list[Any] = [getattr(_function(each), "__code__", None) for each in (now, first)]
-    same = None not in codes and len({(code.co_filename, code.co_name) for code in codes}) == 1
-    return same or _function(now) is first
+        if callable(now) and id(now) not in seen:
+            seen.add(id(now))
+            todo += [getattr(now, "__wrapped__", None), getattr(now, "func", None)]
+            for cell in getattr(now, "__closure__", None) or ():
+                with suppress(ValueError):  # an empty one
+                    todo.append(cell.cell_contents)
+    return True
 
 
 def release(holder: str) -> None:
@@ -106,8 +112,8 @@ def release(holder: str) -> None:
 
 
 def in_place(ours: Callable[..., Any]) -> bool:
-    """Is this replacement in place anywhere?"""
-    return any(made.ours == ours for made in _TABLE)
+    """Is this replacement in place anywhere, and still called? Another `install` mends what somebody replaced."""
+    return any(made.ours == ours and not _lost(made) for made in _TABLE)
 
 
 def _strip(owner: Any, name: str) -> None:

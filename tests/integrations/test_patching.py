@@ -96,6 +96,21 @@ def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
     assert Base.greet is original, "our own spent wrapper is taken off on the way"
 
 
+def test_a_strangers_patch_that_names_ours_as_a_global_is_seen_to_call_it(monkeypatch):
+    patching.patch("one", Base, "greet", louder)
+    scope = {"kept": Base.greet}
+    exec("def stranger(self, name='you'): return '<' + kept(self, name) + '>'", scope)
+    monkeypatch.setattr(Base, "greet", scope["stranger"])
+    patching.patch("one", Base, "greet", louder)
+    assert Base.greet is scope["stranger"]
+    assert patching.in_place(louder)
+    monkeypatch.setattr(Base, "greet", lambda self: "another")
+    assert not patching.in_place(louder)
+    patching.patch("one", Base, "greet", louder)
+    assert Base().greet() == "ANOTHER"
+    patching.release("one")
+
+
 # --- functions that other modules imported by name
 
 

@@ -108,6 +108,11 @@ HAZARDS = (
            lambda here: not (_no_megatron_layer(here) or releases.MEGATRON_PARALLEL.holds(here.packages["megatron-core"]))),
     Hazard("mindspeed", "MindSpeed patches Megatron in the process that trains: `import mindspeed.megatron_adaptor` first, "
            "right after torch; integrations.mindspeed.start_problem() says there whether that happened."),
+    Hazard("megatron_adaptor", "MegatronAdaptor {megatron_adaptor} patches Megatron in the process that trains: `import "
+           "megatron_adaptor` first, right after torch; integrations.mindspeed.start_problem() says whether that happened."),
+    # ms-swift pull request 10087; zongzhilou/backend 1f35db2 src/backend/__init__.py
+    Hazard("megatron_adaptor mindspeed", "MindSpeed is installed beside MegatronAdaptor, which loads it where it can. Here "
+           "masks are chosen for MindSpeed's attention: uninstall the one that you do not use."),
     # torch_npu 2.13 (npu/npu_config.py:158-212) and torch 2.13: products of matrices are not rounded until set
     Hazard("torch", "Convolutions round float32 to ten bits, until torch.npu.conv.allow_hf32 or, on a GPU, "
            "torch.backends.cudnn.allow_tf32 is set to False: right results differ by 1e-3. The audit measures that noise.",

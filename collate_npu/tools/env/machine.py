@@ -39,7 +39,10 @@ _SETTINGS = (
 _CANN_FILES = ("version.info", "version.cfg", "*-linux/ascend_toolkit_install.info", "*/version.info")
 """Where releases of CANN say which they are, below ASCEND_HOME_PATH; torch_npu reads the third (utils/collect_env.py)."""
 _VERSION = re.compile(r"^\s*(?:version|\w+_running_version)\s*=\s*\[?(?:[\d.]+:)?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
-_BASE = ("torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "llamafactory")
+_BASE = (
+    "torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "megatron_adaptor", "transformer_engine_npu",
+    "llamafactory",
+)  # fmt: skip
 _KERNELS = (
     *DISTRIBUTIONS["fla"], *DISTRIBUTIONS["causal_conv1d"], *DISTRIBUTIONS["fla_npu"], "kernels", "triton", "triton-ascend",
     "mamba-ssm", "flash-attn", "transformer-engine",

@@ -43,6 +43,8 @@ ROWS = [
     ("megatron-core 0.16.1 has no context parallelism", (BRIDGE,), (BRIDGE, {"USE_MCORE_GDN": "0"})),
     ("has no context parallelism: 0.18 is the first", (BRIDGE,), ({**BRIDGE, "megatron-core": "0.18.0"},)),
     ("`import mindspeed.megatron_adaptor` first", ({"mindspeed": "0.16.0"},), (TORCH,)),
+    ("`import megatron_adaptor` first", ({"megatron_adaptor": "0.1.0"},), ({"mindspeed": "0.16.0"},)),
+    ("MindSpeed is installed beside", ({"megatron_adaptor": "0.1.0", "mindspeed": "1"},), ({"megatron_adaptor": "0.1.0"},)),
     ("until torch.npu.conv.allow_hf32 or", (NPU, {}, "npu x 2 (Ascend910B1)"), (NPU,)),
     ("torch.backends.cudnn.allow_tf32 is set", (TORCH, {}, "cuda x 1"), (TORCH,)),
 ]  # fmt: skip
