@@ -216,7 +216,7 @@ def peers_swift(session: nox.Session) -> None:
     session.run("pytest", "tests/integration/test_packed_hybrids.py", "tests/consumers/test_recurrent_kernels.py", env=ENV)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_megatron*.py")), env=ENV)
-    session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl", env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl or slime", env=ENV)
 
 
 @nox.session
@@ -228,7 +228,8 @@ def peers_megatron(session: nox.Session) -> None:
     install(session, "einops==0.8.1", "packaging", *TEST)
     any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
     session.install("--no-deps", *any_python, "megatron-core==0.19.2")
-    session.run("pytest", "tests/peers/test_megatron_packed.py", "tests/peers/test_megatron_gated_delta.py", env=ENV)
+    names = ("packed", "gated_delta", "rl")
+    session.run("pytest", *(f"tests/peers/test_megatron_{name}.py" for name in names), env=ENV)
 
 
 @nox.session

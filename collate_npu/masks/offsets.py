@@ -106,7 +106,7 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
 def places_of(sources: Sources, segments: Segments) -> list[int] | None:
     """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
     named = (*sources.named["padded_offsets"], *sources.named["offsets"])
-    told = (fitting_places(sources.array(name), segments) for name in named)
+    told = (fitting_places(sources.ends(name), segments) for name in named)
     return next((places for places in told if places is not None), None)
 
 

@@ -87,8 +87,14 @@ class Sources(dict[str, Any]):
             if KEYS[name].role in _OFFSETS and (value := getattr(params, name, None)) is not None:
                 told[f"packed_seq_params.{name}"] = as_offsets(f"packed_seq_params.{name}", host_array(name, value))
         for role in _OFFSETS:
-            told |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
+            told |= {name: as_offsets(name, self.ends(name)) for name in self.named[role]}
         return told
+
+    def ends(self, name: str) -> Array:
+        """Offsets under this key, `[N + 1]`, or `[1, N + 1]` as MindSpeed-MM packs (57069cd fsdp/data/data_utils/func_utils/
+        convert.py:988)."""
+        held = self.array(name)
+        return held[0] if held.ndim == 2 and len(held) == 1 else held
 
     @once
     def lengths(self) -> list[list[int]] | None:

@@ -15,9 +15,10 @@ import rl_world as world
 import torch
 from megatron_world import gaps, gpt
 
-from collate_npu import CollateError
+from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import slime
+from collate_npu.integrations.megatron import packed
 from collate_npu.integrations.slime import before_log_prob, before_train_step
 from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
 
@@ -96,6 +97,39 @@ def test_a_rule_that_lost_its_boundaries_is_told_on_two_ranks_too(pool, by_itsel
     for found in pool("rl_world.together", "slime", True, seconds=IMPORTS):
         assert gaps(found, by_itself["native"])["logits"] > WRONG
         assert "goes on from another sequence" in found["told"][0]
+
+
+@needs_native
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself, side):
+    """Its Qwen3.5 calls the language model with None (modeling_qwen3_5.py:445-456)."""
+    batch, adapter = batches.mindspeed_mm(world.SAMPLES, side=side), BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
+    with torch.no_grad():
+        out = world.native()(input_ids=batch["input_ids"], position_ids=None, attention_mask=None)
+    found = [row[keep.bool()] for row, keep in zip(out, batch["attention_mask"])]
+    lost = max(float((x - y).abs().max()) for x, y in zip(found, by_itself["native"]["logits"]))
+    if side == "right":
+        assert lost < EXACT
+        assert adapter(batch)["attention_mask"] is None
+    else:
+        assert lost > WRONG
+        with pytest.raises(UnsupportedFormError, match="MindSpeed-MM computes plain causal attention.*Pad right"):
+            adapter(batch)
+
+
+def test_rolls_mask_of_two_dimensions_is_refused_by_megatrons_local_attention():
+    """An int64 mask [B, S] goes to `masked_fill_`; TransformerEngine's causal kernels do not look at it."""
+    with pytest.raises(RuntimeError, match="boolean mask"):
+        gpt("aa", flash=None)(**batches.roll_padded(world.SAMPLES))
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_beside_transformer_engine_npu_offsets_say_where_sequences_stand(monkeypatch, here):
+    """Its one public caller hands on `cu_seqlens_q` alone, for places in the row."""
+    monkeypatch.setattr(packed, "npu_engine", lambda: here)
+    params = packed.packed_seq_params(Segments([[1, 1, 1, 0, 2, 2, 2, 2]]))
+    assert params.cu_seqlens_q.tolist() == ([0, 4, 8] if here else [0, 3, 7])
+    assert params.cu_seqlens_q_padded.tolist() == [0, 4, 8]
 
 
 # --- the hooks: quiet where it is right, words where it is not

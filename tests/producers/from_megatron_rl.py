@@ -1,0 +1,71 @@
+"""slime, miles, vime, Relax, ROLL and MindSpeed-MM: no package holds them, so their batches are rebuilt (rl_batches.py).
+
+Legend: B rows, S width, T tokens of a flat row.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from drawing import SIDED, Draw
+from from_collators import FLAT, RIGHT
+from producing import Producer, emitted, joined, placed, side_of
+from verdicts import Case
+
+sys.path.append(str(Path(__file__).parents[1] / "peers"))
+import rl_batches as made
+
+
+def _told(batch: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not said."""
+    return {key: value for key, value in batch.items() if value is not None or key == "attention_mask"}
+
+
+def flat(draw: Draw, make: str, multiple: int, *, apart: bool) -> Case:
+    """Padding is one more sequence behind the others, or a part of the sequence before it: no word tells it apart, and nobody
+    wraps a collator of theirs, so that the samples are those of the offsets."""
+    rows = draw.sequences()
+    batch = getattr(made, make)(rows, multiple=multiple)
+    held = batch["packed_seq_params"].cu_seqlens_q.diff().tolist()
+    ids = np.array([[n for n, width in enumerate(held, start=1) for _ in range(width)]])
+    assert len(held) == len(rows) + (apart and sum(map(len, rows)) % multiple > 0)
+    features = [{"input_ids": row.tolist()} for row in batch["input_ids"][0].split(held)]
+    return emitted(draw, _told(batch), ids=ids, features=features, flat=True)
+
+
+def rows_of(draw: Draw, make: str, **settings: Any) -> Case:
+    """One sample a row, padded on one side."""
+    rows = draw.rows()
+    batch = getattr(made, make)(rows, **settings)
+    ids = placed(draw.lengths, batch["input_ids"].shape[1], settings.get("side", "right"))
+    features = [{"input_ids": row} for row in rows]
+    return emitted(draw, _told(batch), ids=ids, features=features, silent=batch["attention_mask"] is None)
+
+
+def sided(draw: Draw) -> Case:
+    return rows_of(draw, "mindspeed_mm", side=side_of(draw))
+
+
+def mm_packed(draw: Draw) -> Case:
+    """Offsets `[1, N + 1]`, a mask that knows the padding behind, and positions that are 0 there."""
+    rows = draw.sequences()
+    batch = made.mindspeed_mm_packed(rows, multiple=4)
+    features = [{"input_ids": row} for row in rows]
+    return emitted(draw, batch, ids=joined(features, batch["input_ids"].shape[1]), features=features, flat=True)
+
+
+def flat_rows(name: str, make: str, multiple: int, *, apart: bool = False) -> Producer:
+    return Producer(f"slime {name}", (), partial(flat, make=make, multiple=multiple, apart=apart), FLAT)
+
+
+PRODUCERS = [
+    flat_rows("flat row", "slime", 1),
+    flat_rows("flat row, to 8", "slime", 8, apart=True),
+    flat_rows("(ROLL's) flat row, each to 4", "roll_packed", 4),
+    Producer("slime bshd", (), partial(rows_of, make="bshd", multiple=4), RIGHT),
+    Producer("slime (ROLL's) padded rows", (), partial(rows_of, make="roll_padded", width=64), RIGHT),
+    Producer("slime (MindSpeed-MM's) padded rows", (), sided, SIDED),
+    Producer("slime (MindSpeed-MM's) flat row", (), mm_packed, FLAT),
+]
