@@ -97,7 +97,7 @@ ELSEWHERE = {
         consumers.adapter consumers.consumer consumers.megatron consumers.transformers consumers.verl
         integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
         integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
-        kernels.gated_delta.tensor_rules parallel.recurrent proof.delivery proof.reading releases
+        kernels.gated_delta.tensor_rules parallel.recurrent proof.reading releases
         tools.env.hazards tools.env.machine""",
     "swift": """
         consumers.megatron consumers.transformers integrations.megatron.mcore_bridge parallel.recurrent

@@ -131,7 +131,9 @@ MINDSPEED_MM = replace(
             rule="MindSpeed-MM's Gated DeltaNet of Megatron takes no flat row; that of its fsdp example convolves across "
             "sequences unless causal_conv1d_implementation and gdn_implementation are triton or ascendc.",
         ),
-        replace(_LLM_NOT_EXACT, rule="MindSpeed-MM computes plain causal attention and an unmasked recurrence, and here {why}."),
+        replace(
+            _LLM_NOT_EXACT, rule="MindSpeed-MM computes plain causal attention and an unmasked recurrence, and here {why}."
+        ),
     ),
     not_shared="nothing of its exchange of heads was run",
     source="MindSpeed-MM 57069cd mindspeed_mm/mcore/models/qwen3_5/modeling_qwen3_5.py:411-460, gated_delta_net.py:355-462; "

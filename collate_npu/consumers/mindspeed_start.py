@@ -55,7 +55,8 @@ def start_problem() -> str:
     if not ran:
         return f"Megatron is imported, {here[0]} is installed, and its adaptor has not run before it: {_first_of(here[0])}."
     replaced = {id(patch.orig_func): name for package in ran for name, patch in _patches(package).items()}
-    flags = [name for name in _TE_FLAGS if getattr(sys.modules.get(name), "HAVE_TE", True) is False and "mindspeed" in ran]
+    asked = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
+    flags = [name for name in asked if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
     late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
     more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
     return f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}." if late else ""

@@ -1,5 +1,4 @@
-"""The start of Ascend's adaptors, for code of ours that imports Megatron first; `start_problem` says where that was too late.
-"""
+"""Start of Ascend's adaptors, for code of ours that imports Megatron first; `start_problem` says where that was too late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""slime, miles, vime and Relax: their first step is watched, and stops where a kernel is told other sequences than the batch.
+"""slime, miles, vime, Relax: the first step is watched, and stops where a kernel is told other sequences than the batch.
 
     --custom-megatron-before-train-step-hook-path collate_npu.integrations.slime.before_train_step
     --custom-megatron-before-log-prob-hook-path collate_npu.integrations.slime.before_log_prob
@@ -64,8 +64,8 @@ def before_train_step(
 def _refuse(args: Any, model: Iterable[Any]) -> None:
     """What no kernel is told: patches that came too late, and tokens in another order than recurrent layers take them.
 
-    `--allgather-cp` gives each rank a run of the row; their layers, and Megatron's, put zigzag chunks in order (slime_plugins/
-    models/hf_attention.py:128-143; megatron-core 0.19.2 core/ssm/gated_delta_net/common.py:564-600).
+    `--allgather-cp` gives each rank a run of the row; their layers, and Megatron's, put zigzag chunks in order
+    (slime_plugins/models/hf_attention.py:128-143; megatron-core 0.19.2 core/ssm/gated_delta_net/common.py:564-600).
     """
     if late := start_problem():
         rule = "Ascend's patches are in place before anybody takes Megatron's functions."

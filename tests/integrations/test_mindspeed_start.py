@@ -1,4 +1,4 @@
-"""The start order of MindSpeed and MegatronAdaptor, with stand-ins for both, Megatron and a bridge in processes of their own.
+"""The start order of MindSpeed and MegatronAdaptor: stand-ins for both, Megatron and a bridge in processes of their own.
 
 The stand-in patches as MindSpeed does (patch_utils.py:108-131): in the module, and under the same name wherever it is.
 """

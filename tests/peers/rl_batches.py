@@ -1,8 +1,8 @@
 """What stacks on Megatron hand to their model, rebuilt in lines of ours after sources that no package installs.
 
-* slime 624b824 `slime/backends/megatron_utils/data.py:17-148`, `cp_utils.py:179-209`; vime 0696c9b and Relax 02c394d hand the
-  same rows. `bshd` in those two and in miles 31f1ca9 `miles/backends/training_utils/data.py:124-330`.
-* ROLL 8eb27cc `roll/distributed/strategy/megatron_strategy.py:312-474, 476-605`, `mcore_adapter/.../model_factory.py:288-320`.
+* slime 624b824 `slime/backends/megatron_utils/data.py:17-148`, `cp_utils.py:179-209`; vime 0696c9b and Relax 02c394d hand
+  the same rows. `bshd` in those two and in miles 31f1ca9 `miles/backends/training_utils/data.py:124-330`.
+* ROLL 8eb27cc `roll/distributed/strategy/megatron_strategy.py:312-605`, `mcore_adapter/.../model_factory.py:288-320`.
 * MindSpeed-MM 57069cd `mindspeed_mm/mcore/models/qwen3_5/modeling_qwen3_5.py:411-460` (mcore), `mindspeed_mm/fsdp/data/
   data_utils/func_utils/{convert.py:955-990, collator.py:60-240}` (fsdp, packed).
 

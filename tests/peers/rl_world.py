@@ -24,11 +24,15 @@ SAMPLES = [[5, 9, 31, 2, 44, 8, 17], [12, 3, 0, 25], [7, 7, 50, 1, 33, 21, 60, 1
 HEADS, D = 4, 8
 
 
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, cu_seqlens: Any = None, **_: Any) -> Any:
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, cu_seqlens: Any = None, **_: Any
+) -> Any:
     return reference_causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens), None
 
 
-def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **_: Any) -> Any:
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **_: Any
+) -> Any:
     return reference_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
 
 
@@ -58,9 +62,7 @@ class VarlenGatedDeltaNet(nn.Module):
         qkv, beta, gate = self.in_proj(hidden_states).split([3 * HEADS * D, HEADS, HEADS], dim=-1)
         qkv, _ = causal_conv1d(qkv, self.conv_weight, activation="silu", cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (3 * HEADS, D)).chunk(3, dim=2)
-        out, _ = self.chunk_gated_delta_rule(
-            q, k, v, g=-softplus(gate) / 16, beta=beta.sigmoid(), cu_seqlens=cu_seqlens
-        )
+        out, _ = self.chunk_gated_delta_rule(q, k, v, g=-softplus(gate) / 16, beta=beta.sigmoid(), cu_seqlens=cu_seqlens)
         return self.out_proj(out.flatten(2))
 
 

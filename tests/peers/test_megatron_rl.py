@@ -1,4 +1,4 @@
-"""slime, miles, vime, Relax, ROLL and MindSpeed-MM on the real megatron-core: what their batches compute, and where ours stops.
+"""slime, miles, vime, Relax, ROLL, MindSpeed-MM on the real megatron-core: what their batches compute, where ours stops.
 
 Their batches are rebuilt after their sources (rl_batches.py), their loop in small. Megatron's own Gated DeltaNet takes flat
 rows from 0.18 on; the layer of slime's plugins does so on any release. Attention and fla's kernels are stand-ins.
@@ -103,7 +103,8 @@ def test_a_rule_that_lost_its_boundaries_is_told_on_two_ranks_too(pool, by_itsel
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself, side):
     """Its Qwen3.5 calls the language model with None (modeling_qwen3_5.py:445-456)."""
-    batch, adapter = batches.mindspeed_mm(world.SAMPLES, side=side), BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
+    batch = batches.mindspeed_mm(world.SAMPLES, side=side)
+    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
     with torch.no_grad():
         out = world.native()(input_ids=batch["input_ids"], position_ids=None, attention_mask=None)
     found = [row[keep.bool()] for row, keep in zip(out, batch["attention_mask"])]
@@ -113,7 +114,7 @@ def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself
         assert adapter(batch)["attention_mask"] is None
     else:
         assert lost > WRONG
-        with pytest.raises(UnsupportedFormError, match="MindSpeed-MM computes plain causal attention.*Pad right"):
+        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-MM computes plain causal attention.*Pad right"):
             adapter(batch)
 
 

@@ -24,8 +24,8 @@ def _told(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(draw: Draw, make: str, multiple: int, *, apart: bool) -> Case:
-    """Padding is one more sequence behind the others, or a part of the sequence before it: no word tells it apart, and nobody
-    wraps a collator of theirs, so that the samples are those of the offsets."""
+    """Padding is one more sequence behind the others, or a part of the sequence before it: no word tells it apart. Nobody
+    wraps a collator of theirs, so the samples are those of the offsets."""
     rows = draw.sequences()
     batch = getattr(made, make)(rows, multiple=multiple)
     held = batch["packed_seq_params"].cu_seqlens_q.diff().tolist()

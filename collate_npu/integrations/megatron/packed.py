@@ -39,8 +39,9 @@ def packed_seq_params(
     `padding_counts=True` hands over the physical offsets as the real ones, for readers that take `cu_seqlens_q` for places
     in the row (`takes_places`, FlashAttention 2). Causal attention stays exact; what counts tokens by them counts padding.
     Done unasked beside MindSpeed, whose attention takes them so (core_r0.16.0 core/transformer/dot_product_attention.py:282,
-    0.18 flash_attention/adaptor.py:50-55), and beside TransformerEngineNPU (consumers.megatron); and where padding stands behind the last sequence alone, before 0.19 with
-    `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows in silence under context parallelism (issue 3331).
+    0.18 flash_attention/adaptor.py:50-55), and beside TransformerEngineNPU (consumers.megatron); and where padding stands
+    behind the last sequence alone, before 0.19 with `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows
+    in silence under context parallelism (issue 3331).
 
     Raises `CollateError` for padding before or inside a sequence, and where the ranks cannot share out each sequence: Gated
     DeltaNet of 0.18 to 0.19.2 takes such in silence (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600).
