@@ -59,7 +59,8 @@ def start_problem() -> str:
     flags = [name for name in asked if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
     late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
     more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-    return f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}." if late else ""
+    told = f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}."
+    return told if late else ""
 
 
 def _patches(package: str) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def _patches(package: str) -> dict[str, Any]:
 
 
 def _first(package: str) -> bool:
-    """Was something of an adaptor without a list imported before Megatron was? `sys.modules` is in the order in which imports
-    ended."""
+    """Was something of an adaptor without a list imported before Megatron was? `sys.modules` is in the order in which
+    imports ended."""
     adaptor, listed, _ = _ADAPTORS[package]
     order = [name for name in sys.modules if name == "megatron.core" or name.partition(".")[0] == package]
     return adaptor in order and listed not in order and order[0] != "megatron.core"
