@@ -26,6 +26,8 @@ STACK = {
     "parallel.layout.ContextParallel.from_megatron": "peers/megatron_work.py",
     "integrations.swift.install": "peers/test_swift_install.py",
     "integrations.twinkle.install": "peers/test_twinkle.py",
+    "integrations.slime.before_log_prob": "peers/test_megatron_rl.py",
+    "integrations.slime.before_train_step": "peers/test_megatron_rl.py",
     "integrations.megatron.install": "peers/test_megatron_experts.py",
     "integrations.megatron.gpt_batch": "peers/test_megatron.py",
     "integrations.megatron.packed.packed_seq_params": "peers/test_megatron_packed.py",

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,3 +279,35 @@ def test_scripted_and_compiled_code_means_the_function_itself():
         assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
     torch._dynamo.reset()
     assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
+
+
+# --- ranks that share a flat row
+
+
+class TEDotProductAttention(nn.Module):
+    """As Megatron's: a rank's queries, and offsets of the whole row."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.config = SimpleNamespace(context_parallel_size=ranks)
+
+    def forward(self, query, key, packed_seq_params):
+        return query
+
+
+class Sharing(nn.Module):
+    def __init__(self, ranks):
+        super().__init__()
+        self.embed, self.core_attention = nn.Embedding(64, 4), TEDotProductAttention(ranks)
+
+    def forward(self, input_ids, packed_seq_params):
+        x = self.embed(input_ids)[0][:, None]
+        return self.core_attention(x, x, packed_seq_params=packed_seq_params)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_offsets_of_the_whole_row_are_no_fault_where_two_ranks_share_it(ranks):
+    params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=2 * OFFSETS, cu_seqlens_kv=2 * OFFSETS)
+    with watch(say=False) as seen:
+        Sharing(ranks)(input_ids=IDS, packed_seq_params=params)
+    assert [fault.why for fault in seen.faults] == ["they begin at 0, never fall, and end with its tokens"] * (ranks != 2)
