@@ -42,7 +42,8 @@ class Key:
     whole: bool = False
     """Ids, classes or flags: int64 in a batch, and a float there is a mistake, never a value to round."""
     fill: Fill = 0
-    """What padding holds: a number, the pad id, the ignored label, one more than the token before, or the same."""
+    """What padding holds: a number, the pad id, the ignored label, one more than the token before, or what a real token
+    beside it holds."""
     dim: int = 1
     """Which dimension of a batch's tensor is tokens."""
     unit: int = 0
@@ -52,6 +53,8 @@ class Key:
     query rows, keys whole. `scope`: its tokens, or everything with `mask_2d="global"`."""
     role: Role | None = None
     """What it tells of the batch's shape, padding or packing; the door reads by role."""
+    or_sample: bool = False
+    """May also be one number a sample: the label of a classifier, GRPO's advantage."""
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -66,6 +69,17 @@ TOKENS = Key(kind="tokens", why="one value a token")
 SAMPLE = Key(kind="sample", share="replicate", why="one value a sample")
 
 _IDS = Key(kind="tokens", whole=True, fill="pad", role="tokens", why="one id a token")
+_EXPERTS = Key(kind="tokens", fill="last", why="experts of a token differ: all 0 is fewer than Megatron's dispatcher counts")
+"""`[B, S, layers, topk]`, replayed routing. Padding is routed like the token beside it: ids that exist, and differ. With
+equal ones Megatron's dropless dispatcher counts tokens that are not there (megatron-core 0.16.1 token_dispatcher.py:522-524;
+verl 0.9.1 router_replay_patch.py:357-371 counts anew; slime fill_routing_replay @2bebc09 pads with ids that go round)."""
+_REPLAYED = ("routed_experts", "rollout_routed_experts")
+LOSS_KEYS = (
+    "response_mask", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores",
+    "token_level_scores", "token_level_rewards", "log_probs", "ref_log_probs", "teacher_log_probs", "teacher_logprobs",
+    "old_per_token_logps", "ref_per_token_logps",
+)  # fmt: skip
+"""What a reinforcement-learning loss reads, one value a token (verl 0.9.1, slime, TRL 1.16)."""
 _SHIFT = "shift_labels() before a split, where the model shifts them"
 _POSITIONS = Key(kind="positions", whole=True, fill="next", dim=-1, why="[B, S], or [3, B, S] with mRoPE: tokens are last")
 _KERNEL = "of the whole row; ring kernels divide them themselves (TransformerEngine thd)"
@@ -83,10 +97,13 @@ KEYS: Mapping[str, Key] = {
     "input_ids": _IDS,
     "tokens": _IDS,
     "inputs_embeds": Key(kind="tokens", role="tokens", why="one vector a token"),
-    "labels": Key(kind="tokens", whole=True, fill="ignored", role="labels", why=_SHIFT),
+    "labels": Key(kind="tokens", whole=True, fill="ignored", role="labels", or_sample=True, why=_SHIFT),
     "shift_labels": Key(kind="tokens", whole=True, fill="ignored", why="labels already moved to the token before"),
     "token_type_ids": Key(kind="tokens", whole=True, fill="pad_type", why="one flag a token"),
-    **dict.fromkeys(("mm_token_type_ids", "visual_pos_masks", "routed_experts"), TOKENS),
+    **dict.fromkeys(("mm_token_type_ids", "visual_pos_masks", *LOSS_KEYS), TOKENS),
+    **dict.fromkeys(("advantages", "returns", "values"), Key(kind="tokens", or_sample=True, why="a token's, or a sample's")),
+    **dict.fromkeys(_REPLAYED, _EXPERTS),
+    "teacher_ids": Key(kind="tokens", whole=True, fill="pad", why="a teacher's best ids of each token"),
     **dict.fromkeys(("loss_scale", "loss_mask", "completion_mask", "assistant_masks", "special_tokens_mask"), TOKENS),
     **dict.fromkeys(("position_ids", "text_position_ids"), _POSITIONS),
     "attention_mask": Key(

@@ -139,7 +139,7 @@ def _laid_out(
         kind = samples.kinds[key]
         if kind == "tokens":
             rule = collator.keys[key]
-            fill = fills.get(rule.fill, 0) if isinstance(rule.fill, str) else rule.fill
+            fill = fills.get(rule.fill, 0 if rule.fill == "next" else rule.fill)
             batch[key] = lay(key, column, fill=fill, whole=rule.whole)
         elif kind == "axes":
             rows = [np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1)) for row in column]
@@ -194,7 +194,7 @@ def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | 
     return with_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 
 
-def _fills(collator: PaddingCollator) -> dict[str, float]:
+def _fills(collator: PaddingCollator) -> dict[Any, float]:
     """What padding holds, by the name a key has for it; positions of padding count on, or are 0."""
     pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
     return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.label_pad_token_id}

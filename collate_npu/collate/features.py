@@ -161,10 +161,11 @@ def _kind(key: str, column: list[Any], ragged: bool, lengths: list[int], keys: M
         return "sample"
     if known.kind == "vision":
         return "vision"
-    if known.role == "labels" and not ragged:
+    if known.or_sample and not ragged:
         if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(column) if not _is_numeric(row)]:
             remedy = "Give each class a number where the sample is built."
-            raise CollateError(explain_rows(key, bad, "A label is a number, or one for each token.", remedy))
+            rule = f"{key} of a sample is a number, or one for each token."
+            raise CollateError(explain_rows(key, bad, rule, remedy))
         return "sample"
     if known.kind not in ("tokens", "positions"):
         return "sample"

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_arra
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Row = Sequence[Any] | Array | Tensor
+Filler = float | Literal["last"]
+"""What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
 _HELD = (Tensor, np.ndarray)
@@ -75,7 +77,7 @@ def on_host(key: str, rows: list[Any]) -> list[Any]:
 
 
 def pad_rows(
-    key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: float = 0, whole: bool = False
+    key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: Filler = 0, whole: bool = False
 ) -> Tensor:
     """Rows of `[length, ...F]` to `[B, width, ...F]`, padded with `fill` on one side. Inverse of `unpad` with the lengths.
 
@@ -86,7 +88,7 @@ def pad_rows(
     return torch.from_numpy(laid.reshape(len(rows), width, *laid.shape[1:]))
 
 
-def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: float = 0, whole: bool = False) -> Tensor:
+def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: Filler = 0, whole: bool = False) -> Tensor:
     """Rows of `[length, ...F]` to one row `[1, width, ...F]`, one after another, `fill` in the tail."""
     starts = list(accumulate(map(len, rows), initial=0))[:-1]
     return torch.from_numpy(_laid(key, rows, starts, width, fill, whole)[None])
@@ -105,10 +107,13 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
     bad = [(b, f"{n} values beside {length} input_ids") for b, (n, length) in enumerate(zip(found, lengths)) if n != length]
     longer = key.startswith("attention_mask") and any(found[b] > lengths[b] for b, _ in bad)
     rule = "A mask is as long as its row." if longer else f"{key} has one value for each token of its row."
-    raise CollateError(explain_rows(key, bad, rule, "Cut or build both together, before collation."))
+    remedy = "Cut or build both together, before collation."
+    if key.endswith("routed_experts") and all(found[b] == lengths[b] - 1 for b, _ in bad):
+        remedy = "A rollout routes all but its last token: repeat the last value once where the sample is built."
+    raise CollateError(explain_rows(key, bad, rule, remedy))
 
 
-def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: float, whole: bool) -> Array:
+def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: Filler, whole: bool) -> Array:
     """`[total, ...F]` with each row at its start, `fill` in between."""
     _check_size(key, total, fill)
     lists = whole and are_lists(rows)
@@ -118,7 +123,7 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
     try:
         for start, row in zip(starts, arrays):
             if end != start:
-                out[end:start] = fill
+                out[end:start] = _beside(out[:end], row) if fill == "last" else fill
             end = start + len(row)
             if lists:
                 _pack(memory, start, row)
@@ -128,14 +133,18 @@ def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: fl
         bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
         rule = f"{key} holds whole numbers of at most 64 bits."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
-    out[end:] = fill
+    out[end:] = _beside(out[:end]) if fill == "last" else fill
     return out
+
+
+def _beside(before: Array, after: Sequence[Any] = ()) -> Any:
+    return before[-1] if len(before) else after[0] if len(after) else 0
 
 
 def _check_size(key: str, total: int, fill: Any) -> None:
     if total > MOST_PLACES:
         check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
-    if not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63:
+    if fill != "last" and (not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63):
         rule = "What padding holds is a number of at most 64 bits."
         raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
 

@@ -173,7 +173,8 @@ class _Plan:
         rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
         if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
             return value
-        if rule.role == "labels" and (value.is_floating_point() or tuple(value.shape[:2]) != (1, self.width)):
+        targets = rule.role == "labels" and value.is_floating_point()
+        if rule.or_sample and (targets or tuple(value.shape[:2]) != (1, self.width)):
             return value  # of whole samples: classes [B], or float targets
         if rule.share == "rows" and value.ndim != 2:
             remedy = "Leave it out and build dense(segments) from what pad_documents returns."

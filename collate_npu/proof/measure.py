@@ -20,12 +20,13 @@ from torch.nn.functional import cross_entropy
 
 from collate_npu.consumers.models import has_two_sides, is_transformers, pattern_of
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
 Batch = dict[str, Any]
 Gradients = dict[str, Tensor]
 """By the name of the parameter."""
-OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch"})
+OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch", "advantages", *LOSS_KEYS})
 
 
 def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
