@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
@@ -61,15 +61,47 @@ def _places(count: Tensor, indices: Tensor, mask: BlockMask) -> Tensor:
 
 def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: Any, **other: Any) -> Any:
     """`flex_attention` on dense scores, with a backward. As there, a mask of more rows is read from its first."""
-    assert (other["score_mod"], other["return_aux"].lse) == (None, False)
+    assert other["score_mod"] is None
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
     keep = attended(block_mask)[: len(q)]
     RECEIVED.append(keep[:, 0])
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    weights = torch.softmax(scores.masked_fill(~keep, -torch.inf), -1)
-    return torch.nan_to_num(weights) @ v, None  # a query that sees nothing gets 0
+    scores = scores.masked_fill(~keep, -torch.inf)
+    aux = SimpleNamespace(lse=torch.logsumexp(scores, -1)) if other["return_aux"].lse else None
+    return torch.nan_to_num(torch.softmax(scores, -1)) @ v, aux  # a query that sees nothing gets 0
+
+
+def dense_varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *sizes: int, **given: Any) -> Tensor:
+    """`varlen_attn`, which runs on CUDA alone: each document by itself, in its window."""
+    assert torch.equal(cu_q, cu_k)
+    assert (sizes, int(cu_q[-1])) == ((int(cu_q.diff().max()),) * 2, len(q))
+    left, right = given["window_size"]
+    assert right == 0
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    parts = []
+    for start, stop in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
+        at = torch.arange(stop - start)
+        keep = (at[None] <= at[:, None]) & ((at[:, None] - at[None] <= left) | (left < 0))
+        held = (x[None, start:stop].transpose(1, 2) for x in (q, k, v))
+        parts.append(scaled_dot_product_attention(*held, attn_mask=keep, scale=given["scale"])[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+# --- experts
+
+
+def float32_experts(patch: pytest.MonkeyPatch) -> None:
+    """torchtitan's experts compute in bfloat16 whatever the model is in (models/common/moe.py:97-108): here they do not."""
+    patch.setattr(Tensor, "bfloat16", lambda self: self)
+    patch.setattr(torch, "_grouped_mm", _grouped_mm)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    stops = [0, *offs.tolist(), len(a)]
+    parts = [a[start:stop] @ each for start, stop, each in zip(stops, stops[1:], [*b, torch.zeros_like(b[0])])]
+    return torch.cat(parts)
 
 
 # --- flash-linear-attention
@@ -139,6 +171,8 @@ def built(config: Any) -> nn.Module:
         for name, weight in model.named_parameters():  # small random models hide wrong masks
             if weight.ndim > 1 and "vision" not in name:
                 nn.init.normal_(weight, std=0.05)
+            elif name == "norm.weight":  # Muse Glimmer begins at 0, and every logit with it
+                nn.init.ones_(weight)
     return model
 
 
