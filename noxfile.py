@@ -242,6 +242,10 @@ def peers_misc(session: nox.Session) -> None:
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     for stack in ("verl", "twinkle", "torchtitan"):
         session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")), env=ENV)
+    # torchtitan 0.3.0 has no llama4, and 0.2.2 cannot run its chunked layers
+    older = Path(session.create_tmp()).resolve() / "torchtitan-0.2.1"
+    session.install("--no-deps", "--target", str(older), "torchtitan==0.2.1")
+    session.run("pytest", "tests/peers/test_torchtitan_llama4.py", env={**ENV, "PYTHONPATH": str(older)})
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)
 
 

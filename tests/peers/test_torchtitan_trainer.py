@@ -7,14 +7,18 @@ give without us.
 
 import importlib.util
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import titan_kernels
+from cells import Stack, verdict
 from processes import found_by
 
 NEEDS = ("torchtitan", "torchdata")
 pytestmark = pytest.mark.skipif(bool(importlib.util.find_spec("fla")), reason="fla is installed: it would be dispatched to")
 EXACT, WITHOUT = 5e-6, 0.1
+STACK = Stack("torchtitan", ("torchtitan",), "peers_misc")
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +70,43 @@ def test_qwen3_5_trains_in_two_pipeline_stages(train):
     first, last = found["packed"]["ranks"]
     assert first["offsets"][:2] == [[0, 60, 69, 119, 209, 256], [0, 30, 130, 256]]
     assert (first["masks"], last["offsets"]) == ([], [])
+
+
+# --- cells
+
+
+LINE = "collate_fn=TitanCollator(PaddingCollator(...)) in the dataloader"
+NO_PADDING = "torchtitan's loaders pack, and none pads"
+STEPS = {"padded right": "right", "padded left": "left", "packed": "packed"}
+
+
+def measured(step):
+    return verdict(max(step["loss error"], step["gradient error"]))
+
+
+@pytest.mark.parametrize("layout", [*STEPS, "context parallel"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "llama3", "deepseek_v3", "gpt_oss"])
+def test_cells(train, family, layout):
+    """Its own trainer on its own packed rows, and on ours; errors are those of the loss and the gradients, relative."""
+    if layout == "context parallel" and family == "qwen3_5":
+        none = verdict(refused=refusal_to_share_out_a_recurrent_layer())
+        STACK.tell(family, layout, alone=none, ours=none, line=LINE)
+        return
+    found = train(f"{family} shared" if layout == "context parallel" else family)
+    own = layout in ("packed", "context parallel")
+    ours = [measured(found[step]) for step in ([STEPS[layout]] if layout in STEPS else ["left", "packed"])]
+    alone = measured(found["full:own"]) if own else verdict(not_run=NO_PADDING)
+    assert (alone["verdict"], {each["verdict"] for each in ours}) == ("right" if own else "not run", {"right"})
+    STACK.tell(family, layout, alone=alone, ours=max(ours, key=lambda each: each["error"]), line=LINE)
+
+
+def refusal_to_share_out_a_recurrent_layer():
+    with titan_kernels.with_fla():
+        from torchtitan.models.qwen3_5.parallelize import parallelize_qwen3_5
+
+        settings: Any = dict.fromkeys(("training", "ac_config", "dump_folder"))
+        compiled = SimpleNamespace(enable=False, components=[])
+        settings |= {"parallelism": SimpleNamespace(spmd_backend="partial_dtensor"), "compile_config": compiled}
+        with pytest.raises(NotImplementedError, match="GatedDeltaNet") as caught:
+            parallelize_qwen3_5(None, parallel_dims=SimpleNamespace(cp_enabled=True), **settings)
+    return str(caught.value)

@@ -5,22 +5,28 @@ Every step is another layout of the rows. What the layers received, the loss and
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import titan_cpu  # noqa: F401
 import titan_kernels
 import torch
 import torch.distributed as dist
+from datasets import Dataset
+from titan_families import LAYERS, config_of
 from titan_kernels import TEXT_ALONE, alone
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.hf_datasets import DatasetConfig, text_datasets
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 
@@ -32,6 +38,7 @@ LAYOUTS = {  # per row: (tokens, of a sequence or of padding)
     "right": [[(200, 1), (56, 0)], [(130, 1), (126, 0)]],
     "left": [[(159, 0), (97, 1)], [(56, 0), (200, 1)]],
     "packed": [[(60, 1), (9, 0), (50, 2), (90, 3), (47, 0)], [(30, 0), (100, 1), (126, 2)]],
+    "full": [[(60, 1), (50, 2), (146, 3)], [(100, 1), (156, 2)]],
     "holes": [[(60, 1), (9, 0), (50, 1), (90, 2), (47, 0)], [(30, 0), (100, 1), (26, 0), (100, 1)]],
 }
 
@@ -46,7 +53,22 @@ def rows(steps: list[str]) -> list[dict[str, Any]]:
             segments = [number for length, number in layout for _ in range(length)]
             row = [token if number else 0 for token, number in zip(row, segments)]
             made.append({"input_ids": row, "labels": list(row), "attention_mask": segments})
+            if step == "full:own":
+                made[-1]["after"] = 1  # the token behind each document, which is a label alone
     return made
+
+
+def own_batch(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
+    """What torchtitan's own text dataset makes of the same documents."""
+    documents = []
+    for row in features:
+        ids, segments = torch.tensor(row["input_ids"]), torch.tensor(row["attention_mask"])
+        documents += [{"text": " ".join(map(str, [*ids[segments == n].tolist(), 1]))} for n in segments.unique().tolist()]
+    loaded = DatasetConfig(path="", loader=lambda _: Dataset.from_list(documents), sample_processor=lambda row: row["text"])
+    text_datasets.DATASETS["rows"] = loaded
+    words: Any = SimpleNamespace(encode=lambda text, **_: list(map(int, text.split())))
+    batch: Any = default_collate(list(text_datasets.HuggingFaceTextDataset("rows", None, words, seq_len=WIDTH)))
+    return batch[0], batch[1]
 
 
 def without_us(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
@@ -70,8 +92,8 @@ class Loader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         steps: list[str] = field(default_factory=lambda: ["right", "left", "packed"])
-        """Layouts; `left:theirs` is collated without us, `left:ptrr` shared out by that load balancer, `holes:ids` with
-        segment_ids."""
+        """Layouts; `left:theirs` is collated without us, `full:own` by torchtitan, `left:ptrr` shared out by that load
+        balancer, `holes:ids` with segment_ids."""
         extra: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **given: Any) -> None:
@@ -79,8 +101,9 @@ class Loader(ParallelAwareDataloader):
 
         def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
             features, step = [features for features, _ in pairs], pairs[0][1]
+            made = {"theirs": without_us, "own": own_batch}.get(step.partition(":")[2])
             ours = torchtitan.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
-            input_dict, labels = without_us(features) if "theirs" in step else ours(features)
+            input_dict, labels = (made or ours)(features)
             return {**input_dict, **config.extra}, labels
 
         super().__init__(Rows(config.steps), dp_rank, dp_world_size, batch_size=local_batch_size, collate_fn=collate)
@@ -108,7 +131,7 @@ class Comparing(Trainer):
         super().__init__(config)
         self.told: list[dict[str, Any]] = []
         for part in self.model_parts:
-            torchtitan.masks_in_forward(part, compiled=False)
+            torchtitan.masks_in_forward(part, LAYERS.get(config.model_spec.name), compiled=False)
         with torch.no_grad():  # small random models hide wrong masks
             for part in self.model_parts:
                 for weight in part.parameters():
@@ -219,6 +242,29 @@ def qwen3_5() -> Trainer.Config:
     model.layers = [model.layers[2], model.layers[3]]  # a recurrent one, one of full attention
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
     return _small(config, **TEXT_ALONE)
+
+
+def llama3() -> Trainer.Config:
+    return _of_family("llama3")
+
+
+def deepseek_v3() -> Trainer.Config:
+    return _of_family("deepseek_v3")
+
+
+def gpt_oss() -> Trainer.Config:
+    return _of_family("gpt_oss")
+
+
+def _of_family(name: str) -> Trainer.Config:
+    titan_kernels.float32_experts(pytest.MonkeyPatch())
+    config = qwen3_debugmodel()
+    registry = importlib.import_module(f"torchtitan.models.{name}").model_registry
+    config.model_spec = replace(registry("debugmodel"), model=config_of(name, vocabulary=VOCABULARY))
+    for layer in config.model_spec.model.layers:
+        if layer.moe is not None:
+            layer.moe.load_balance_coeff = None  # experts that are seldom used would be preferred from the second step on
+    return _small(config)
 
 
 def _small(config: Trainer.Config, **extra: Any) -> Trainer.Config:

@@ -195,8 +195,9 @@ def alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) 
             sample = ids[segments == number]
             logits = model(sample[None], **arguments_of_one(config, len(sample)))
             follows = (segments == number).nonzero()[:, 0].diff() == 1  # across a hole nothing is predicted
-            total = total + cross_entropy(logits[0, :-1][follows], sample[1:][follows], reduction="sum")
-            count += int(follows.sum())
+            labels = torch.tensor([*torch.where(follows, sample[1:], -100).tolist(), row.get("after", -100)])
+            total = total + cross_entropy(logits[0], labels, reduction="sum")
+            count += int((labels != -100).sum())
     (total / count).backward()
     told = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return float(total.detach() / count), told
@@ -204,6 +205,12 @@ def alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) 
 
 def arguments_of_one(config: Any, length: int) -> dict[str, Any]:
     causal: Any = create_block_mask(lambda b, h, q, k: q >= k, 1, None, length, length, device="cpu")
+    windows = {getattr(layer.attention, "sliding_window_size", None) for layer in config.layers} - {None}
+    if windows:
+        (W,) = windows
+        near: Any = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < W), 1, None, length, length, device="cpu")
+        masks: Any = {"basic_mask": causal, "sliding_window_mask": near}
+        return {"positions": torch.arange(length)[None], "attention_masks": masks}
     if not hasattr(config, "vision_encoder"):
         return {"positions": torch.arange(length)[None], "attention_masks": causal}
     from torchtitan.models.common.attention import VarlenMetadata

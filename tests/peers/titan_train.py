@@ -15,14 +15,17 @@ import torchtitan.trainer
 from processes import free_port
 from torchtitan.train import main
 
+FAMILIES = ("llama3", "deepseek_v3", "gpt_oss")
 TOGETHER = {
-    "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr"), "context"),
+    "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr", "full:own"), "context"),
+    **{f"{family} shared": (family, ("left", "packed", "full:own"), "context") for family in FAMILIES},
     "qwen3_5 shared": ("qwen3_5", ("right", "left", "packed"), "pipeline"),
 }
-ALONE = {
-    "qwen3": ("qwen3", ("right", "left", "packed", "holes:ids", "left:theirs", "packed:theirs"), ""),
-    "qwen3_5": ("qwen3_5", ("right", "packed", "packed:theirs"), ""),
-}
+LAYOUTS = ("right", "left", "packed", "full:own")
+ALONE = (
+    {"qwen3": ("qwen3", (*LAYOUTS, "holes:ids", "left:theirs", "packed:theirs"), ""), "llama3": ("llama3", LAYOUTS, "")},
+    {"qwen3_5": ("qwen3_5", (*LAYOUTS, "packed:theirs"), ""), **{family: (family, LAYOUTS, "") for family in FAMILIES[1:]}},
+)
 
 
 def train(folder: Path, name: str, config: str, steps: tuple[str, ...], shared: str) -> None:
@@ -49,6 +52,8 @@ if __name__ == "__main__":
     for port, (name, job) in zip(ports, TOGETHER.items()):
         os.environ["MASTER_PORT"] = str(port)
         train(out.parent, name, *job)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     out.write_text("true")
-    train(out.parent, *[(name, *job) for name, job in ALONE.items()][rank])
+    for name, job in ALONE[rank].items():
+        os.environ["MASTER_PORT"] = str(free_port())
+        train(out.parent, name, *job)

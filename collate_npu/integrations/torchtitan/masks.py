@@ -8,7 +8,7 @@ rows. Offsets cost O(B * S); a BlockMask takes no dense mask. Legend: B rows, S 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +40,13 @@ def get_attention_masks(
 ) -> Any:
     """`attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
 
-    `layers_of(model)` reads them off a model; gpt_oss: `{"basic_mask": "causal", "sliding_window_mask":
-    Pattern.sliding(128)}`. `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it
-    builds `[B, 1, S, S]` on the way.
+    `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
+    "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`;
+    llama4 (torchtitan 0.2.1) `{"nope": "causal", "rope": Pattern.chunked(8192)}`, chunks counted from each sequence's
+    start, where torchtitan's own masks count them from the row's.
+
+    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on
+    the way.
 
     >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
@@ -103,11 +107,20 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
 def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torchtitan.models.common.attention import create_attention_mask
+    B, S = segments.shape
+    return _create(compiled)(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 
-    create, (B, S) = cast(Any, create_attention_mask if compiled else create_block_mask), segments.shape
-    return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
+
+def _create(compiled: bool) -> Any:
+    if not compiled:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask
+    try:
+        from torchtitan.models.common import attention
+    except ImportError:  # before 0.3.0, which is the last to have llama4
+        from torchtitan.models import attention
+    return attention.create_attention_mask
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
