@@ -45,6 +45,11 @@ ELSEWHERE = {
     "megatron-2d": "tests/peers/test_mcore_bridge.py::"
     "test_upstream_megatrons_own_layer_is_wrong_for_left_padding_in_silence_and_exact_for_right",
     "torch-npu-import": "tests/npu/test_wheel_import.py::test_without_cann_torch_itself_names_the_switch",
+    "npu-mask": "tests/kernels/fusion_attention/test_contract.py::"
+    "test_wrong_calls_are_refused_and_those_the_operator_refuses_first",
+    "mask-missing": "tests/peers/test_swift_refusals.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
+    "gloo-device": "tests/parallel/test_groups.py::"
+    "test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_does_not_know",
     "fla-cpu": "tests/tools/env/test_env_hazards.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
 }
 
@@ -145,6 +150,41 @@ def test_a_row_of_another_stack_is_reproduced_there():
     for ref in ELSEWHERE.values():
         path, _, test = ref.partition("::")
         assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), ref
+
+
+WORDS = {
+    "masked_select": "npu-mask",
+    "aclnnFlashAttentionScore": "npu-mask",
+    "EZ9999": "npu-mask",
+    "EZ1001": "npu-mask",
+    "atten_mask": "npu-mask",
+    "get unsupported atten_mask shape, the shape is [16, 1, 1, 1500]": "npu-mask",
+    "TypeError: bad operand type for unary ~: 'NoneType'": "mask-missing",
+    "~: 'NoneType'": "mask-missing",
+    "index 4247 is out of bounds for dimension 0 with size 4247": "mask-missing",
+    "IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 2)": "mask-missing",
+    "RuntimeError: The size of tensor a (8) must match the size of tensor b (4) at dimension 1": "size-mismatch",
+    "must match the size of tensor b": "size-mismatch",
+    "bound_device_id": "gloo-device",
+    "No backend type associated with device type npu": "gloo-device",
+    "chunk_gated_delta_rule": "fla-cpu",
+    "507008": "torch-npu-import",
+    "unexpected keyword argument 'attention_mask_2d'": "unexpected-keyword",
+}
+PAGES = {"repatch": "mindspeed", "pad_between_seqs": "megatron", "cu_seqlens": "flat-rows"}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_the_words_of_an_error_lead_to_their_row(words):
+    """`collate-npu guide WORDS`, typed or pasted from a log: the row comes first."""
+    guide = pytest.importorskip("collate_npu.tools.cli.guide")
+    assert re.search(r'<a id="([\w-]+)">', guide.page(words))[1] == WORDS[words]
+
+
+@pytest.mark.parametrize("words", PAGES)
+def test_words_lead_to_their_page(words):
+    guide = pytest.importorskip("collate_npu.tools.cli.guide")
+    assert f"# {PAGES[words]}\n" in guide.page(words)
 
 
 # --- what the rows use
@@ -433,6 +473,14 @@ def test_row_shard_width(tokenizer):
     assert seen("shard-width", cp=cp) == "4"
     batch = mended("shard-width", tokenizer=tokenizer, cp=cp)["collator"](samples)
     assert split_batch(batch, cp)["input_ids"].shape == (1, 4)
+
+
+def test_row_size_mismatch(hybrid):
+    masks = dict.fromkeys(("full_attention", "linear_attention"), dense(LEFT))
+    batch = {"input_ids": IDS, "attention_mask": masks}
+    says("size-mismatch", RuntimeError, lambda: hybrid(**batch))
+    seen("size-mismatch", batch=batch)
+    assert worst(hybrid, **mended("size-mismatch", model=hybrid, batch=batch)["batch"]) < RIGHT
 
 
 def test_row_mindspeed_left(tokenizer):
