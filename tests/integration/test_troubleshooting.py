@@ -475,6 +475,7 @@ def test_row_shard_width(tokenizer):
     assert split_batch(batch, cp)["input_ids"].shape == (1, 4)
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before 5 Qwen3-Next takes no mapping of masks")
 def test_row_size_mismatch(hybrid):
     masks = dict.fromkeys(("full_attention", "linear_attention"), dense(LEFT))
     batch = {"input_ids": IDS, "attention_mask": masks}
