@@ -136,15 +136,6 @@ def _scale(call: Call) -> Iterator[Breach]:
         yield call.breach("scale", "scale", repr(scale)[:40], says, remedy, silent=number)
 
 
-def _scale(call: Call) -> Iterator[Breach]:
-    """Of the rule, which has queries; the cumulative sum has one of its own, of any sign."""
-    scale = call.get("scale")
-    number = isinstance(scale, (int, float, np.integer, np.floating))
-    if scale is not None and "q" in orders(call.operator, call.arguments) and not (number and 0 < scale < inf):
-        says, remedy = "It is a number above 0, and finite.", "Pass scale=K**-0.5, or the model's own."
-        yield call.breach("scale", "scale", repr(scale)[:40], says, remedy, silent=number)
-
-
 def kept(call: Call) -> Array | None:
     """bool `[B, T]` where a mask of two dimensions is read by the layer; None where the rows count as they are."""
     value = call.get(_name(call))

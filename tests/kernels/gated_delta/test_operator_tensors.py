@@ -142,28 +142,6 @@ def test_the_scale_of_a_cumulative_sum_has_any_sign() -> None:
     assert not call_breaches(name, right(name)[0] | {"scale": -1.4426950408889634}, **SAYS)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if "q:" in text])
-@given(scale=st.floats())
-@example(scale=0.0)
-@example(scale=-0.5)
-@example(scale=math.inf)
-@example(scale=math.nan)
-def test_a_scale_is_above_zero_and_finite(name: str, scale: float) -> None:
-    call, _ = right(name)
-    for segments in (None, PACKED):
-        found = call_breaches(name, call | {"scale": scale}, segments=segments, **SAYS)
-        assert [breach.rule for breach in found] == ([] if 0 < scale < math.inf else ["scale"])
-    for other in ("x", [1.0], torch.tensor(0.5), np.complex64(1), 0, -1):
-        assert [breach.rule for breach in call_breaches(name, call | {"scale": other}, **SAYS)] == ["scale"]
-    for other in (1, np.float32(0.5), np.int64(2)):
-        assert not call_breaches(name, call | {"scale": other}, **SAYS)
-
-
-def test_the_scale_of_a_cumulative_sum_has_any_sign() -> None:
-    name = "fla_npu.npu_chunk_local_cumsum"
-    assert not call_breaches(name, right(name)[0] | {"scale": -1.4426950408889634}, **SAYS)
-
-
 STATED = [name for name, (_, text) in CALLS.items() if "initial_state:" in text]
 
 
