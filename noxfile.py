@@ -69,6 +69,10 @@ AXOLOTL_NEEDS = (
     "addict", "colorama", "python-dotenv", "posthog", "art", "fire", "fastcore", "einops", "scipy", "numba", "requests",
     "typer==0.29.1", "rich==15.0.0", "pillow", "evaluate", "wandb", "pyyaml",
 )  # fmt: skip
+OPENRLHF_NEEDS = (
+    "ray==2.55.0", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "aiohttp",
+    "pylatexenc", "loralib", "torchdata==0.11.0", "setuptools",
+)  # fmt: skip
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -277,6 +281,16 @@ def peers_axolotl(session: nox.Session) -> None:
     session.install("--no-deps", "axolotl==0.19.0", *contributed)
     session.install(TORCH, *pinned, *AXOLOTL_NEEDS)
     session.run("pytest", "tests/peers/test_axolotl.py", *session.posargs, env=ENV)
+
+
+@nox.session
+def peers_openrlhf(session: nox.Session) -> None:
+    """OpenRLHF, beside the releases it pins, and `adapt` under DeepSpeed and PEFT (flash_attn and vllm are stand-ins)."""
+    pinned = ("transformers==5.15.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0")
+    install(session, *pinned, *TEST)
+    session.install("--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6")
+    session.install(TORCH, *pinned, *OPENRLHF_NEEDS)
+    session.run("pytest", "tests/peers/test_openrlhf.py", "tests/peers/test_adapt_wrapped.py", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collate_npu.consumers.adapter import BatchAdapter as BatchAdapter
     from collate_npu.consumers.models import needs_mask_2d as needs_mask_2d
     from collate_npu.errors import CollateError as CollateError
-    from collate_npu.integrations.trl import adapt as adapt
+    from collate_npu.integrations.adapt import adapt as adapt
     from collate_npu.masks.derive import derive_segments as derive_segments
     from collate_npu.masks.patterns import Pattern as Pattern
     from collate_npu.outputs import last_token as last_token, repad as repad, unpad as unpad
@@ -39,7 +39,7 @@ _HOMES = {
     "consumers.adapter": "BatchAdapter",
     "consumers.models": "needs_mask_2d",
     "errors": "CollateError",
-    "integrations.trl": "adapt",
+    "integrations.adapt": "adapt",
     "masks.derive": "derive_segments",
     "masks.patterns": "Pattern",
     "outputs": "last_token repad unpad",
