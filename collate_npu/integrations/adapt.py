@@ -143,7 +143,7 @@ def _places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
     whole = _whole(model, "consumer" in settings)
     if not is_transformers(whole):
         return [whole]
-    # A tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`); virtual tokens come before the model
+    # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`); a prompt is put before the model
     peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
