@@ -1,0 +1,335 @@
+"""`adapt(model)` wherever a model is wrapped, copied, compiled or called otherwise: each sample's own loss and gradient."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
+from collate_npu.errors import UnsupportedFormError  # noqa: E402
+from collate_npu.releases import KERNELS_TOLD  # noqa: E402
+from collate_npu.testing import reference_kernels, tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+VOCAB, PAD = 61, 7
+ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 12, 4)]
+
+
+def padded(side="left"):
+    """Labels copy the ids, those of padding too."""
+    pads = [torch.full((12 - len(row),), PAD) for row in ROWS]
+    pairs = [(pad, row) if side == "left" else (row, pad) for pad, row in zip(pads, ROWS)]
+    ids = torch.stack([torch.cat(pair) for pair in pairs])
+    keep = torch.stack(
+        [torch.cat([(part is row) * torch.ones_like(part) for part in pair]) for pair, row in zip(pairs, ROWS)]
+    )
+    return {"input_ids": ids, "attention_mask": keep, "labels": ids.clone()}
+
+
+def packed(**more):
+    """As OpenRLHF's `unpad_and_slice_tensor`: one row, no mask, positions that begin again."""
+    ids, positions = torch.cat(ROWS)[None], torch.cat([torch.arange(len(row)) for row in ROWS])[None]
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": None, "labels": ids.clone(), **more}
+
+
+def nested():
+    """As NeMo RL's: offsets in a mapping of their own, which transformers does not open."""
+    offsets = torch.tensor([0, 7, 19, 23], dtype=torch.int32)
+    return packed(
+        flash_attn_kwargs={"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 12, "max_seqlen_k": 12}
+    )
+
+
+LAYOUTS = {
+    "padded left": padded,
+    "packed": packed,
+    "packed beside a mask of ones": lambda: packed(attention_mask=torch.ones(1, 23, dtype=torch.long)),
+    "packed, nested offsets": nested,
+}
+LOST = {**padded(), "attention_mask": None}
+"""Refused, where the adapter stands."""
+
+
+def model_of(family="qwen3_next"):
+    return tiny_model(family, vocab_size=VOCAB)
+
+
+def numbers(model, batch):
+    """The loss and its gradient."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def alone(model):
+    """Each sample by itself, weighted by its targets."""
+    found = [(*numbers(model, {"input_ids": row[None], "labels": row[None]}), len(row) - 1) for row in ROWS]
+    total = sum(targets for *_, targets in found)
+    return [sum(each[at] * each[2] for each in found) / total for at in (0, 1)]
+
+
+def assert_alone(model, batch, wanted, within=1e-4):
+    given = {key: value.clone() for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for mine, expected in zip(numbers(model, batch), wanted):
+        assert float((mine - expected).norm() / expected.norm()) <= within
+    assert all(torch.equal(batch[key], value) for key, value in given.items())
+
+
+def adapted(model):
+    """Does a batch whose mask was lost meet the adapter?"""
+    try:
+        model(**{key: value for key, value in LOST.items() if key != "labels"})
+    except CollateError:
+        return True
+    return False
+
+
+class Holder(nn.Module):
+    """As a stack's own actor or LightningModule."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.policy = model
+
+    def forward(self, input_ids, **rest):
+        return self.policy(input_ids, **rest)
+
+
+def checkpointed(reentrant):
+    def wrap(model):
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    return wrap
+
+
+def prepared(model):
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare(model)
+
+
+WRAPPERS = {
+    "as it is": lambda model: model,
+    "in an actor": Holder,
+    "checkpointed": checkpointed(False),
+    "checkpointed, reentrant": checkpointed(True),
+    "prepared by Accelerate": prepared,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("family", "first"), [("qwen3", True), ("qwen3_next", False)], ids=["adapt first", "wrapper first"])
+def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypatch):
+    recurrent_flat = family == "qwen3_next" and layout != "padded left"
+    if recurrent_flat and not KERNELS_TOLD.holds():
+        pytest.skip("before that nobody sees what its layers call")
+    model, calls, mend = model_of(family), [], BatchAdapter.mended
+    wanted = alone(model)
+    with reference_kernels(model) if recurrent_flat else nullcontext():
+        handle = adapt(model) if first else None
+        wrapped = WRAPPERS[wrapper](model)
+        handle = handle or adapt(wrapped)
+        monkeypatch.setattr(BatchAdapter, "mended", lambda *a, **k: calls.append(1) or mend(*a, **k))
+        assert_alone(wrapped, LAYOUTS[layout](), wanted)
+    assert len(calls) == 1  # no recomputation comes by
+    handle.remove()
+    assert not adapted(wrapped)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "padded left"])
+def test_a_flat_row_of_a_hybrid_without_kernels_is_refused_with_a_remedy(layout):
+    model = model_of()
+    off = numbers(model, {key: value for key, value in packed().items() if key != "attention_mask"})[1]
+    wanted = alone(model)[1]
+    assert float((off - wanted).norm() / wanted.norm()) > 0.1  # in silence
+    with adapt(model), pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+        model(**LAYOUTS[layout]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["adapt first", "wrapper first", "on the model inside"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled(in_place, order):
+    torch._dynamo.reset()
+    model = model_of("qwen3")
+    wanted = alone(model)
+    handle = adapt(model) if order == "adapt first" else None
+    compiled = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    if handle is None:
+        compiled(**padded("right"))  # there is a graph already
+        handle = adapt(compiled if order == "wrapper first" else model)
+    for layout in ("padded left", "packed"):
+        assert_alone(compiled, LAYOUTS[layout](), wanted)
+    handle.remove()
+    assert not adapted(compiled)
+
+
+def test_autocast_and_inference_mode():
+    model, rows = model_of(), padded()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), adapt(model):
+        found = model(**rows).logits
+        for row, ids in zip(found, ROWS):
+            own = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0]
+            assert float((row[-len(ids) :] - own).abs().max()) < 0.1 * float(own.abs().max())
+
+
+def test_threads_do_not_meet():
+    model, errors = model_of("qwen3"), []
+    wanted = [model(input_ids=row[None]).logits[0] for row in ROWS]
+
+    @torch.no_grad()
+    def serve():
+        for _ in range(4):
+            out = model(**padded()).logits
+            errors.append(max(float((x[-len(y) :] - y).abs().max()) for x, y in zip(out, wanted)))
+
+    with adapt(model):
+        threads = [Thread(target=serve) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert len(errors) == 16
+    assert max(errors) < 1e-4
+
+
+# --- how it is called
+
+
+def test_the_backbone_by_itself():
+    """TRL 1.16 distillation_trainer.py:1523, OpenRLHF's value heads."""
+    model = model_of("gpt2")
+    own = model.base_model(input_ids=ROWS[0][None]).last_hidden_state[0]
+    rows = {key: value for key, value in padded().items() if key != "labels"}
+    gaps = []
+    for context in (nullcontext, lambda: adapt(model)):
+        with context():
+            gaps.append(float((model.base_model(**rows).last_hidden_state[0, -7:] - own).abs().max()))
+    assert gaps[0] > 0.1
+    assert gaps[1] < 1e-4
+
+
+def test_names_places_and_embeddings():
+    model, rows = model_of(), padded()
+    wanted = model(**{**rows, "labels": None}).logits
+    with adapt(model), torch.no_grad():
+        assert torch.allclose(model(rows["input_ids"], rows["attention_mask"], use_cache=False).logits, wanted, atol=1e-4)
+        embeds = model.get_input_embeddings()(rows["input_ids"])
+        got = model(inputs_embeds=embeds, attention_mask=rows["attention_mask"], output_hidden_states=True)
+        assert torch.allclose(got.logits, wanted, atol=1e-4)
+        with pytest.raises((TypeError, CollateError)):
+            model(*[rows["input_ids"]] * 40)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "a cache made before"])
+def test_generation_is_as_without_it(way):
+    model, prompt = model_of(), {key: value for key, value in padded().items() if key != "labels"}
+
+    def said(keep=True, more=None):
+        given = prompt if keep else {"input_ids": prompt["input_ids"][1:2]}
+        more = {"num_beams": 2} if way == "beams" else {}
+        if way == "a cache made before":
+            more["past_key_values"] = transformers.DynamicCache(config=model.config)
+        return model.generate(**given, max_new_tokens=4, do_sample=False, **more)
+
+    if way == "a cache made before" and not KERNELS_TOLD.holds():
+        pytest.skip("its caches are made otherwise")
+    before = [said(), said(keep=False)]
+    with adapt(model):
+        assert all(map(torch.equal, before, [said(), said(keep=False)]))
+
+
+# --- what is left of it
+
+
+def held(model):
+    """Everything that its modules hold, and what each of their hooks is."""
+    return [
+        (name, {key: list(value.items()) if isinstance(value, dict) else id(value) for key, value in vars(module).items()})
+        for name, module in model.named_modules()
+    ]
+
+
+def test_nothing_is_left_behind():
+    model = model_of()
+    before, weights = held(model), list(model.state_dict())
+    handle, again = adapt(model), adapt(model)
+    assert list(model.state_dict()) == weights
+    handle.remove()
+    assert adapted(model)
+    again.remove()
+    handle.remove()
+    assert held(model) == before
+    assert not adapted(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_adapted_too_and_by_itself(copied):
+    model = model_of("qwen3")
+    wanted, handle = alone(model), adapt(model)
+    other = copied(model)
+    handle.remove()
+    assert adapted(other)
+    assert adapted(other.base_model)
+    assert not adapted(model)
+    assert_alone(other, padded(), wanted)
+
+
+def test_after_an_error_inside_the_next_batch_is_looked_at():
+    model = model_of()
+    with adapt(model):
+        with pytest.raises(IndexError):
+            model(input_ids=torch.tensor([[VOCAB + 5]]), attention_mask=torch.ones(1, 1))
+        assert adapted(model.base_model)
+
+
+def test_another_attention_set_later_gets_its_own_mask():
+    model, batch = model_of("qwen3"), packed()
+    wanted = alone(model)
+    with adapt(model):
+        model.set_attn_implementation("eager")
+        assert_alone(model, batch, wanted)
+
+
+# --- where it does not belong
+
+MEGATRON = type("GPTModel", (type("MegatronModule", (nn.Module,), {"__module__": "megatron.core"}),), {})
+REFUSED = {
+    "no transformers model": lambda: nn.Linear(2, 2),
+    "a layer of one": lambda: model_of().base_model.layers[0],
+    "two of them": lambda: nn.ModuleList([model_of("qwen3"), model_of("qwen3")]),
+    "a Megatron model": MEGATRON,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_where_no_batch_of_transformers_comes_by(name):
+    with pytest.raises(UnsupportedFormError, match="adapt stands in the forward of one transformers model"):
+        adapt(REFUSED[name]())
+
+
+def test_a_model_of_the_callers_own_says_who_reads():
+    class Own(nn.Module):
+        config = SimpleNamespace(layer_types=["full_attention"])
+
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return attention_mask
+
+    model = Own()
+    with adapt(model, consumer="transformers"):
+        assert model(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).tolist() == [[0, 1]]
+
+
+def test_tensors_without_values_are_refused():
+    with adapt(model := model_of("qwen3").to("meta")), pytest.raises(CollateError, match="without values"):
+        model(**{key: value.to("meta") for key, value in padded().items()})
