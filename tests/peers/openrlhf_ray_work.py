@@ -1,10 +1,12 @@
 """OpenRLHF's `ReferenceModelActor` in a Ray process of its own; `python openrlhf_ray_work.py OUT.json FOLDER`.
 
-Ray runs `arm` where a user names it as `worker_process_setup_hook`; the tests' hook puts the CPU's stand-ins before it. It is
-the trainer's own class, group and strategy; no card is asked for, and vLLM and the controller are not there.
+Ray runs `arm` where a user names it as `worker_process_setup_hook`; the tests' hook puts the CPU's stand-ins before it. The
+class, group and strategy are the trainer's own; no card is asked for, and vLLM and the controller are not there.
 """
 
+# ruff: noqa: E402
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +39,7 @@ def asked(folder, packing):
     from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
     from openrlhf.utils import get_strategy
 
-    group = RayActorGroup(1, 1, ReferenceModelActor.options(num_gpus=0), num_gpus_per_actor=0)
+    group = RayActorGroup(1, 1, ReferenceModelActor, num_gpus_per_actor=0)
     ray.get(group.async_init_model_from_pretrained(get_strategy(settings(packing)), folder))
     ids = torch.tensor([[5, 9, 2, 77, 3, 12], [40, 41, 42, 7, 7, 7]])
     keep = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
@@ -50,14 +52,12 @@ def asked(folder, packing):
 
 
 if __name__ == "__main__":
-    import os
-
     import ray
 
     openrlhf_world.start()
     out, folder = sys.argv[1:]
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}  # a loaded machine
     environment = {"worker_process_setup_hook": "openrlhf_ray_work.hook"}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
+    ray.init("local", num_cpus=2, include_dashboard=False, runtime_env=environment)
     Path(out).write_text(json.dumps({packing: asked(folder, packing == "packed") for packing in ("padded", "packed")}))
     ray.shutdown()

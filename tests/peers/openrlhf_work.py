@@ -46,6 +46,7 @@ def run(folder, model, who, *more):
 
     def watched_build(self, *args, **kwargs):
         build(self, *args, **kwargs)
+        seen["hooked"] = bool(self.model._forward_pre_hooks)
         seen["watch"] = Watch(self.model).__enter__()
 
     actor.Actor.__init__ = watched_build
@@ -63,7 +64,7 @@ def run(folder, model, who, *more):
         actor.Actor.__init__ = build
         ours.disarm()
     rows = {tuple(byte_tokenizer()(text)["input_ids"]) for text in TEXTS}
-    return watched(seen["watch"], rows, refused, "") if "watch" in seen else {"refused": refused}
+    return {"refused": refused} if not seen else watched(seen["watch"], rows, refused, "") | {"hooked": seen["hooked"]}
 
 
 if __name__ == "__main__":

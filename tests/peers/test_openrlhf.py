@@ -6,13 +6,15 @@ import torch
 
 openrlhf_world.start()
 
-from cells import PAD, Stack  # noqa: E402
+from cells import PAD, Stack, samples  # noqa: E402
 from openrlhf.models import Actor, get_llm_for_sequence_regression  # noqa: E402
 from openrlhf.utils.utils import zero_pad_sequences  # noqa: E402
+from processes import found_by  # noqa: E402
 
 from collate_npu import CollateError, adapt  # noqa: E402
 from collate_npu.integrations import openrlhf as ours  # noqa: E402
-from collate_npu.testing import tiny_model  # noqa: E402
+from collate_npu.releases import KERNELS_TOLD  # noqa: E402
+from collate_npu.testing import reference_kernels, tiny_model  # noqa: E402
 
 NEEDS = ("openrlhf", "deepspeed", "peft", "ray")
 STACK = Stack("OpenRLHF", ("openrlhf", "transformers", "deepspeed"), "peers_openrlhf")
@@ -121,3 +123,40 @@ def test_an_actor_is_adapted_by_what_is_in_it(saved):
     with adapt(actor), pytest.raises(CollateError, match="Give each sequence its own row"):
         scored(actor, "right")([[5, 9, 2], [40, 41, 42, 43]])
     assert not actor.model._forward_pre_hooks
+
+
+@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before that nobody sees which functions the layers call")
+@torch.no_grad()
+def test_packed_rows_where_both_kernels_are_there(saved):
+    """OpenRLHF pins an older transformers; the session runs this on the newest."""
+    truth = scored(built(saved("qwen3_5_text"), False), "right")
+    own, mine = (built(saved("qwen3_5_text"), False, packing_samples=True) for _ in range(2))
+    with reference_kernels(mine.model), adapt(mine):
+        for actor, right in ((own, False), (mine, True)):
+            found = scored(actor, "right")(samples())
+            error = max(float((row - truth([ids])[0]).abs().max()) for row, ids in zip(found, samples()))
+            assert (error < 1e-4) if right else (error > 0.1)
+
+
+RIGHT, WRONG = 0.1, 0.3
+"""Of hidden states in bfloat16, which its command line asks for."""
+
+
+def test_train_sft_under_zero_3_is_armed(tmp_path):
+    (found,) = found_by("openrlhf_work", tmp_path, tmp_path, "qwen3_next ours")
+    job = found["qwen3_next ours"]
+    assert (job["refused"], job["compared"]) == ("", 4)
+    assert job["error"] < RIGHT
+    assert job["masks"]["linear_attn"] == ["int64 [4, 45]"]  # as `BatchAdapter` gives it; OpenRLHF's own is a bool
+    assert job["hooked"]
+
+
+def test_its_reference_model_in_a_ray_worker(saved, tmp_path):
+    """By the setup hook of the runtime environment; ours, behind the tests' stand-ins."""
+    (found,) = found_by("openrlhf_ray_work", tmp_path, saved("qwen3_next"))
+    assert "Give each sequence its own row" in found["packed"]
+    ids = torch.tensor([[5, 9, 2, 77, 3, 12]])
+    alone = built(saved("qwen3_next"), False)(
+        ids, attention_mask=torch.ones_like(ids), return_output=True, return_logprobs=True
+    )
+    assert float((torch.tensor(found["padded"][0]) - alone[0][0]).abs().max()) < 1.0  # bfloat16 there

@@ -1,0 +1,61 @@
+"""What ranks do for test_distributed_adapt: a model wrapped for them, and the gradient of all samples by themselves."""
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from collate_npu import CollateError, adapt
+from collate_npu.testing import tiny_model
+
+VOCAB, PAD = 61, 7
+ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 12, 4, 9)]
+
+
+def batch_of(rows, layout):
+    if layout == "packed":
+        ids = torch.cat(rows)[None]
+        return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None], "labels": ids}
+    width = max(map(len, rows))
+    ids = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in rows])
+    keep = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
+    return {"input_ids": ids, "attention_mask": keep, "labels": ids}
+
+
+def sharded(model):
+    for layer in model.base_model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded}
+
+
+def gradient_error(wrapper, first, family, layout):
+    """How far this rank's gradient, the mean over ranks, is from that of all samples alone; and is a lost mask refused?"""
+    rank, truth = dist.get_rank(), tiny_model(family, vocab_size=VOCAB)
+    parts = [ROWS[:2], ROWS[2:]]
+    for part in parts:
+        for row in part:
+            targets = sum(map(len, part)) - len(part)
+            (truth(input_ids=row[None], labels=row[None]).loss * (len(row) - 1) / targets / len(parts)).backward()
+    model = tiny_model(family, vocab_size=VOCAB)
+    if first == "adapt":
+        adapt(model)
+    wrapped = WRAPPERS[wrapper](model)
+    if first == "wrapper":
+        adapt(wrapped)
+    wrapped(**batch_of(parts[rank], layout)).loss.backward()
+    gaps, sizes = [], []
+    for mine, wanted in zip(wrapped.parameters(), truth.parameters()):
+        if wanted.grad is not None:
+            gradient = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+            gaps.append(float((gradient - wanted.grad).norm()) ** 2)
+            sizes.append(float(wanted.grad.norm()) ** 2)
+    try:
+        wrapped(input_ids=batch_of(parts[rank], "padded left")["input_ids"])
+        refused = False
+    except CollateError:
+        refused = True
+    dist.barrier()
+    return (sum(gaps) / sum(sizes)) ** 0.5, refused
