@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def gradient_error(family, layout, first):
 
 if __name__ == "__main__":
     out, family, layout = sys.argv[1:]
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
     deepspeed.init_distributed("gloo")
     errors = {first: gradient_error(family, layout, first) for first in ("before", "behind")}
     if dist.get_rank() == 0:
