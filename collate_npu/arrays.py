@@ -5,7 +5,8 @@ What is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -46,6 +47,29 @@ MOST_PLACES = 2**31 - 1
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
+_UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator takes such a batch as it is, a TensorDict too."
+
+
+def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys and values of a mapping, in a dict of its own; of a TensorDict what is no tensor as Python holds it.
+
+    Raises `CollateError` for a lazy stack whose rows differ in length or in keys (tensordict 0.15.3 _lazy.py).
+    """
+    if "tensordict" not in sys.modules:
+        return dict(batch.items())
+    from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection  # type: ignore[import-not-found]
+
+    if not is_tensor_collection(batch):
+        return dict(batch.items())
+    if isinstance(batch, LazyStackedTensorDict):
+        try:
+            same = len({frozenset(row.keys()) for row in batch.tensordicts}) == 1
+            batch = batch.to_tensordict() if same else batch
+        except RuntimeError:
+            same = False
+        if not same:
+            raise CollateError(explain("batch", "a LazyStackedTensorDict of unequal rows", *_UNPADDED))
+    return {key: value.tolist() if is_non_tensor(value) else value for key, value in batch.items()}
 
 
 def host_tensor(name: str, value: Any) -> Tensor:
@@ -64,11 +88,15 @@ def host_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
+    if type(value).__name__ == "MemoryMappedTensor":  # tensordict's: a plain tensor whose memory is a file
+        value = value.as_subclass(Tensor)
+    if value.is_nested:
+        raise CollateError(explain(name, f"a nested {type(value).__name__}", *_UNPADDED))
     if _means_something_else(type(value)):
         rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
         raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
-    if value.is_nested or value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
-        what = "nested" if value.is_nested else "complex" if value.is_complex() else "without values"
+    if value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
+        what = "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
     if value.layout != torch.strided:
         check_places(name, value.numel(), _REMEDY)

@@ -132,13 +132,18 @@ KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"
 
 
+def _held(names: Iterable[str]) -> set[str]:
+    """A mapping's keys; one of tensordict iterates over its rows."""
+    return set(names.keys() if isinstance(names, Mapping) else names)
+
+
 def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
     """Those of `names` that have one of these roles, in the order of the table.
 
     >>> with_role(["labels", "cu_seqlens", "attention_mask_2d"], "keep", "offsets")
     ('attention_mask_2d', 'cu_seqlens')
     """
-    held = set(names)
+    held = _held(names)
     return tuple([name for name, key in KEYS.items() if name in held and key.role in roles])
 
 
@@ -148,5 +153,5 @@ def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) 
     >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")
     ('labels', 'seq_lengths')
     """
-    held = set(names)
+    held = _held(names)
     return tuple([name for name, key in keys.items() if name in held and key.kind in kinds])

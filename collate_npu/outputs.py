@@ -133,13 +133,13 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
 
 
 def _check_labels(labels: Tensor, segments: Segments) -> None:
-    if tuple(labels.shape) != segments.shape:
+    if labels.is_nested or tuple(labels.shape) != segments.shape:
         rule = f"Labels are one a token, and the batch is {list(segments.shape)} (rows, width)."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:
-    if tuple(x.shape[:2]) != segments.shape:
+    if x.is_nested or tuple(x.shape[:2]) != segments.shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."
         remedy = "Pass the whole output: under context parallelism, gather_sequence first."
         raise CollateError(explain("output", shape_of(x), rule, remedy))

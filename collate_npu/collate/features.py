@@ -9,14 +9,16 @@ samples, O(B) for each key. Legend: B samples, L tokens of one sample, T of all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import accumulate, pairwise
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_array
+from collate_npu.arrays import Array, entries, host_array
 from collate_npu.collate.own_masks import dimensions, joined_segment_ids, own_segments
 from collate_npu.collate.padding import (
     are_flat,
@@ -38,6 +40,10 @@ ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 _KEYS = methodcaller("keys")
 _RULE = "A batch is built from a list of one or more dicts of features, a dict of columns, or an Arrow table."
 _FLAT = "Flat tokens are one row of values a key, and seq_lengths, the tokens of each sample."
+_OF_TOKENS = (
+    "Rename the column to input_ids; rows of one length, as Megatron's, keep their names, and labels that stand with the "
+    "token before, under wrap_collator(torch.utils.data.default_collate)."
+)
 _BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
 """How many values of a long list of labels tell whether they are floats; the rest is checked where it is packed."""
@@ -59,7 +65,8 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     columns = _columns(features, keys)
     lengths = _lengths(columns)
     truth = {key: column for key, column in columns.items() if key in keys and keys[key].kind == "truth"}
-    segment_ids = own_segments(truth, lengths) if truth else None
+    positions = columns.get("position_ids", [])
+    segment_ids = own_segments(truth, lengths, positions) if truth or positions else None
     real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
     if 0 in real and not allow_empty:
         rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
@@ -80,11 +87,16 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
 
     No segment ids where every sample is one sequence without holes.
     """
-    rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
-    named = [row for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None]
-    if not named:
+    if getattr(features, "batch_size", None) == torch.Size():  # a TensorDict without rows of its own
         return [], None
-    tokens = [feature["input_ids"] for feature in named]
+    rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
+    names = ("input_ids", "tokens")
+    held = [(row, name) for row in rows if isinstance(row, Mapping) for name in names if row.get(name) is not None]
+    if not held:
+        return [], None
+    name = held[0][1]
+    named = [row for row, each in held if each == name]
+    tokens = [feature[name] for feature in named]
     lengths = _lengths({"input_ids": tokens})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
@@ -94,7 +106,8 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
         if flat and any(row is not None for row in told):
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
             truth[key] = [default if row is None else row for row, default in zip(told, whole)]
-    return whole_rows("input_ids", tokens), own_segments(truth, lengths)
+    positions = [row["position_ids"] for row in named if row.get("position_ids") is not None]
+    return whole_rows(name, tokens), own_segments(truth, lengths, positions)
 
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
@@ -116,8 +129,11 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
                 rule = "A row of a batch is the input_ids of a sample, and no sample has any."
                 if "tokens" in held:
-                    raise CollateError(explain("input_ids", "samples of tokens", rule, "Rename the column to input_ids."))
+                    raise CollateError(explain("input_ids", "samples of tokens", rule, _OF_TOKENS))
                 remedy = "Wrap the collator that makes rows of these columns: wrap_collator(inner, model=model)."
+                inside = [key for key, rows in held.items() if "input_ids" in getattr(rows[0], "keys", tuple)()]
+                if inside:
+                    remedy = f"Pass what stands under {inside[0]} alone: sample[{inside[0]!r}]."
                 got = f"samples of {', '.join(map(str, held)) or 'nothing'}"
                 raise CollateError(explain("input_ids", got, rule, remedy))
             continue
@@ -238,7 +254,12 @@ def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, 
         return _of_samples(features)
     if hasattr(features, "__arrow_c_stream__") or hasattr(features, "__arrow_c_array__"):
         return _of_rows(_of_arrow(features, keys))
+    if type(features).__name__ == "LazyStackedTensorDict":  # its rows may differ in length, and in keys
+        return _of_samples(list(features))
+    if isinstance(features, np.ndarray) and features.dtype.names:
+        features = {name: features[name] for name in features.dtype.names}
     if isinstance(features, Mapping):
+        features = entries(features)
         if _one_row(features.get("input_ids")):
             return _of_flat(features, keys)
         return _of_rows({name: _as_list(name, column) for name, column in features.items()})
@@ -250,11 +271,20 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
         got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
         raise CollateError(explain("features", got, _RULE, "Check the dataset and the sampler."))
     if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, (dict, Mapping))]:
-        raise CollateError(explain_rows("features", bad, _RULE, "Check the dataset and the sampler."))
+        raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
+    if set(map(type, samples)) != {dict}:
+        samples = list(map(entries, samples))
     first = samples[0].keys()
     same = all(map(first.__eq__, map(_KEYS, samples)))
     names = first if same else dict.fromkeys(key for sample in samples for key in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
+
+
+def _dicts_of(row: Any) -> str:
+    """How such samples become dicts where the dataset is built."""
+    if isinstance(row, tuple):
+        return 'Name their parts, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
+    return "Pass vars(sample) of each." if is_dataclass(row) else "Check the dataset and the sampler."
 
 
 def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -269,10 +299,10 @@ def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _as_list(name: str, column: Any) -> list[Any]:
-    if not is_ragged(column):
+    if not is_ragged(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
         raise CollateError(explain(name, f"a {type(column).__name__}", "A column has one entry for each sample.", remedy))
-    return list(column.unbind() if isinstance(column, Tensor) else column)
+    return list(column.unbind(0) if hasattr(column, "unbind") else column)
 
 
 def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_array, renumber
 from collate_npu.collate.padding import check_lengths, is_ragged, pad_rows, rank_of
 from collate_npu.errors import CollateError, explain_rows
+from collate_npu.masks.offsets import parted_by_positions
+from collate_npu.segments import Segments
 
 
 def joined_segment_ids(rows: Sequence[Array]) -> Array:
@@ -22,9 +24,21 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
     return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(rows, before)])
 
 
-def own_segments(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
+def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions: Sequence[Any] = ()) -> list[Array] | None:
     """Segment ids `[L]` of each sample by the keys of its truth, numbered 1, 2, ... in order; None where every sample is one
-    sequence without holes."""
+    sequence without holes. Positions `[L]` that restart part what nothing else parts."""
+    told = _told(columns, lengths)
+    parted = told is not None and any(row.max(initial=0) > 1 for row in told)
+    if parted or [len(row) if dimensions(row) == 1 else -1 for row in positions] != lengths:
+        return told
+    width = max(lengths)
+    real = [np.ones(n, np.int32) for n in lengths] if told is None else told
+    known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
+    found = parted_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
+    return told if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
+
+
+def _told(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
     masks = [key for key in columns if key != "seq_lengths"]
     if all(_all_real(columns[key], lengths) for key in masks):
         masks = []

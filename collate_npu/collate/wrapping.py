@@ -69,7 +69,7 @@ class WrappedCollator(Emitter):
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
-        inner = dict(self.inner(features, *args, **kwargs))
+        inner = Sources.of(self.inner(features, *args, **kwargs))
         batch = Sources({key: value for key, value in inner.items() if value is not None})
         _check_tokens(batch)
         masked = any(key in batch for key in of_kind(KEYS, "truth"))
@@ -86,7 +86,10 @@ class WrappedCollator(Emitter):
         return shipped(out)
 
     def _labels_ignored(self, batch: Sources, segments: Segments) -> Sources:
-        shifted, ignored = self.layout.labels_shifted, self.label_pad_token_id
+        shifted: bool | None = self.layout.labels_shifted
+        if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
+            shifted = shifted or None
+        ignored = self.label_pad_token_id
         labels = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
         return batch | labels if labels else batch
 
@@ -126,9 +129,10 @@ class _Samples:
 
     def standing(self, batch: Sources) -> list[Segments]:
         """The Segments by the samples, for each side on which all of them stand whole; none where the ids were changed."""
-        if batch.get("input_ids") is None or batch.shape()[0] != len(self.token_ids):
+        named = batch.named["tokens"]
+        if named not in (("input_ids",), ("tokens",)) or batch.shape()[0] != len(self.token_ids):
             return []
-        ids_BS = batch.array("input_ids")
+        ids_BS = batch.array(named[0])
         sides: tuple[Side, Side] = ("right", "left")
         standing = (side for side in sides if all(_stands(ids_BS[b], row, side) for b, row in enumerate(self.token_ids)))
         width, own = ids_BS.shape[1], self.segment_ids
@@ -167,7 +171,7 @@ def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None
 
 def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
     ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
+    if not isinstance(ids, Tensor) or ids.is_nested or ids.ndim != 2 or ids.shape[0] != 1:
         return False
     rows = samples.real()
     whole = len(rows) == 1 and len(rows[0]) == ids.shape[1] and "position_ids" in batch

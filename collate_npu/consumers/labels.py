@@ -29,7 +29,7 @@ def rule_of(told: LabelRule | None, pattern: Pattern) -> LabelRule:
 def labels_for(
     sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
 ) -> dict[str, Tensor]:
-    """`labels` and `shift_labels` int64 `[B, S]` of this batch where they must change; those of whole samples are left.
+    """`labels`, `shift_labels` and `loss_mask` `[B, S]` of this batch where they must change; what is right is left.
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """
@@ -40,7 +40,11 @@ def labels_for(
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
             wrong_BS = _wrong(sources, key, segments, rule, moved)
             if wrong_BS.any():
-                out[key] = labels.masked_fill(torch.from_numpy(wrong_BS).to(labels.device), ignored)
+                wrong = torch.from_numpy(wrong_BS).to(labels.device)
+                out[key] = labels.masked_fill(wrong, ignored)
+                weights = sources.get("loss_mask")
+                if isinstance(weights, Tensor) and weights.shape == labels.shape:  # Megatron's loss reads it, not labels
+                    out["loss_mask"] = weights.masked_fill(wrong.to(weights.device), 0)
     return out
 
 
@@ -55,7 +59,8 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, move
     behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
     if not behind or rule != "next":
         return np.greater(read_BS, real_BS, out=read_BS)
-    tokens_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else None
+    named = sources.named["tokens"]
+    tokens_BS = sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
     if moved is None and tokens_BS is not None:
         moved = are_moved(tokens_BS, labels_BS, segments)
     return read_BS & (~real_BS | _across(ids_BS, real_BS, labels_BS, tokens_BS, moved))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, as_offsets, host_array, host_tensor, once
+from collate_npu.arrays import Array, as_offsets, entries, host_array, host_tensor, once
 from collate_npu.checked import wrong_kind
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, Role
@@ -42,7 +42,7 @@ class Sources(dict[str, Any]):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         if not hasattr(batch, "items"):
             raise wrong_kind("batch", batch, "A door", Mapping)
-        super().__init__(batch.items())
+        super().__init__(entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[str, tuple[Any, Any]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_tensor
+from collate_npu.arrays import entries, host_tensor
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
@@ -56,6 +56,7 @@ def split_batch(
     [[False, False, True, True]]
     """
     with ranks_agree(cp, call="split") as facts:
+        batch = entries(batch)
         facts |= batch_facts(batch, segments, keys=keys) if cp.group is not None else {}
         if cu_seqlens is None:
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_tensor
+from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, explain, printable, shape_of
 from collate_npu.keys import of_kind, with_role
@@ -42,6 +42,7 @@ def describe(batch: Mapping[str, Any]) -> str:
         rule = "A batch is a mapping of keys, as a collator returns it."
         remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
         raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+    batch = entries(batch)
     sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
     batch, segments, told = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None, []
     try:

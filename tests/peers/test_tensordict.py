@@ -1,0 +1,178 @@
+"""TensorDict and nested tensors, as TransferQueue and verl hold batches, through every public entry: read, or refused in
+words. Never a bare error, and nothing left out of a row.
+
+Legend: B rows, S width.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+NEEDS = ("tensordict",)
+
+# ruff: noqa: E402
+from tensordict import MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict, lazy_stack
+
+from collate_npu import (
+    BatchAdapter,
+    CollateError,
+    ContextParallel,
+    PaddingCollator,
+    Segments,
+    check_delivery,
+    derive_segments,
+    describe,
+    last_token,
+    split_batch,
+    unpad,
+    wrap_collator,
+)
+from collate_npu.masks import segments_from_batch
+from collate_npu.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+PAD = 250
+RAGGED = [torch.tensor(row) for row in ([5, 6, 7, 8], [9], [10, 11])]
+EQUAL = [torch.tensor(row) for row in ([5, 6, 7], [8, 1, 2], [9, 10, 3])]
+PADDED = torch.tensor([[PAD, PAD, 7, 8], [4, 5, 6, 7], [PAD, 1, 2, 3]])
+KEEP = (PADDED != PAD).long()
+
+
+def nested(rows, layout=torch.jagged):
+    return torch.nested.as_nested_tensor(rows, layout=layout)
+
+
+def held(ids, rows=3, **more):
+    return TensorDict({"input_ids": ids, **more}, [rows])
+
+
+SAMPLES = {
+    "jagged": lambda rows: {"input_ids": nested(rows)},
+    "strided": lambda rows: {"input_ids": nested(rows, torch.strided)},
+    "TensorDict of jagged": lambda rows: held(nested(rows)),
+    "TensorDict of strided": lambda rows: held(nested(rows, torch.strided)),
+    "locked": lambda rows: held(nested(rows)).lock_(),
+    "with strings": lambda rows: held(nested(rows), uid=NonTensorStack("a", "b", "c")),
+    "with one string": lambda rows: held(nested(rows), uid=NonTensorData("a", batch_size=[3])),
+    "with a TensorDict inside": lambda rows: held(nested(rows), extra=TensorDict({"x": torch.ones(3, 2)}, [3])),
+    "a lazy stack": lambda rows: lazy_stack([TensorDict({"input_ids": row, "uid": "a"}, []) for row in rows]),
+    "a list of TensorDicts": lambda rows: [TensorDict({"input_ids": row, "uid": "a"}, []) for row in rows],
+    "a list of both": lambda rows: [{"input_ids": rows[0]}, *(TensorDict({"input_ids": row}, []) for row in rows[1:])],
+    "a jagged mask beside it": lambda rows: held(nested(rows), attention_mask=nested([torch.ones_like(x) for x in rows])),
+}
+DENSE = {
+    "no batch size": lambda rows: TensorDict({"input_ids": torch.stack(rows)}, []),
+    "a memory map": lambda rows: {"input_ids": MemoryMappedTensor.from_tensor(torch.stack(rows))},
+    "rows of a memory map": lambda rows: list(held(MemoryMappedTensor.from_tensor(torch.stack(rows)))),
+}
+
+
+@pytest.mark.parametrize("collate", [PaddingCollator, lambda **told: wrap_collator(PaddingCollator(**told))])
+@pytest.mark.parametrize("form", [*SAMPLES, *DENSE])
+def test_a_collator_takes_it_and_every_row_is_the_samples(form, collate):
+    for rows in (EQUAL,) if form in DENSE else (RAGGED, EQUAL):
+        batch = collate(pad_token_id=PAD)((SAMPLES | DENSE)[form](rows))
+        for row, ids, keep in zip(rows, batch["input_ids"], batch["attention_mask_2d"]):
+            assert ids[keep].tolist() == row.tolist()
+            assert keep.sum() == len(row)
+        assert type(batch) is dict
+        assert batch.get("uid", ["a", "a", "a"]) in (["a", "a", "a"], ["a", "b", "c"])
+        assert all(type(value) in (torch.Tensor, list, type(None)) for value in batch.values())
+
+
+def test_a_key_that_one_row_of_a_stack_lacks_is_named_and_not_dropped():
+    rows = lazy_stack([TensorDict({"input_ids": x, **({"labels": x} if n else {})}, []) for n, x in enumerate(RAGGED)])
+    for call in (PaddingCollator(pad_token_id=PAD), BatchAdapter(consumer="megatron", needs_mask_2d=True)):
+        with pytest.raises(CollateError, match=r"labels stands in every sample|unequal rows"):
+            call(rows)
+
+
+UNPADDED = {name: SAMPLES[name] for name in ("jagged", "strided", "TensorDict of jagged", "TensorDict of strided", "locked")}
+UNPADDED["a lazy stack"] = SAMPLES["a lazy stack"]
+
+
+@cache
+def model():
+    return tiny_model("qwen3_next", vocab_size=257)
+
+
+ENTRIES = {
+    "the adapter": lambda batch: BatchAdapter(model())(batch),
+    "the door": segments_from_batch,
+    "a wrapped collator": lambda batch: wrap_collator(lambda _: batch)([{"input_ids": row} for row in RAGGED]),
+    "delivery": lambda batch: check_delivery(model(), batch),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("form", UNPADDED)
+def test_elsewhere_rows_that_are_not_padded_are_refused_and_the_remedy_works(form, entry):
+    with pytest.raises(CollateError, match="PaddingCollator takes such a batch as it is"):
+        ENTRIES[entry](UNPADDED[form](RAGGED))
+    batch = PaddingCollator(pad_token_id=PAD, model=model())(UNPADDED[form](RAGGED))
+    assert check_delivery(model(), batch).layers
+
+
+PADDED_FORMS = {
+    "TensorDict": lambda: held(PADDED, attention_mask=KEEP),
+    "locked": lambda: held(PADDED, attention_mask=KEEP).lock_(),
+    "no batch size": lambda: TensorDict({"input_ids": PADDED, "attention_mask": KEEP}, []),
+    "a memory map": lambda: held(PADDED, attention_mask=KEEP).memmap(),
+    "a lazy stack": lambda: lazy_stack(list(held(PADDED, attention_mask=KEEP, uid=NonTensorStack("a", "b", "c")))),
+    "with strings": lambda: held(PADDED, attention_mask=KEEP, uid=NonTensorStack("a", "b", "c")),
+}
+
+
+@pytest.mark.parametrize("form", PADDED_FORMS)
+def test_a_padded_one_is_a_batch_like_any_other(form):
+    batch, plain = PADDED_FORMS[form](), {"input_ids": PADDED, "attention_mask": KEEP}
+    assert segments_from_batch(batch) == segments_from_batch(plain)
+    out, same = BatchAdapter(model())(batch), BatchAdapter(model())(plain)
+    assert out.pop("uid", ["a", "b", "c"]) == ["a", "b", "c"]
+    assert {key: value.tolist() for key, value in out.items()} == {key: value.tolist() for key, value in same.items()}
+    assert "lengths=[2, 4, 3]" in describe(batch)
+    wrapped = wrap_collator(lambda _: batch)([{"input_ids": row[row != PAD]} for row in PADDED])
+    assert wrapped["attention_mask_2d"].equal(KEEP.bool())
+    cp = ContextParallel(2, 0)
+    shard = split_batch({**plain, "attention_mask_2d": KEEP.bool()}, cp)["input_ids"]
+    if form not in ("no batch size", "with strings", "a lazy stack"):
+        assert split_batch(batch, cp)["input_ids"].equal(shard)
+
+
+def test_delivery_reads_a_tensordict():
+    assert check_delivery(model(), held(PADDED, attention_mask=KEEP)).layers
+
+
+OTHERS = {
+    "unpad": lambda x: unpad(x, Segments.from_lengths([4, 1, 2])),
+    "last_token": lambda x: last_token(x, Segments.from_lengths([4, 1, 2])),
+    "derive": derive_segments,
+    "from_ids": Segments.from_ids,
+    "from_lengths": Segments.from_lengths,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_what_takes_tensors_of_a_batch_refuses_nested_ones(name, layout):
+    with pytest.raises(CollateError):
+        OTHERS[name](nested(RAGGED, layout))
+
+
+# --- others that hold rows
+
+
+def test_a_structured_array_is_columns():
+    rows = np.array([([5, 6], 1), ([7, 8], 2)], dtype=[("input_ids", "i8", 2), ("score", "f4")])
+    for form in (rows, np.rec.array(rows)):
+        batch = PaddingCollator(pad_token_id=PAD)(form)
+        assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
+        assert batch["score"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("emitted", [[1], None, "x", np.zeros(2), torch.ones(2, 2), [{"input_ids": [1]}]])
+def test_a_collator_that_returns_no_mapping_is_told_so(emitted):
+    with pytest.raises(CollateError, match="batch: got a"):
+        wrap_collator(lambda _: emitted)([{"input_ids": [1]}])
