@@ -73,6 +73,17 @@ OPENRLHF_NEEDS = (
     "ray==2.55.0", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "aiohttp",
     "pylatexenc", "loralib", "torchdata==0.11.0", "setuptools",
 )  # fmt: skip
+LOADERS = (
+    "ray==2.60.0", "torchdata==0.11.0", "megatron-energon==7.4.1", "webdataset==1.0.2", "mosaicml-streaming==0.13.0",
+)  # fmt: skip
+DATA_NEEDS = (
+    "tensordict==0.15.3", "pandas", "pyarrow", "click", "msgpack", "protobuf", "filelock", "jsonschema", "fsspec", "aiohttp",
+    "tensorboardX", "requests",  # Ray Data and Ray Train
+    "pyzmq", "omegaconf", "msgspec", "psutil",  # TransferQueue
+    "braceexpand", "multi-storage-client", "rapidyaml", "filetype", "pillow",  # webdataset and Energon
+    "brotli", "zstd", "python-snappy", "boto3", "catalogue", "cramjam",  # mosaicml-streaming
+)  # fmt: skip
+"""What the loaders import on the paths tested; the stores of clouds stay out."""
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -294,6 +305,18 @@ def peers_openrlhf(session: nox.Session) -> None:
     # where the kernels of recurrent layers can be seen
     session.install(TORCH, TRANSFORMERS)
     session.run("pytest", "tests/peers/test_openrlhf.py", "-k", "both_kernels", *session.posargs, env=ENV)
+
+
+@nox.session
+def peers_data(session: nox.Session) -> None:
+    """Loaders: Ray Data, Ray Train and TransferQueue on two raylets; torchdata, datasets, webdataset, Energon, streaming and
+    Megatron's indexed datasets (torchvision is a stand-in)."""
+    install(session, TRANSFORMERS, DATA, *TEST)
+    session.install("--no-deps", *LOADERS, "megatron-core==0.16.1", "TransferQueue==0.1.11")
+    session.install(TORCH, *DATA_NEEDS)
+    tests = ("tensordict", "loaders", "loaders_ray", "megatron_indexed")
+    session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or loader", *session.posargs, env=ENV)
 
 
 @nox.session

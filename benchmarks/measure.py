@@ -16,7 +16,7 @@ import torch
 from benchmarks import report
 from benchmarks.timing import Absent, Pace, Row, race
 
-GROUPS = ("collate", "dataloader", "wire", "dense", "derive", "parallel", "adapter", "watch", "neutral", "growth")
+GROUPS = ("collate", "dataloader", "loaders", "wire", "dense", "derive", "parallel", "adapter", "watch", "neutral", "growth")
 Found = tuple[list[Row], list[Absent]]
 
 

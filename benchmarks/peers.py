@@ -5,11 +5,14 @@ Each function returns what is called with a batch's input. One that cannot be bu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
-from types import MethodType, SimpleNamespace
+from pathlib import Path
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from collate_npu.testing import byte_tokenizer
 
 PACKAGES = (
     "torch", "numpy", "transformers", "trl", "ms-swift", "twinkle-kit", "verl", "megatron-core", "datasets", "pyarrow",
-    "accelerate", "tokenizers",
+    "accelerate", "tokenizers", "ray", "torchdata", "webdataset", "megatron-energon", "mosaicml-streaming", "tensordict",
 )  # fmt: skip
 
 
@@ -112,6 +115,43 @@ def twinkle(side: str) -> Work:
     Platform.get_local_device = staticmethod(lambda *_, **__: "cpu")
     Platform.device_prefix = staticmethod(lambda *_, **__: "cuda")
     return InputProcessor(padding_side=side)
+
+
+# --- loaders
+
+
+def streaming() -> Any:
+    """mosaicml-streaming, which imports torchvision for images; there is no wheel of it for a CPU build of torch."""
+    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
+        if name not in sys.modules:
+            stand_in: Any = ModuleType(name)
+            stand_in.__spec__, stand_in.VisionDataset, stand_in.to_tensor = ModuleSpec(name, None), object, None
+            sys.modules[name] = stand_in
+    import streaming
+
+    return streaming
+
+
+def energon(folder: Path, batch: int, named: Work, collate: Work | None) -> Any:
+    """Its loader over the webdataset of a folder; without a collator its task encoder stacks and pads."""
+    from megatron.energon import Cooker, SampleDecoder, TaskEncoder, WorkerConfig, get_loader, get_train_dataset, stateless
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    if not (folder / ".nv-meta").exists():
+        tars = [path.name for path in folder.glob("*.tar")]
+        WebdatasetPreparator.prepare_dataset(folder, tars, split_parts_ratio=[("train", 1.0)], workers=1)
+        (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+
+    class Encoder(TaskEncoder):  # type: ignore[misc]
+        cookers = (Cooker(stateless(named)),)
+        decoder = SampleDecoder()
+
+        def batch(self, samples: Any) -> Any:
+            return super().batch(samples) if collate is None else collate(samples)
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    whole = {"batch_size": batch, "shuffle_buffer_size": None, "max_samples_per_sequence": None, "repeat": False}
+    return get_loader(get_train_dataset(folder, worker_config=config, task_encoder=Encoder(), **whole))
 
 
 # --- masks: from a bool 2D mask [B, S]

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from drawing import PAD
 from torch import Tensor
-from verdicts import Case, check_batch, check_flat, check_segments
+from verdicts import Case, check_batch, check_flat, check_segments, same
 
-from collate_npu import BatchAdapter, derive_segments, wrap_collator
+from collate_npu import BatchAdapter, PaddingCollator, derive_segments, wrap_collator
 
 DENSE = SimpleNamespace(layer_types=["full_attention"], model_type="llama")
 
@@ -44,6 +45,8 @@ class Entry:
         return replace(case, ids=case.keep.astype(np.int64)) if self.derives and case.keys_alone else case
 
     def applies(self, case: Case) -> bool:
+        if self.name == "collate" or case.unpadded:
+            return case.unpadded and not (self.derives or self.with_2d or self.declared)
         if case.mask is None and not case.plain and not case.flat:
             return False  # nothing in the batch says so: the model attends as it does
         if self.derives:
@@ -58,9 +61,16 @@ def derive(case: Case, *, with_2d: bool, declared: bool) -> None:
     check_segments(derive_segments(case.mask, **told, **_declared(case, declared)), case)
 
 
-def _batch(case: Case, with_2d: bool) -> dict[str, Any]:
+def _batch(case: Case, with_2d: bool) -> Any:
     more = {"attention_mask_2d": torch.from_numpy(case.keep.copy())} if with_2d else {}
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.batch.items()} | more
+    return case.form({key: x.clone() if isinstance(x, Tensor) else x for key, x in case.batch.items()} | more)
+
+
+def collate(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = PaddingCollator) -> None:
+    """Rows that are not padded yet."""
+    out = make(pad_token_id=PAD)(_batch(case, with_2d))
+    same("input_ids", out["input_ids"][torch.from_numpy(case.keep)], np.concatenate(case.draw.rows()))
+    check_batch(out, case, "neutral")
 
 
 def _declared(case: Case, declared: bool) -> dict[str, Any]:
@@ -91,7 +101,13 @@ def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any
         check_batch(out, case, "neutral")
 
 
-WAYS = {"derive": derive, "megatron": adapt, "transformers": partial(adapt, consumer="transformers"), "wrap": wrap}
+WAYS = {
+    "derive": derive,
+    "megatron": adapt,
+    "transformers": partial(adapt, consumer="transformers"),
+    "wrap": wrap,
+    "collate": collate,
+}
 
 
 def _entry(name: str, with_2d: bool = False, declared: bool = False) -> Entry:
@@ -100,7 +116,7 @@ def _entry(name: str, with_2d: bool = False, declared: bool = False) -> Entry:
 
 
 ENTRIES = (
-    *(_entry(name, *told) for name in WAYS for told in ((), (True,))),
+    *(_entry(name, *told) for name in WAYS for told in ((), (True,)) if name != "collate" or not told),
     *(_entry(name, declared=True) for name in ("derive", "megatron", "wrap")),
     _entry("transformers", with_2d=True, declared=True),
 )

@@ -76,7 +76,7 @@ def _visible_padding(case: Case, entry: Entry) -> bool:
 
 
 def _looks_padded(case: Case, entry: Entry) -> bool:
-    tokens = np.asarray(case.batch.get("input_ids", ()))
+    tokens = np.asarray(() if case.unpadded else case.batch.get("input_ids", ()))
     ends = tokens.ndim == 2 and tokens.shape[1] > 1
     repeated = ends and bool(((tokens[:, 0] == tokens[:, 1]) | (tokens[:, -1] == tokens[:, -2])).any())
     return not entry.with_2d and bool(case.keep.all()) and repeated
@@ -146,6 +146,8 @@ BY_NAME: dict[str, Reason] = {
     "says nothing": _says_nothing,
     # A flat row of several sequences without a word of where they meet; the samples beside it would tell.
     "no boundaries": lambda case, entry: not entry.wraps,
+    # Rows of their own lengths: a collator pads them.
+    "not padded yet": lambda case, entry: case.unpadded and entry.name != "collate",
     # Positions that restart beside a mask that goes on: two sources that tell different things.
     "positions against mask": lambda case, entry: not entry.derives,
 }

@@ -158,6 +158,7 @@ HOLDS = {
     "unmasked rows": (made(ROWS), DERIVE),
     "says nothing": (made(ROWS), DERIVE),
     "no boundaries": (made(FULL), MEGATRON),
+    "not padded yet": (replace(made(ROWS), unpadded=True), MEGATRON),
     "positions against mask": (made(FULL), MEGATRON),
 }
 

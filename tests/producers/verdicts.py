@@ -44,6 +44,10 @@ class Case:
     contrary: bool = False
     """A 2D mask of the other polarity: alone, and undeclared, it is read as every stack reads one, and that is no fault."""
     features: list[dict[str, Any]] = field(default_factory=list)
+    form: Callable[[dict[str, Any]], Any] = dict
+    """What holds the batch."""
+    unpadded: bool = False
+    """Rows of their own lengths: samples, and no batch yet."""
 
     @cached_property
     def keep(self) -> np.ndarray:

@@ -1,0 +1,115 @@
+"""Megatron's indexed datasets (megatron-core 0.16.1 datasets/gpt_dataset.py:225-296): rows of one length under `tokens`,
+labels that stand with the token before, `loss_mask` and positions, by torch's own collation. Wrapped they keep their names,
+and documents are told apart where positions or masks say so.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+NEEDS = ("megatron",)
+
+# ruff: noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.utils.data import DataLoader, default_collate
+
+from collate_npu import CollateError, PaddingCollator, needs_mask_2d, wrap_collator
+from collate_npu.collate.wire import Layout
+from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
+from collate_npu.masks import segments_from_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EOD = 1
+OURS = wrap_collator(default_collate)
+PARTED = {"reset_position_ids": True}
+MASKED = {"reset_position_ids": True, "reset_attention_mask": True, "create_attention_mask": True}
+
+
+class Tokens:
+    vocab_size, eod, pad, unique_identifiers = 300, EOD, 2, {"class": "numbers"}
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory):
+    """`indexed(**settings)`: the rows of eight tokens that Megatron cuts from six documents."""
+    path = str(tmp_path_factory.mktemp("indexed") / "documents")
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    for n, length in enumerate((5, 7, 3, 9, 4, 6)):
+        builder.add_document(torch.tensor([*range(10 + 20 * n, 9 + 20 * n + length), EOD], dtype=torch.int32), [length])
+    builder.finalize(f"{path}.idx")
+
+    @cache
+    def made(**settings):
+        asked = dict.fromkeys(
+            ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False
+        )
+        where = {"blend": ([path], None), "split": "1,0,0", "tokenizer": Tokens(), "random_seed": 1, "sequence_length": 8}
+        config = GPTDatasetConfig(**where, **{**asked, **settings})
+        dataset = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config).build()[0]
+        return [dataset[n] for n in range(4)]
+
+    return made
+
+
+def ends(row):
+    """The documents of a row of tokens, each with its end."""
+    places = [n + 1 for n, token in enumerate(row.tolist()) if token == EOD]
+    return [n for n in np.diff([0, *places, len(row)]).tolist() if n]
+
+
+@pytest.mark.parametrize("settings", [{}, {"create_attention_mask": True}], ids=["no mask", "mask"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_that_are_one_sequence_stay_as_megatron_made_them(indexed, settings, workers):
+    rows = indexed(**settings)
+    batches = [*DataLoader(rows, batch_size=2, collate_fn=OURS, num_workers=workers)]
+    for n, batch in enumerate(batches):
+        theirs = default_collate(rows[2 * n : 2 * n + 2])
+        assert all(batch[key].equal(theirs[key]) for key in ("tokens", "labels", "loss_mask", "position_ids"))
+        assert batch["attention_mask"] is None
+        assert batch["attention_mask_2d"].all()
+    model = wrap_collator(default_collate, model_type="qwen3_next", consumer="megatron")
+    assert model(rows)["attention_mask"] is None
+
+
+@pytest.mark.parametrize("settings", [PARTED, MASKED], ids=["positions", "masks"])
+def test_documents_are_parted_and_nothing_is_predicted_across_them(indexed, settings):
+    rows = indexed(**settings)
+    batch = OURS(rows)
+    segments = segments_from_batch(batch)
+    assert [list(lengths) for lengths in segments.lengths] == [ends(row["tokens"]) for row in rows]
+    for b, row in enumerate(rows):
+        last = row["tokens"] == EOD
+        last[-1] = False
+        assert batch["labels"][b].equal(row["labels"].masked_fill(last, -100))
+        assert batch["loss_mask"][b].equal(row["loss_mask"].masked_fill(last, 0)), "Megatron's loss reads this, not -100"
+    assert needs_mask_2d("qwen3_next")
+    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+        wrap_collator(default_collate, model_type="qwen3_next", consumer="megatron")(rows)
+
+
+def test_renamed_rows_are_parted_by_their_positions_too(indexed):
+    rows = [{"input_ids" if key == "tokens" else key: value for key, value in row.items()} for row in indexed(**PARTED)]
+    found = PaddingCollator(pad_token_id=0, attention_mask="2d", layout=Layout(labels_shifted=True))(rows)
+    assert [*segments_from_batch(found).lengths] == [tuple(ends(row["input_ids"])) for row in rows]
+
+
+def test_the_collator_refuses_tokens_and_says_which_line_works(indexed):
+    with pytest.raises(CollateError, match=r"under wrap_collator\(torch.utils.data.default_collate\)"):
+        PaddingCollator(pad_token_id=0)(indexed())
+    assert OURS(indexed())["tokens"].shape == (4, 8)
+
+
+def test_a_mask_alone_that_parts_documents_says_not_which_of_them_are_padding(indexed):
+    with pytest.raises(AmbiguousMaskError, match="All of them are real, or some are padding"):
+        OURS(indexed(reset_attention_mask=True, create_attention_mask=True))
+
+
+def test_labels_under_tokens_that_are_not_moved_lose_the_first_of_each_document():
+    """torchtune's samples are named so too, and its recipes move the labels."""
+    tokens, positions = torch.arange(10, 18), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    rows = [{"tokens": tokens + 20 * n, "labels": tokens + 20 * n, "position_ids": positions} for n in range(2)]
+    assert OURS(rows)["labels"][0].tolist() == [10, 11, 12, -100, 14, 15, 16, 17]
