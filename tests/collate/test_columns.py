@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from collate_npu import CollateError, PaddingCollator
+from collate_npu import CollateError, PaddingCollator, wrap_collator
 from collate_npu.collate.features import columns_of
 
 pa = pytest.importorskip("pyarrow")
@@ -148,3 +150,69 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
 def test_what_is_no_batch_of_samples(features, told):
     with pytest.raises(CollateError, match=told):
         PaddingCollator(pad_token_id=0)(features)
+
+
+# --- rows that a loader packed
+
+
+PLACES = [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+PACKED_ROWS = [{"input_ids": [*range(3 + 9 * n, 8 + 9 * n)], "position_ids": row} for n, row in enumerate(PLACES)]
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_positions_that_restart_part_a_row_as_the_door_would(form):
+    rows = [{key: form(value) for key, value in row.items()} for row in PACKED_ROWS]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    for features in (rows, columns):
+        batch = PaddingCollator(pad_token_id=0)(features)
+        assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 2, 2, 2]]
+        flat = PaddingCollator(padding_free=True)(features)
+        assert flat["cu_seq_lens_q"].tolist() == [0, 3, 5, 7, 10]
+        assert flat["position_ids"].tolist() == [PLACES[0] + PLACES[1]]
+    made = {key: torch.tensor([row[key] for row in PACKED_ROWS]) for key in PACKED_ROWS[0]}
+    wrapped = wrap_collator(lambda _: dict(made))(rows)
+    assert wrapped["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 2, 2, 2]]
+    ragged = PaddingCollator(pad_token_id=0, padding_side="left")([rows[0], {key: row[:2] for key, row in rows[1].items()}])
+    assert ragged["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("places", [[5, 6, 7, 8, 9], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]])
+def test_positions_that_do_not_restart_say_nothing(places):
+    batch = PaddingCollator(pad_token_id=0)([{"input_ids": [3, 4, 5, 6, 7], "position_ids": places}])
+    assert "segment_ids" not in batch
+    assert batch["position_ids"].tolist() == [places]
+
+
+def test_what_says_the_sequences_itself_is_not_overruled_by_positions():
+    row = PACKED_ROWS[0] | {"attention_mask": [1, 1, 2, 2, 3]}
+    assert PaddingCollator(padding_free=True)([row])["cu_seq_lens_q"].tolist() == [0, 2, 4, 5]
+
+
+def test_samples_that_are_no_dicts_are_refused_with_what_makes_dicts_of_them():
+    @dataclass
+    class Sample:
+        input_ids: list
+
+    collator = PaddingCollator(pad_token_id=0)
+    rows = [Sample([1, 2]), Sample([3])]
+    with pytest.raises(CollateError, match=r"Pass vars\(sample\) of each"):
+        collator(rows)
+    assert collator([vars(row) for row in rows])["input_ids"].tolist() == [[1, 2], [3, 0]]
+    with pytest.raises(CollateError, match=r"dict\(zip\("):
+        collator([([1, 2], [1, 2])])
+    inside = [{"__key__": "a", "json": {"input_ids": [1, 2]}}]
+    with pytest.raises(CollateError, match=r"sample\['json'\]"):
+        collator(inside)
+    assert collator([sample["json"] for sample in inside])["input_ids"].tolist() == [[1, 2]]
+
+
+def test_rows_under_tokens_keep_their_names_where_they_are_wrapped():
+    tokens = torch.arange(3, 8)
+    rows = [{"tokens": tokens + 9 * n, "labels": tokens + 9 * n + 1, "loss_mask": torch.ones(5)} for n in range(2)]
+    batch = wrap_collator(torch.utils.data.default_collate)(rows)
+    assert batch["labels"].tolist() == [row["labels"].tolist() for row in rows]
+    assert batch["attention_mask_2d"].all()
+    parted = [row | {"position_ids": torch.tensor(places)} for row, places in zip(rows, PLACES)]
+    batch = wrap_collator(torch.utils.data.default_collate)(parted)
+    assert batch["labels"].tolist() == [[4, 5, -100, 7, 8], [13, -100, 15, 16, 17]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]]

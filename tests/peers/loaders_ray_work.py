@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
-os.environ["RAY_raylet_start_wait_time_s"] = "180"  # on a machine that does other work
+os.environ |= {"RAY_raylet_start_wait_time_s": "180"}  # on a machine that does other work
 
 import ray
 import ray.data
