@@ -60,7 +60,7 @@ MISC_NEEDS = (
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
     "torchdata==0.11.0",
 )  # fmt: skip
-BENCH_NEEDS = ("tensordict", "ray", "hydra-core", "codetiming", "orjson", "omegaconf", "pyzmq", "addict", "aiohttp")
+BENCH_NEEDS = ("hydra-core", "codetiming", "orjson", "addict")
 FACTORY_NEEDS = (
     "pillow", "fire", "omegaconf", "pydantic", "einops", "scipy", "pandas", "av<17", "sentencepiece", "tiktoken", "protobuf",
     "modelscope", "matplotlib", "pyyaml",
@@ -316,7 +316,7 @@ def peers_data(session: nox.Session) -> None:
     session.install(TORCH, *DATA_NEEDS)
     tests = ("tensordict", "loaders", "loaders_ray", "megatron_indexed")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=ENV)
-    session.run("pytest", "tests/producers", "-k", "test_verdicts or loader", *session.posargs, env=ENV)
+    session.run("pytest", "tests/producers", "-k", "loader", env=ENV)
 
 
 @nox.session
@@ -329,7 +329,8 @@ def bench(session: nox.Session) -> None:
     install(session, *newest, "megatron-core==0.16.1", "rich==15.0.0", PLOTS)
     session.install("--no-deps", "ms-swift==4.6.0", "twinkle-kit==0.5.1", "verl==0.9.1", "peft<0.21")
     needs = [name for name in SWIFT_NEEDS if not name.startswith("trl")]
-    session.install(TORCH, *newest, *needs, *BENCH_NEEDS)
+    session.install("--no-deps", *LOADERS)
+    session.install(TORCH, *newest, *needs, *DATA_NEEDS, *BENCH_NEEDS)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENV)
 
 
