@@ -224,11 +224,17 @@ def as_ids(ids: Any) -> Array:
 
 
 def as_offsets(name: str, offsets: Array) -> Array:
-    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence."""
+    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence. One row `[1, N + 1]` is taken too (MindSpeed-MM
+    57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:
+    963)."""
+    if offsets.ndim == 2 and len(offsets) == 1:
+        offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
     whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()
     if offsets.ndim != 1 or not len(offsets) or not whole or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         rule = "Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling."
         remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
+        if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
+            remedy = "Leave it out of a batch of several rows, and carry segment_ids."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
     return offsets.astype(np.int64, copy=False)
 

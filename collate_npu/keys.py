@@ -87,6 +87,8 @@ _OFFSETS = Key(kind="offsets", share="replicate", role="offsets", why=_KERNEL)
 _PADDED = Key(kind="offsets", share="replicate", role="padded_offsets", why=_KERNEL)
 _LONGEST = Key(kind="offsets", share="replicate", role="longest", why=_KERNEL)
 
+_COUNT = Key(kind="offsets", share="replicate", why="follows from the offsets beside it (Megatron-Bridge, NeMo Automodel)")
+
 
 def _vision(unit: int) -> Key:
     why = "patches and grids go through the vision tower before tokens are shared out"
@@ -111,16 +113,21 @@ KEYS: Mapping[str, Key] = {
     ),
     "attention_mask_2d": Key(kind="truth", whole=True, share="scope", role="keep", why="True = real token"),
     "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
+    "_packed_seq_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="NeMo Automodel's, likewise"),
     "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
     "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
     "seq_lens_padded": Key(kind="offsets", share="replicate", role="padded_lengths", why="what each takes up"),
     "input_lengths": Key(kind="offsets", share="replicate", role="lengths", why="NeMo RL's: real tokens of each row"),
     "seq_idx": Key(kind="offsets", share="scope", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
+    **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_unpadded"), _OFFSETS),
+    "max_seqlen_k": _LONGEST,
     **dict.fromkeys(("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _PADDED),
     **dict.fromkeys(("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_kv"), _LONGEST),
     "num_padding": Key(kind="offsets", share="replicate", role="tail", why="xtuner's: places at the end of a flat row"),
     "packed_seq_params": Key(kind="offsets", share="replicate", why="Megatron's object of the same offsets"),
+    "flash_attn_kwargs": Key(kind="offsets", share="replicate", why="NeMo RL's object or dict of them"),
+    **dict.fromkeys(("cu_seqlens_argmin", "cu_seqlens_unpadded_argmin", "packed_token_indices"), _COUNT),
     **dict.fromkeys(("pixel_values", "pixel_values_videos"), _vision(unit=3)),
     **dict.fromkeys(("image_grid_thw", "video_grid_thw", "image_sizes", "feature_attention_mask"), _vision(unit=1)),
     **dict.fromkeys(("pixel_attention_mask", "input_features"), _vision(unit=2)),

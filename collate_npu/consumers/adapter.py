@@ -303,7 +303,8 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
     needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
     told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
     unread = of_kind(out, "offsets") if alone else [key for key in told if not key.startswith("cu_seq_lens")]
-    for key in ("seq_lens", "seq_lens_padded", "input_lengths", *unread):
+    foreign = ("flash_attn_kwargs", "_packed_seq_ids", "qkv_format")  # NeMo's
+    for key in ("seq_lens", "seq_lens_padded", "input_lengths", *foreign, *unread):
         out.pop(key, None)
 
 

@@ -42,7 +42,7 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, _REMEDY))
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
-    tail = int(sources[sources.named["tail"][0]]) if sources.named["tail"] else 0  # xtuner's last sequence
+    tail = _tail(sources)
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
     ids_S = np.zeros(S, np.int64)
@@ -50,6 +50,17 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         ids_S[start : start + length] = n
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
+
+
+def _tail(sources: Sources) -> int:
+    """Places that the offsets of a flat row number as its last sequence: xtuner's `num_padding`, and the zeros of NeMo
+    Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
+    if sources.named["tail"]:
+        return int(sources[sources.named["tail"][0]])
+    if sources.get("_packed_seq_ids") is None:
+        return 0
+    real_S = np.flatnonzero(sources.array("_packed_seq_ids")[0])
+    return int(sources.array("_packed_seq_ids").shape[1] - real_S[-1] - 1) if len(real_S) else 0
 
 
 def says_padding(sources: Sources) -> bool:
@@ -106,13 +117,14 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
 def places_of(sources: Sources, segments: Segments) -> list[int] | None:
     """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
     named = (*sources.named["padded_offsets"], *sources.named["offsets"])
-    told = (fitting_places(sources.ends(name), segments) for name in named)
+    told = (fitting_places(sources.offsets[name], segments) for name in named)
     return next((places for places in told if places is not None), None)
 
 
 def _kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
     """`(key, physical, real or None)`; every offset must be one of the two."""
-    padded = {key for key in offsets if key.endswith("padded")}
+    unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
+    padded = {key for key in offsets if key.endswith("padded") or unpadded} - unpadded
     name = next((key for key in offsets if key in padded), next(iter(offsets)))
     physical = offsets[name]
     others = {key: ends for key, ends in offsets.items() if not np.array_equal(ends, physical)}

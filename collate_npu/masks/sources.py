@@ -80,21 +80,18 @@ class Sources(dict[str, Any]):
 
     @once
     def offsets(self) -> Mapping[str, Array]:
-        """Offsets of a flat row, physical and real ones, those of Megatron's `packed_seq_params` among them."""
+        """Offsets of a flat row, physical and real ones, those of Megatron's `packed_seq_params` among them, and of NeMo
+        RL's `flash_attn_kwargs` (nemo_rl/models/automodel/train.py:125, 7ea279a)."""
         told: dict[str, Array] = {}
-        params = self.get("packed_seq_params")
-        for name in KEYS if params is not None else ():
-            if KEYS[name].role in _OFFSETS and (value := getattr(params, name, None)) is not None:
-                told[f"packed_seq_params.{name}"] = as_offsets(f"packed_seq_params.{name}", host_array(name, value))
+        for held in ("packed_seq_params", "flash_attn_kwargs"):
+            params = self.get(held)
+            for name in KEYS if params else ():
+                value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
+                if KEYS[name].role in _OFFSETS and value is not None:
+                    told[f"{held}.{name}"] = as_offsets(f"{held}.{name}", host_array(name, value))
         for role in _OFFSETS:
-            told |= {name: as_offsets(name, self.ends(name)) for name in self.named[role]}
+            told |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
         return told
-
-    def ends(self, name: str) -> Array:
-        """Offsets under this key, `[N + 1]`, or `[1, N + 1]` as MindSpeed-MM packs (57069cd fsdp/data/data_utils/func_utils/
-        convert.py:988)."""
-        held = self.array(name)
-        return held[0] if held.ndim == 2 and len(held) == 1 else held
 
     @once
     def lengths(self) -> list[list[int]] | None:

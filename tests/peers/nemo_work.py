@@ -1,0 +1,132 @@
+"""`automodel config.yaml` (nemo_automodel.cli.app) on a CPU; `python nemo_work.py OUT.json FOLDER JOB...`.
+
+A job is "model setting ours|own". The process is the one worker that torchrun would start. What stands in is the hardware:
+CUDA devices are the CPU. `ours` is what the guide adds: a collator in the YAML, or a recipe of four lines with `adapt`.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}
+os.environ |= {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "NEMO_ENABLE_USER_MODULES": "1"}
+
+# ruff: noqa: E402
+import torch
+import yaml
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """A device of CUDA, by name or number, is the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        numbered = getattr(func, "__name__", "") in ("to", "_parse_to")
+        there = lambda x: str(x).startswith("cuda") if isinstance(x, (str, torch.device)) else numbered and type(x) is int  # noqa: E731
+        kwargs = {key: "cpu" if key == "device" and there(x) else x for key, x in (kwargs or {}).items()}
+        return func(*("cpu" if there(x) else x for x in args), **kwargs)
+
+
+for name in ("reset_peak_memory_stats", "current_device", "max_memory_allocated"):
+    setattr(torch.cuda, name, lambda *args: 0)
+
+from cells import PAD, samples
+from nemo_automodel.cli.app import main
+from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
+from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
+from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
+from processes import run_jobs, saved_model, watched
+from watching import Watch
+
+from collate_npu import adapt
+
+COLLATE = "nemo_automodel.components.datasets.utils."
+SETTINGS = {
+    "right": ("padded", "default_collater"),
+    "left": ("left", "default_collater"),
+    "collator": ("bare", "default_collater"),
+    "rows": ("bare", "packed_sequence_thd_collater"),
+    "thd": ("thd", "packed_sequence_thd_collater"),
+    "aligned": ("aligned", "packed_sequence_thd_collater"),
+    "neat": ("neat", "neat_packed_collater"),
+}
+SEEN = {}
+
+
+class Recipe(TrainFinetuneRecipeForNextTokenPrediction):
+    """What a user writes for `ours`, and a Watch on the model."""
+
+    def setup(self):
+        super().setup()
+        if SEEN["adapted"]:
+            for part in self.model_parts:
+                adapt(part)
+        SEEN["collator"] = type(self.dataloader.collate_fn).__name__
+        SEEN["watch"] = Watch(self.model_parts[0]).__enter__()
+
+
+def rows(kind):
+    """The data, with the labels moved by the dataset, as Automodel's are (datasets/llm/formatting_utils.py)."""
+    whole = [{"input_ids": ids, "labels": [*ids[1:], -100], "attention_mask": [1] * len(ids)} for ids in samples()]
+    if kind == "left":
+        fill = {"input_ids": PAD, "labels": -100, "attention_mask": 0}
+        return [{key: [fill[key]] * (18 - len(row)) + row for key, row in each.items()} for each in whole]
+    if kind == "padded":
+        return [{**each, "___PAD_TOKEN_IDS___": {"input_ids": PAD}} for each in whole]
+    if kind == "bare":
+        return [{key: each[key] for key in ("input_ids", "labels")} for each in whole]
+    if kind == "neat":
+        return neat_pack_dataset(Table(whole), "train", 24, padding_idx=PAD)
+    return pack_dataset(whole, None, 28, padding_idx=PAD, pad_to_multiple_of=4 if kind == "aligned" else 1)
+
+
+class Table(list):
+    """Without splits."""
+
+
+def config(folder, model, setting, who):
+    kind, collate = SETTINGS[setting]
+    packed = kind in ("thd", "aligned", "neat")
+    size = 2 if packed else 4
+    auto = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
+    built = {"_target_": auto, "pretrained_model_name_or_path": saved_model(folder, model), "force_hf": True}
+    collate_fn = COLLATE + collate
+    if setting == "collator" and who == "ours":
+        collate_fn = {"_target_": "collate_npu.PaddingCollator", "consumer": "transformers", "pad_token_id": PAD}
+        collate_fn |= {"padding_side": "left", "model": {"_target_": "transformers.AutoConfig.from_pretrained", "pretrained_model_name_or_path": saved_model(folder, model)}}
+    whole = {
+        "recipe": "nemo_work.Recipe",
+        "step_scheduler": {"global_batch_size": size, "local_batch_size": size, "max_steps": 1, "num_epochs": 1},
+        "dist_env": {"backend": "gloo", "timeout_minutes": 1},
+        "model": built | {"attn_implementation": "sdpa", "torch_dtype": "float32", "use_liger_kernel": False},
+        "distributed": {"strategy": "ddp"},
+        "checkpoint": {"enabled": False},
+        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+        "dataset": {"_target_": "nemo_work.rows", "kind": kind},
+        "dataloader": {"collate_fn": collate_fn, "shuffle": False},
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.0},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    return str(path)
+
+
+def run(folder, model, setting, who):
+    SEEN.clear()
+    SEEN["adapted"] = who == "ours" and setting != "collator"
+    sys.argv = ["automodel", config(folder, model, setting, who)]
+    refused = ""
+    try:
+        with OnCpu():
+            main()
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    return watched(SEEN["watch"], set(map(tuple, samples())), refused, SEEN["collator"]) if "watch" in SEEN else {"refused": refused}
+
+
+if __name__ == "__main__":
+    sys.modules["nemo_work"] = sys.modules["__main__"]  # the YAML names it so
+    run_jobs(run)
