@@ -84,6 +84,9 @@ DATA_NEEDS = (
     "brotli", "zstd", "python-snappy", "boto3", "catalogue", "cramjam",  # mosaicml-streaming
 )  # fmt: skip
 """What the loaders import on the paths tested; the stores of clouds stay out."""
+NEMO_NEEDS = (
+    "torchdata==0.11.0", "tiktoken", "pillow", "pyyaml", "omegaconf", "hydra-core", "einops==0.8.1", "six", "tensorboard",
+)  # fmt: skip
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -317,6 +320,24 @@ def peers_data(session: nox.Session) -> None:
     tests = ("tensordict", "loaders", "loaders_ray", "megatron_indexed")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=ENV)
     session.run("pytest", "tests/producers", "-k", "loader", env=ENV)
+
+
+@nox.session
+def peers_nemo(session: nox.Session) -> None:
+    """NeMo Automodel, beside the transformers it pins, and Megatron-Bridge, which asks for an older one and runs on this.
+
+    CUDA devices are the CPU; TransformerEngine and modelopt are stand-ins.
+    """
+    pinned = ("transformers==5.18.0", "accelerate==1.15.0", "datasets==4.8.4")
+    install(session, *pinned, *TEST)
+    session.install("--no-deps", "nemo-automodel==0.7.0", "megatron-fsdp==0.5.0", "torchao==0.18.0", "flashoptim==0.1.4")
+    session.install("--no-deps", "megatron-bridge==0.3.1", "megatron-core==0.16.1")
+    session.install(TORCH, *pinned, *NEMO_NEEDS)
+    # apart: what stands in for TransformerEngine is not in Automodel's way
+    for stack in ("nemo_automodel", "megatron_bridge"):
+        session.run("pytest", f"tests/peers/test_{stack}.py", *session.posargs, env=ENV)
+    session.run("pytest", "tests/integration/test_nemo_rl.py", env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or nemo", env=ENV)
 
 
 @nox.session

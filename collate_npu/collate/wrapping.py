@@ -72,7 +72,7 @@ class WrappedCollator(Emitter):
         inner = Sources.of(self.inner(features, *args, **kwargs))
         batch = Sources({key: value for key, value in inner.items() if value is not None})
         _check_tokens(batch)
-        masked = any(key in batch for key in of_kind(KEYS, "truth"))
+        masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
             whole, flat = batch | with_offsets(batch, segments), True

@@ -38,9 +38,11 @@ from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_datase
 from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 from processes import run_jobs, saved_model, watched
+from transformers import AutoConfig
 from watching import Watch
 
-from collate_npu import adapt
+from collate_npu import PaddingCollator, adapt
+from collate_npu.collate.wire import Layout
 
 COLLATE = "nemo_automodel.components.datasets.utils."
 SETTINGS = {
@@ -52,6 +54,7 @@ SETTINGS = {
     "aligned": ("aligned", "packed_sequence_thd_collater"),
     "neat": ("neat", "neat_packed_collater"),
 }
+MOVED = Layout(labels_shifted=True)
 SEEN = {}
 
 
@@ -86,16 +89,22 @@ class Table(list):
     """Without splits."""
 
 
+def collate(features):
+    """Our collator, in the user's own file."""
+    ours = PaddingCollator(
+        pad_token_id=PAD, padding_side="left", model=SEEN["config"], consumer="transformers", layout=MOVED
+    )
+    return ours(features)
+
+
 def config(folder, model, setting, who):
     kind, collate = SETTINGS[setting]
     packed = kind in ("thd", "aligned", "neat")
     size = 2 if packed else 4
     auto = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
     built = {"_target_": auto, "pretrained_model_name_or_path": saved_model(folder, model), "force_hf": True}
-    collate_fn = COLLATE + collate
-    if setting == "collator" and who == "ours":
-        collate_fn = {"_target_": "collate_npu.PaddingCollator", "consumer": "transformers", "pad_token_id": PAD}
-        collate_fn |= {"padding_side": "left", "model": {"_target_": "transformers.AutoConfig.from_pretrained", "pretrained_model_name_or_path": saved_model(folder, model)}}
+    collate_fn = "nemo_work.collate" if (setting, who) == ("collator", "ours") else COLLATE + collate
+    SEEN["config"] = AutoConfig.from_pretrained(saved_model(folder, model))
     whole = {
         "recipe": "nemo_work.Recipe",
         "step_scheduler": {"global_batch_size": size, "local_batch_size": size, "max_steps": 1, "num_epochs": 1},
@@ -124,7 +133,11 @@ def run(folder, model, setting, who):
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    return watched(SEEN["watch"], set(map(tuple, samples())), refused, SEEN["collator"]) if "watch" in SEEN else {"refused": refused}
+    return (
+        watched(SEEN["watch"], set(map(tuple, samples())), refused, SEEN["collator"])
+        if "watch" in SEEN
+        else {"refused": refused}
+    )
 
 
 if __name__ == "__main__":

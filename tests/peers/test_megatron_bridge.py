@@ -1,0 +1,77 @@
+"""Megatron-Bridge 0.3.1: what its datasets collate, and what its `get_packed_seq_params` gives a Megatron model.
+
+TransformerEngine and modelopt are stand-ins; the datasets are built by their own constructors, of files. Its models are
+Megatron-core's (test_megatron.py).
+"""
+
+import numpy as np
+import pytest
+import torch
+from stand_ins import stand_in
+from te_stub import VERSION
+
+stand_in(modelopt=VERSION)
+from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset  # noqa: E402
+from megatron.bridge.training import gpt_step, vlm_step  # noqa: E402
+from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params  # noqa: E402
+
+from collate_npu import CollateError  # noqa: E402
+from collate_npu.masks.find import segments_from_batch  # noqa: E402
+
+NEEDS = ("megatron.bridge", "megatron.core", "omegaconf")
+
+EOS = 2
+SEQUENCES = [[5, 9, 12, 77, 3], [40, 41, 42], [7, 11, 8, 3, 20, 31, 64, 12, 6]]
+
+
+class Tokenizer:
+    eos_id = EOS
+
+
+def collated(tmp_path, multiple=1, pad_to=16):
+    """One pack; a sequence loses its last token to the labels, and `multiple` pads each beforehand."""
+    held = [row + [EOS] * (1 + -len(row) % multiple) for row in SEQUENCES]
+    starts = [sum(map(len, held[:n])) for n in range(len(held))]
+    flat = [token for row in held for token in row]
+    np.save(tmp_path / "packed.npy", [{"input_ids": flat, "seq_start_id": starts, "loss_mask": [1] * len(flat)}])
+    settings = {"pad_seq_to_mult": multiple, "pad_seq_length_to_mult": pad_to, "max_seq_length": 64}
+    data = GPTSFTPackedDataset(str(tmp_path / "packed.npy"), Tokenizer(), **settings)
+    return data.collate_fn([data[0]])
+
+
+def through_get_batch(batch, monkeypatch):
+    """As `forward_step` reads it from the iterator: masks and counts are left behind."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **settings: self)
+    read = gpt_step.get_batch_from_iterator(iter([batch]), is_first_pp_stage=True, is_last_pp_stage=True)
+    return {key: value for key, value in read.items() if value is not None}
+
+
+@pytest.mark.parametrize(("multiple", "pad_to"), [(1, 16), (1, 24), (4, 16), (4, 32)])
+def test_packed_rows(tmp_path, monkeypatch, multiple, pad_to):
+    """The dataset's row, and the object its models get."""
+    batch = collated(tmp_path, multiple, pad_to)
+    assert batch["cu_seqlens"].shape[0] == 1
+    assert batch["cu_seqlens"][0, -1] == -1
+    read = through_get_batch(batch, monkeypatch)
+    wanted = (tuple(map(len, SEQUENCES)),)
+    assert segments_from_batch(read, padding_free=True).lengths == wanted
+    offsets = {key: value for key, value in read.items() if "seqlens" in key or key == "max_seqlen"}
+    params = get_packed_seq_params(offsets)
+    given = {"input_ids": read["tokens"], "position_ids": read["position_ids"], "packed_seq_params": params}
+    assert segments_from_batch(given, padding_free=True).lengths == wanted
+
+
+def test_the_dataset_hands_over_a_mask_of_one_number(tmp_path):
+    batch = collated(tmp_path)
+    assert batch["attention_mask"].tolist() == [1]
+    with pytest.raises(CollateError, match="attention_mask"):
+        segments_from_batch(batch, padding_free=True)
+
+
+def test_packing_in_the_step_cuts_tokens_that_equal_padding():
+    """`pack_sequences_in_batch` (vlm_step.py:90) takes id 0 at the end for padding; what it hands on is read as it says."""
+    rows = torch.tensor([[5, 9, 0, 0], [4, 6, 8, 3]])
+    ones, positions = torch.ones_like(rows), torch.arange(4).repeat(2, 1)
+    tokens, _, _, _, positions, offsets, longest = vlm_step.pack_batch_sequences(rows, rows, ones, None, positions)
+    batch = {"tokens": tokens, "position_ids": positions, "cu_seqlens": offsets, "max_seqlen": longest}
+    assert segments_from_batch(batch, padding_free=True).lengths == ((2, 4),)

@@ -1,0 +1,129 @@
+"""NeMo Automodel 0.7.0: `automodel config.yaml` on a CPU, and what its collators and its THD conversion hand on.
+
+Automodel's own packing (`packed_sequence_size`) asks for FlashAttention; here the packs are made beforehand by the same
+functions and collated by the same collators. Its own models were read, not run.
+"""
+
+import pytest
+import torch
+from cells import PAD, Stack, of_job, samples, verdict
+from processes import found_by
+
+from collate_npu import BatchAdapter, CollateError
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.testing import tiny_model
+
+NEEDS = ("nemo_automodel",)
+
+STACK = Stack("NeMo Automodel", ("nemo-automodel", "transformers"), "peers_nemo")
+LINE = "adapt(part) for each of recipe.model_parts"
+FAMILIES = ["qwen3", "qwen3_next", "qwen3_5_text", "gemma3_text"]
+SETTINGS = {"padded right": "right", "padded left": "left", "packed": "thd"}
+MORE = ["qwen3_next neat", "qwen3 neat", "qwen3 aligned", "qwen3_next rows", "qwen3_next collator"]
+JOBS = [
+    f"{job} {who}" for job in (*(f"{f} {s}" for f in FAMILIES for s in SETTINGS.values()), *MORE) for who in ("own", "ours")
+]
+LENGTHS = [len(ids) for ids in samples()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every job gave; one process, one training step each."""
+    folder = tmp_path_factory.mktemp("automodel")
+    return found_by("nemo_work", folder, folder, *JOBS)[0]
+
+
+@pytest.mark.parametrize("layout", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_cell(runs, family, layout):
+    own, ours = (runs[f"{family} {SETTINGS[layout]} {who}"] for who in ("own", "ours"))
+    print(family, layout, own, ours)
+    STACK.tell(family, layout, alone=of_job(own), ours=of_job(ours), line=LINE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_cell_of_context_parallel(family):
+    why = verdict(not_run="its context parallelism needs CUDA")
+    STACK.tell(family, "context parallel", alone=why, ours=why, line=LINE)
+
+
+@pytest.mark.parametrize(("job", "own", "ours"), [
+    ("qwen3 thd", "wrong", "right"),
+    ("qwen3 aligned", "wrong", "right"),
+    ("qwen3 neat", "right", "right"),
+    ("qwen3_next rows", "right", "right"),
+    ("qwen3_next collator", "right", "right"),
+    ("qwen3_next neat", "wrong", "refused"),  # Automodel#2147, before its own layers
+    ("qwen3_next thd", "wrong", "refused"),
+])  # fmt: skip
+def test_each_sequence_as_alone(runs, job, own, ours):
+    found = {who: runs[f"{job} {who}"] for who in ("own", "ours")}
+    assert [of_job(each)["verdict"] for each in found.values()] == [own, ours]
+    assert all(each["compared"] == 4 for each in found.values() if not each["refused"])
+    if ours == "refused":
+        assert "Give each sequence its own row" in found["ours"]["refused"]
+
+
+# --- the batches
+
+
+def row(ids):
+    return {"input_ids": ids, "labels": [*ids[1:], -100]}
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_thd_packs(multiple):
+    from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
+    from nemo_automodel.components.datasets.utils import packed_sequence_thd_collater
+    from nemo_automodel.components.distributed.thd_utils import process_input_for_thd
+
+    packs = pack_dataset([row(ids) for ids in samples()], None, 28, padding_idx=PAD, pad_to_multiple_of=multiple)
+    batch = packed_sequence_thd_collater(list(packs))
+    assert (batch["seq_lens"] == -1000).any()
+    segments = segments_from_batch(batch)
+    assert segments.lengths == ((7, 16, 4), (11,)) if multiple == 1 else ((7, 16), (4, 11))
+    flat = process_input_for_thd(batch, padding_token_id=PAD)  # what its own models take: no rows left
+    given = {key: value[None] for key, value in flat.items() if key in ("input_ids", "position_ids")}
+    given |= {key: value for key, value in flat.items() if "seqlen" in key}
+    found = segments_from_batch(given, padding_free=True)
+    assert found.shape == (1, 56)
+    assert torch.equal(found.keep[0] | flat["padding_mask"], torch.ones(56, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["block_causal", "document_ids", "flash_varlen"])
+@pytest.mark.parametrize("size", [24, 40])
+def test_neat_packs(kind, size):
+    from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
+    from nemo_automodel.components.datasets.utils import neat_packed_collater
+    from nemo_automodel.components.models.common.packing import PackingCapabilities
+
+    packs = list(neat_pack_dataset(_Table(row(ids) for ids in samples()), "train", size, padding_idx=PAD))
+    batch = neat_packed_collater(packs, packing=PackingCapabilities(kind))
+    lengths = ((16, 4), (11, 7)) if size == 24 else ((16, 11, 7, 4),)
+    assert segments_from_batch(batch).lengths == lengths
+    native = neat_packed_collater(packs, packing=PackingCapabilities(kind, requires_packed_sequence_metadata=True))
+    if len(packs) > 1:  # offsets of each row, for Automodel's own layers
+        with pytest.raises(CollateError, match="carry segment_ids"):
+            segments_from_batch(native)
+        native.pop("cu_seqlens")
+    if kind != "flash_varlen" or len(packs) > 1:
+        assert segments_from_batch(native).lengths == lengths
+    adapter = BatchAdapter(tiny_model("qwen3", vocab_size=120))
+    out = adapter({key: value for key, value in batch.items() if key != "labels"})
+    assert "_packed_seq_ids" not in out
+
+
+class _Table(list):
+    """Without splits."""
+
+
+def test_rows_padded_by_the_tokenizer_or_not():
+    """Without a mask the padding mask is a guess, `input_ids == pad`: nothing tells, and it is refused."""
+    from nemo_automodel.components.datasets.utils import default_collater
+
+    bare = default_collater([row(ids) for ids in samples()])
+    with pytest.raises(CollateError, match="No key says which tokens are padding"):
+        segments_from_batch(bare)
+    told = default_collater([{**row(ids), "attention_mask": [1] * len(ids)} for ids in samples()])
+    assert segments_from_batch(told).lengths == tuple((n,) for n in LENGTHS)
+    assert torch.equal(told["padding_mask"], told["attention_mask"] == 0)
