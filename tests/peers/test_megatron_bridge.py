@@ -34,7 +34,12 @@ def collated(tmp_path, multiple=1, pad_to=16):
     starts = [sum(map(len, held[:n])) for n in range(len(held))]
     flat = [token for row in held for token in row]
     np.save(tmp_path / "packed.npy", [{"input_ids": flat, "seq_start_id": starts, "loss_mask": [1] * len(flat)}])
-    settings = {"pad_seq_to_mult": multiple, "pad_seq_length_to_mult": pad_to, "max_seq_length": 64}
+    settings = {
+        "pad_seq_to_mult": multiple,
+        "pad_seq_length_to_mult": pad_to,
+        "max_seq_length": 64,
+        "prompt_template": "{text} {answer}",
+    }
     data = GPTSFTPackedDataset(str(tmp_path / "packed.npy"), Tokenizer(), **settings)
     return data.collate_fn([data[0]])
 

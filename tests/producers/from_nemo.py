@@ -34,13 +34,13 @@ def rl_packed(draw: Draw, *, tail: bool) -> Case:
 
 
 def rl_padded(draw: Draw) -> Case:
-    """nemo_rl/models/automodel/data.py:275: a mask of ones over padded rows, beside the lengths it was made of."""
+    """nemo_rl/models/automodel/data.py:275: padded rows and the lengths they were made of; its mask of ones says nothing
+    (tests/integration/test_nemo_rl.py)."""
     rows = draw.rows()
     lengths = list(map(len, rows))
     width = max(lengths)
     batch = {
         "input_ids": torch.tensor([row + [PAD] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.ones(len(rows), width, dtype=torch.bool),
         "position_ids": torch.arange(width).repeat(len(rows), 1),
         "input_lengths": torch.tensor(lengths),
     }
@@ -112,6 +112,6 @@ PRODUCERS = [
     Producer("NeMo Automodel, thd aligned", AUTOMODEL, partial(thd, multiple=4), FLAT),
     Producer("NeMo Automodel, neat", AUTOMODEL, partial(neat, kind="block_causal"), FLAT),
     Producer("NeMo Automodel, neat ids", AUTOMODEL, partial(neat, kind="document_ids"), FLAT),
-    Producer("NeMo Automodel, neat flash", AUTOMODEL, partial(neat, kind="flash_varlen"), FLAT),
+    Producer("NeMo Automodel, neat flash", AUTOMODEL, partial(neat, kind="flash_varlen"), FLAT, ("positions against mask",)),
     Producer("NeMo Automodel, padded", AUTOMODEL, padded, RIGHT),
 ]
