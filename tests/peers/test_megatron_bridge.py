@@ -18,7 +18,7 @@ from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_param
 from collate_npu import CollateError  # noqa: E402
 from collate_npu.masks.find import segments_from_batch  # noqa: E402
 
-NEEDS = ("megatron.bridge", "megatron.core", "omegaconf")
+NEEDS = ("megatron", "nemo_automodel", "omegaconf")  # the environment that has Megatron-Bridge
 
 EOS = 2
 SEQUENCES = [[5, 9, 12, 77, 3], [40, 41, 42], [7, 11, 8, 3, 20, 31, 64, 12, 6]]
