@@ -87,6 +87,7 @@ DATA_NEEDS = (
 NEMO_NEEDS = (
     "torchdata==0.11.0", "tiktoken", "pillow", "pyyaml", "omegaconf", "hydra-core", "einops==0.8.1", "six", "tensorboard",
 )  # fmt: skip
+VEOMNI_NEEDS = ("torchdata==0.11.0", "einops==0.8.2", "psutil", "packaging", "blobfile", "pyyaml", "pillow", "tiktoken")
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -338,6 +339,17 @@ def peers_nemo(session: nox.Session) -> None:
         session.run("pytest", f"tests/peers/test_{stack}.py", *session.posargs, env=ENV)
     session.run("pytest", "tests/integration/test_nemo_rl.py", env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or nemo", env=ENV)
+
+
+@nox.session
+def peers_veomni(session: nox.Session) -> None:
+    """VeOmni, beside the transformers it pins (it has no CPU backend of its own: `veomni_on_cpu` gives it Gloo)."""
+    pinned = ("transformers==5.9.0", "accelerate==1.15.0", "datasets==2.21.0")
+    install(session, *pinned, *TEST)
+    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
+    session.install("--no-deps", *any_python, "veomni==0.1.12")
+    session.install(TORCH, *pinned, *VEOMNI_NEEDS)
+    session.run("pytest", "tests/peers/test_veomni.py", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -29,14 +29,15 @@ def rule_of(told: LabelRule | None, pattern: Pattern) -> LabelRule:
 def labels_for(
     sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
 ) -> dict[str, Tensor]:
-    """`labels`, `shift_labels` and `loss_mask` `[B, S]` of this batch where they must change; what is right is left.
+    """`labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch where they must change; what is right
+    is left.
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """
     out: dict[str, Tensor] = {}
     if rule == "decoder":
         return out
-    for key, moved in (("labels", shifted), ("shift_labels", True)):
+    for key, moved in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
             wrong_BS = _wrong(sources, key, segments, rule, moved)
             if wrong_BS.any():

@@ -81,7 +81,7 @@ def agreed(
     if positions_BS is not None:
         offsets.check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
-        offsets.check_offsets(sources, truth.segments)
+        offsets.check_offsets(sources, truth.segments, truth.name)
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
@@ -117,7 +117,8 @@ def _told(
     flat = offsets.segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares}
     if polarity in (None, "keep"):
-        unsaid = flat is not None and flat[0] == "input_lengths" and not offsets.says_padding(sources)
+        tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
+        unsaid = tails and not offsets.says_padding(sources)
         repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
         rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
     told = [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
@@ -154,15 +155,22 @@ def _parted(
     positions_BS = sources.text_positions(shape)
     if positions_BS is None:
         return truth, None
+    truth = _cut(sources, truth, positions_BS)
     sources.counted = truth is not None and counts_as(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
     if known and (found := offsets.parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
-        truth = _Truth("position_ids", *found)
-    if truth and truth.name in ("position_ids", *sources.offsets) and not offsets.says_padding(sources):
-        truth = truth._replace(segments=offsets.without_tail(sources, truth.segments, positions_BS))
+        truth = _cut(sources, _Truth("position_ids", *found), positions_BS)
     return truth, positions_BS
+
+
+def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth | None:
+    """The truth without the tail of a flat row, where numbers told it and no mask does."""
+    by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
+    if truth is None or not by_numbers or offsets.says_padding(sources):
+        return truth
+    return truth._replace(segments=offsets.without_tail(sources, truth.segments, positions_BS))
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:

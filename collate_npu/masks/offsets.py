@@ -34,7 +34,8 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         if sources.padded_lengths is not None and rows:
             return "seq_lens", _placed(rows, sources.padded_lengths, shape)
         whole = rows and all(sum(row) == S for row in rows)  # else a mask tells where they stand
-        pads_right = rows and sources.named["lengths"][0] == "input_lengths" and not says_padding(sources)
+        named = sources.named["lengths"][0] if rows else ""
+        pads_right = named in ("input_lengths", "packed_seq_lengths") and not says_padding(sources)
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
     name, physical, real = _kept_apart(offsets)
     if physical[-1] > S:
@@ -43,6 +44,10 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
     tail = _tail(sources)
+    if sources.named["tail"] and tail and S - tail not in physical:
+        rule = f"The tail begins where a sequence ends: {name} is {physical.tolist()[-8:]}, and the row has {S} tokens."
+        remedy = "Leave it out where rows that had tails were joined or split, and carry segment_ids."
+        raise CollateError(explain(sources.named["tail"][0], str(tail), rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
     ids_S = np.zeros(S, np.int64)
@@ -53,8 +58,8 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
 
 
 def _tail(sources: Sources) -> int:
-    """Places that the offsets of a flat row number as its last sequence: xtuner's `num_padding`, and the zeros of NeMo
-    Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
+    """Places that the offsets of a flat row number as its last sequence: xtuner's and VeOmni's own number, and the zeros of
+    NeMo Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
     if sources.named["tail"]:
         return int(sources[sources.named["tail"][0]])
     if sources.get("_packed_seq_ids") is None:
@@ -85,9 +90,10 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
     return of_ids(ids_BS)
 
 
-def check_offsets(sources: Sources, segments: Segments) -> None:
-    """Raise where the lengths or sequence numbers of a batch speak of other sequences than its `Segments`."""
-    if sources.lengths is not None:
+def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
+    """Raise where the lengths or sequence numbers of a batch speak of other sequences than its `Segments`, which that key
+    told."""
+    if sources.lengths is not None and told_by not in sources.named["lengths"]:
         rows = _length_rows(sources, segments.shape[0])
         told = enumerate(zip(rows, segments.lengths))
         bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in told if [n for n in row if n] != list(real)]
@@ -169,25 +175,39 @@ def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_
 
 
 def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """A flat row without what positions and offsets number as sequences, and no sequence is: its tail.
+    """A flat row without what positions, offsets and lengths number as sequences, and no sequence is: its tail.
 
-    A last sequence of several tokens that are all at position 0 (VeOmni data/data_collator.py, d977449); and places of one
-    token each that repeat one token without a label (TRL 1.16 `pad_to_multiple_of` with `padding_free`).
+    A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions
+    begin again, stand still or are 0, and nobody learns (prime-rl 559b447 trainer/batch.py:717-719, which adds the tail to
+    the last length); and whole sequences of one token again and again that nobody learns (TRL 1.16 `pad_to_multiple_of`
+    with `padding_free`, torchtitan b5bcd76).
     """
-    (lengths, *others), tail = segments.lengths, 0
-    if others or segments.padding_side != "none" or len(lengths) < 2:
+    (lengths, *others), S = segments.lengths, segments.shape[1]
+    if others or segments.padding_side != "none":
         return segments
-    zero_S = positions_BS[0] == 0
-    if lengths[-1] > 1 and zero_S[-lengths[-1] :].all():
-        tail = 1
-    elif sources.named["tokens"] == ("input_ids",) and sources.named["labels"]:
-        ids_S, labels_S = (sources.array(key)[0] for key in ("input_ids", "labels"))
-        alike_S = zero_S & (ids_S == ids_S[-1]) & (labels_S < 0) if labels_S.shape == ids_S.shape else zero_S & False
-        run = len(alike_S) if alike_S.all() else int(alike_S[::-1].argmin())
-        tail = next((n for n, length in enumerate(reversed(lengths)) if length > 1), 0) if run > 1 else 0
-        tail = min(tail, run)
-        tail = tail if tail > 1 else 0
-    return of_lengths([lengths[: len(lengths) - tail]], segments.shape[1]) if tail else segments
+    starts = S - np.cumsum(lengths[::-1])[::-1]
+    last_S, unread_S, ids_S = positions_BS[0, starts[-1] :], _unread(sources, S), np.zeros(S, np.int64)
+    told = sources.named["tokens"] == ("input_ids",)
+    ids_S = sources.array("input_ids")[0] if told else ids_S
+    one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
+    if len(lengths) > 1 and len(last_S) > 1 and not last_S.any() and not one_is_real:
+        return of_lengths([lengths[:-1]], S)
+    counted = int((last_S == np.arange(len(last_S))).cumprod().sum())
+    rest_S = last_S[counted:]
+    again = any(np.array_equal(rest_S, form) for form in (np.arange(len(rest_S)), 0 * rest_S, 0 * rest_S + counted - 1))
+    if 0 < counted < len(last_S) and again and unread_S[starts[-1] + counted :].all():
+        return of_lengths([[*lengths[:-1], counted]], S)
+    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if told else 0
+    held = lengths[: max(int((starts < S - run).sum()), 1)]  # sequences that begin before the run are real
+    return of_lengths([held], S) if sum(held) < S - 1 else segments
+
+
+def _unread(sources: Sources, S: int) -> Array:
+    """bool `[S]`: places of a flat row without a label, by whatever tells; none where nothing does."""
+    for name in ("labels", "shift_labels", "shifted_labels", "loss_mask"):
+        if sources.get(name) is not None and (told_BS := sources.array(name)).shape == (1, S):
+            return np.asarray(told_BS[0] == 0 if name == "loss_mask" else told_BS[0] < 0)
+    return np.zeros(S, bool)
 
 
 def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:

@@ -50,7 +50,7 @@ class Entry:
         if case.mask is None and not case.plain and not case.flat:
             return False  # nothing in the batch says so: the model attends as it does
         if self.derives:
-            return case.mask is not None and not (case.contrary and self.name == "derive")
+            return case.mask is not None and not case.flat and not (case.contrary and self.name == "derive")
         return not self.with_2d if case.flat else not self.declared or case.pattern is not None
 
 
@@ -95,7 +95,7 @@ def adapt(
 
 def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = wrap_collator) -> None:
     out = make(lambda features: _batch(case, with_2d), **_declared(case, declared))(case.features)
-    if case.ids.shape[0] == 1 and "cu_seq_lens_q" in out:
+    if case.ids.shape[0] == 1 and "cu_seq_lens_q" in out and out.get("attention_mask") is None:
         check_flat(out, case)
     else:
         check_batch(out, case, "neutral")

@@ -89,7 +89,7 @@ def _says_nothing(case: Case, entry: Entry) -> bool:
 EVERYWHERE: dict[str, Reason] = {
     # A row of single tokens beside padding that attends padding: so does a 2D mask that is turned around look.
     "turned around": lambda case, entry: entry.with_2d and _lone(case),
-    "single tokens": lambda case, entry: case.flat and _lone(case) and "cu_seq_lens_q" not in case.batch,
+    "single tokens": lambda case, entry: case.flat and not positions(case.ids).any() and "cu_seq_lens_q" not in case.batch,
     # Packed rows without padding that nobody sees: some sequences may be padding that attends itself.
     "visible padding": _visible_padding,
     # A 2D mask of the other polarity: beside a keep mask the two disagree, alone its labels are on padding.
@@ -148,6 +148,8 @@ BY_NAME: dict[str, Reason] = {
     "no boundaries": lambda case, entry: not entry.wraps,
     # Rows of their own lengths: a collator pads them.
     "not padded yet": lambda case, entry: case.unpadded and entry.name != "collate",
+    # A mask of ones and offsets say that the places of a tail are sequences, and the samples that they are none.
+    "tail against samples": lambda case, entry: entry.wraps,
     # Positions that restart beside a mask that goes on: two sources that tell different things.
     "positions against mask": lambda case, entry: not entry.derives,
 }
@@ -166,6 +168,8 @@ LIMITS: dict[str, Reason] = {
         _lone(case) and isinstance(case.batch.get("position_ids"), Tensor) and getattr(case.mask, "ndim", 2) == 2
     ),
     "window or pack": _window_or_pack,
+    # One place behind the last sequence, counted as one more: a token alone that nobody learns looks the same.
+    "a place alone": lambda case, entry: case.flat and entry.wraps and (case.ids[0, -2:] == 0).sum() == 1,
 }
 
 

@@ -14,6 +14,7 @@ import from_megatron
 import from_megatron_rl
 import from_misc
 import from_nemo
+import from_packers
 import from_torch
 import from_transformers
 import numpy as np
@@ -28,7 +29,7 @@ from verdicts import Case, Result, block_mask_attends, judge
 EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "20"))
 STEP = 1 if PROFILE == "fuzz" else 3
 SHOWN = 3
-MODULES = (from_transformers, from_collators, from_torch, from_megatron, from_megatron_rl, from_misc, from_loaders, from_nemo)
+MODULES = (from_transformers, from_collators, from_torch, from_megatron, from_megatron_rl, from_misc, from_loaders, from_nemo, from_packers)
 PRODUCERS = {producer.name: producer for module in MODULES for producer in module.PRODUCERS}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 AVAILABLE = [name for name, producer in PRODUCERS.items() if producer.available]
@@ -57,7 +58,7 @@ def test_right_or_refused(name):
 
 def misdescribed(case: Case) -> tuple:
     """A batch whose emission, as its own software reads it, is not what its row says."""
-    if case.mask is None or np.any(case.silent):
+    if case.mask is None or case.flat or np.any(case.silent):
         return ()
     wrong = (read_emission(case) != case.attends) & case.keep[:, :, None]
     return (case.draw.style, case.ids.tolist(), np.argwhere(wrong)[0].tolist()) if wrong.any() else ()
