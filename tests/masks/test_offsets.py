@@ -91,3 +91,40 @@ def test_lengths_of_padded_rows_are_held_against_their_mask():
     assert segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 3]}) == Segments.from_lengths([3, 3])
     with pytest.raises(CollateError):
         segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?
+
+
+TAILS = {
+    "VeOmni": {"cu_seq_lens_q": [0, 3, 5, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0], "tail_padding_length": 3},
+    "VeOmni, counted by its linear attention": {"linear_attn_cu_seq_lens_q": [0, 3, 5, 8], "tail_padding_length": 3},
+    "xtuner, in chunks": {"cu_seq_lens_q": [0, 3, 5, 7, 8], "position_ids": [0, 1, 2, 0, 1, 0, 1, 0], "num_padding": 3},
+    "prime-rl": {"seq_lens": [3, 5], "position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
+    "the last's, still": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 1, 1, 1]},
+    "the last's, zeros": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
+    "unsloth": {"packed_seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
+    "torchtitan": {"position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
+}
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["no mask", "a mask of ones"])
+@pytest.mark.parametrize("who", TAILS)
+def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
+    """Who writes each: tests/producers/from_packers.py."""
+    told = Segments.from_lengths([[3, 2]], width=8)
+    batch = {key: [value] if key == "position_ids" else value for key, value in TAILS[who].items()}
+    batch |= {"labels": [[-100, 1, 2, -100, 4, -100, -100, -100]], "input_ids": [[10, 11, 12, 13, 14, 12, 12, 12]]}
+    batch |= {"attention_mask": [[1] * 8]} if ones else {}
+    batch = {key: torch.tensor(value) for key, value in batch.items()}
+    if ones and not {"cu_seq_lens_q", "linear_attn_cu_seq_lens_q"} & batch.keys():  # of such rows the mask is the truth
+        return
+    assert segments_from_batch(batch, padding_free=not ones) == told
+    learned = batch | {"labels": batch["input_ids"]}
+    if who in ("the last's, zeros", "prime-rl"):
+        with pytest.raises(CollateError, match="position_ids"):  # then it is text, and two sources differ
+            segments_from_batch(learned, padding_free=not ones)
+
+
+@pytest.mark.parametrize("key", ["num_padding", "tail_padding_length"])
+def test_a_tail_begins_where_a_sequence_ends(key):
+    """xtuner's SequenceContext.cat adds up the tails of contexts, which then stand inside the row."""
+    with pytest.raises(CollateError, match=f"{key}: got 2. The tail begins where a sequence ends"):
+        find(cu_seq_lens_q=[0, 3, 5, 8], **{key: 2})
