@@ -141,7 +141,7 @@ def _lost_window(case: Case) -> str:
     """Where the model's own window is dropped, and some sequence is longer than it."""
     implementation = case.model.attn_implementation
     where = ""
-    if implementation.startswith("flash") and find_spec("torch_npu") is not None:
+    if "flash" in implementation and find_spec("torch_npu") is not None:
         where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
     elif implementation == "flex_attention" and _needs_dense(case):
         where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"

@@ -127,9 +127,9 @@ def _decodes(batch: Sources) -> bool:
 
 
 def _is_flat(batch: Sources) -> bool:
-    """One row without a mask, or with one of ones over positions that begin again."""
+    """One row without a mask, with offsets, or with a mask of ones over positions that begin again."""
     shape = batch.shape()
-    if shape[0] != 1 or batch.get("attention_mask") is None:
+    if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
         return shape[0] == 1
     if any(keep.ndim != 2 or not keep.all() for keep in batch.masks.values()):
         return False

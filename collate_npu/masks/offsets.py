@@ -39,8 +39,8 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
     name, physical, real = _kept_apart(offsets)
     if physical[-1] > S:
-        rule = f"The row has {S} tokens."
-        raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, _REMEDY))
+        rule, remedy = f"The row has {S} tokens.", f"{_REMEDY} Of a row that ranks share, give the whole one."
+        raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, remedy))
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
     tail = _tail(sources)
