@@ -63,7 +63,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """
     if not MASK_MAPPING.holds():
         rule = f"transformers takes a mapping from {MASK_MAPPING} on, and a 4D mask alone never reaches recurrent layers."
-        remedy = "Upgrade transformers, use flash attention for flat rows, or keep plain causal attention: it needs a 2D mask."
+        remedy = "Upgrade transformers, use flash attention for flat rows, or keep plain causal attention (a 2D mask alone)."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
     text = text_config(config)
     family = getattr(text, "model_type", "")

@@ -8,8 +8,6 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
 import torch
 import torch.distributed as dist
 import veomni_cpu
@@ -19,7 +17,8 @@ from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
 from collate_npu import CollateError, adapt
 
-SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}, "single": {"dyn_bsz": False, "max_steps": 4}}
+SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}}
+SETTINGS["single"] = {"dyn_bsz": False, "max_steps": 4}
 
 
 def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn_bsz=True, max_steps=1):

@@ -1,4 +1,4 @@
-"""Flat rows with a tail, as the stacks that pack write them: what counts the tail as a sequence, and what tells that it is none.
+"""Flat rows with a tail, as the stacks that pack write them: what counts it as a sequence, and what tells that it is none.
 
 VeOmni is real where it is installed. The rest, and VeOmni elsewhere, is written after its source, named with each row.
 Legend: T tokens of the row, N sequences.
@@ -16,6 +16,7 @@ from torch import Tensor
 from verdicts import Case
 
 IGNORED = -100
+TRL_FLAT = {"flat": True, "return_position_ids": True, "pad_to_multiple_of": 8}
 
 
 def tailed(draw: Draw) -> tuple[list[list[int]], int, int]:
@@ -113,7 +114,7 @@ def torchtitan(draw: Draw) -> Case:
 
 
 def unsloth(draw: Draw) -> Case:
-    """TRL's flat row and the lengths of its sequences, the tail left out (unsloth 015bdef utils/packing.py:207-247, 405-433)."""
+    """TRL's flat row and the lengths of its sequences without the tail (unsloth 015bdef utils/packing.py:207, 405)."""
     rows, tail, fill = tailed(draw)
     lengths = list(map(len, rows))
     batch = row(rows, tail, fill) | {"position_ids": positions(lengths, [0] * tail)}
@@ -144,7 +145,7 @@ PRODUCERS = [
     known("prime-rl", prime_rl),
     known("torchtitan TextCollator", torchtitan),
     known("unsloth", unsloth),
-    known("TRL packed, padding free, to 8", sft, needs=TRL, flat=True, packed=True, return_position_ids=True, pad_to_multiple_of=8),
+    known("TRL packed, padding free, to 8", sft, needs=TRL, packed=True, **TRL_FLAT),
     known("a tail by positions, zeros", any_tail, counts="zeros", keys="positions"),
     known("a tail by positions, anew", any_tail, counts="anew", keys="positions"),
     *(known(f"a tail that is {keys}, positions {counts}", any_tail, counts=counts, keys=keys)
