@@ -4,6 +4,7 @@ Every sequence gives the logits and the gradients it gives alone, or the row is 
 """
 
 import pytest
+import torch
 from rotation import rotating
 from strategies import laid_out
 
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 from flat_rows import FORGOTTEN, PAD, RIGHT, ROWS, WRONG, alone, built, errors, ours, places, samples, without
 from transformers import DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, check_delivery
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
 from collate_npu.consumers.families import KDA, READ_BY
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES
@@ -20,6 +21,7 @@ from collate_npu.testing import hybrid_model_types, reference_kernels, tiny_conf
 pytestmark = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
 LOUD = MISSING_KERNEL_RAISES.holds()
 """Does transformers itself raise where a kernel that is told is missing?"""
+FILLS = {"input_ids": PAD, "labels": -100, "position_ids": 0}
 TAKEN = sorted(set(READ_BY) & set(hybrid_model_types()))
 TWO_KEYS = [name for name in TAKEN if "cu_seq" in READ_BY[name]]
 """Gated DeltaNet and KDA: the convolution reads `seq_idx`, the rule offsets."""
@@ -52,6 +54,23 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
             for batch in (ours(model)(features), other(features)):
                 at = places(batch, features)
                 assert max(errors(model, batch, truth, at)) < RIGHT, row
+
+
+def test_adapt_reads_one_row_with_offsets_as_flat_beside_a_mask_of_ones():
+    """As VeOmni writes it, with a tail (veomni/data/data_collator.py, d977449)."""
+    model, features = built("qwen3_next"), samples(ROWS["short"])
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
+    width = flat["input_ids"].shape[1]
+    row = {key: torch.nn.functional.pad(flat[key], (0, 3), value=fill) for key, fill in FILLS.items()}
+    ends = torch.cat([flat["cu_seq_lens_q"], torch.tensor([width + 3], dtype=torch.int32)])
+    row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "tail_padding_length": torch.tensor(3)}
+    row["attention_mask"] = torch.ones_like(row["input_ids"])
+    with reference_kernels(model):
+        truth = alone(model, features)
+        assert max(errors(model, row, truth)) > WRONG
+        handle = adapt(model)
+        assert max(errors(model, row, truth)) < RIGHT
+        handle.remove()
 
 
 @pytest.mark.parametrize("name", TWO_KEYS + ONE_KEY)

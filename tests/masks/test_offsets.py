@@ -128,3 +128,9 @@ def test_a_tail_begins_where_a_sequence_ends(key):
     """xtuner's SequenceContext.cat adds up the tails of contexts, which then stand inside the row."""
     with pytest.raises(CollateError, match=f"{key}: got 2. The tail begins where a sequence ends"):
         find(cu_seq_lens_q=[0, 3, 5, 8], **{key: 2})
+
+
+def test_unsloths_lengths_are_of_the_row_from_its_start():
+    assert find(packed_seq_lengths=[3, 2]) == Segments.from_lengths([[3, 2]], width=8)
+    with pytest.raises(CollateError):
+        find(seq_lens=[3, 2])  # who says so with this name may have padding anywhere
