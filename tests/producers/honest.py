@@ -149,7 +149,7 @@ BY_NAME: dict[str, Reason] = {
     # Rows of their own lengths: a collator pads them.
     "not padded yet": lambda case, entry: case.unpadded and entry.name != "collate",
     # A mask of ones and offsets say that the places of a tail are sequences, and the samples that they are none.
-    "tail against samples": lambda case, entry: entry.wraps,
+    "tail against samples": lambda case, entry: case.flat and entry.wraps,
     # Positions that restart beside a mask that goes on: two sources that tell different things.
     "positions against mask": lambda case, entry: not entry.derives,
 }
@@ -169,7 +169,7 @@ LIMITS: dict[str, Reason] = {
     ),
     "window or pack": _window_or_pack,
     # One place behind the last sequence, counted as one more: a token alone that nobody learns looks the same.
-    "a place alone": lambda case, entry: case.flat and entry.wraps and (case.ids[0, -2:] == 0).sum() == 1,
+    "a place alone": lambda case, entry: case.flat and entry.wraps and bool((case.ids[0, -2:] == 0).sum() == 1),
 }
 
 

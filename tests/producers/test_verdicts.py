@@ -159,6 +159,7 @@ HOLDS = {
     "says nothing": (made(ROWS), DERIVE),
     "no boundaries": (made(FULL), MEGATRON),
     "not padded yet": (replace(made(ROWS), unpadded=True), MEGATRON),
+    "tail against samples": (made(FULL, flat=True), WRAP),
     "positions against mask": (made(FULL), MEGATRON),
 }
 
@@ -183,6 +184,9 @@ def test_what_no_reader_could_read_otherwise_is_narrow():
     lone = beside(made(np.array([[1, 2]])), position_ids=torch.zeros(1, 2, dtype=torch.int64))
     assert LIMITS["single tokens by positions"](beside(lone, attention_mask=None), DERIVE)
     assert not LIMITS["single tokens by positions"](lone, DERIVE)
+    for ids, holds in (([[1, 1, 0]], True), ([[1, 0, 0]], False), ([[1, 1, 1]], False)):
+        assert LIMITS["a place alone"](made(np.array(ids), flat=True), WRAP) is holds
+        assert not LIMITS["a place alone"](made(np.array(ids), flat=True), MEGATRON)
     at = np.arange(5)
     for ids, holds in ((HOLE, True), (np.array([[1, 1, 1, 0, 1]]), False)):
         window = together(ids) & (abs(at[:, None] - at) <= 1)
