@@ -343,13 +343,14 @@ def peers_nemo(session: nox.Session) -> None:
 
 @nox.session
 def peers_veomni(session: nox.Session) -> None:
-    """VeOmni, beside the transformers it pins (it has no CPU backend of its own: `veomni_on_cpu` gives it Gloo)."""
+    """VeOmni, beside the transformers it pins (cards and their kernels are stand-ins)."""
     pinned = ("transformers==5.9.0", "accelerate==1.15.0", "datasets==2.21.0")
     install(session, *pinned, *TEST)
     any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
     session.install("--no-deps", *any_python, "veomni==0.1.12")
     session.install(TORCH, *pinned, *VEOMNI_NEEDS)
     session.run("pytest", "tests/peers/test_veomni.py", *session.posargs, env=ENV)
+    session.run("pytest", "tests/producers", "-k", "test_verdicts or VeOmni", env=ENV)
 
 
 @nox.session
