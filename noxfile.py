@@ -88,6 +88,7 @@ NEMO_NEEDS = (
     "torchdata==0.11.0", "tiktoken", "pillow", "pyyaml", "omegaconf", "hydra-core", "einops==0.8.1", "six", "tensorboard",
 )  # fmt: skip
 VEOMNI_NEEDS = ("torchdata==0.11.0", "einops==0.8.2", "psutil", "packaging", "blobfile", "pyyaml", "pillow", "tiktoken")
+SKYRL_NEEDS = ("ray", "hydra-core", "omegaconf", "loguru", "jaxtyping", "tensordict", "torchdata==0.11.0", "func_timeout")
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -256,7 +257,7 @@ def peers_misc(session: nox.Session) -> None:
     """verl, twinkle and torchtitan (FlexAttention on a CPU needs g++)."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
     session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
-    session.install("--no-deps", "mcore-bridge==1.6.5")  # twinkle builds its Megatron models with it
+    session.install("--no-deps", "mcore-bridge==1.6.5", "TransferQueue==0.1.11")  # twinkle's Megatron models; verl's trainer
     session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     for stack in ("verl", "twinkle", "torchtitan"):
@@ -351,6 +352,16 @@ def peers_veomni(session: nox.Session) -> None:
     session.install(TORCH, *pinned, *VEOMNI_NEEDS)
     session.run("pytest", "tests/peers/test_veomni.py", *session.posargs, env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or VeOmni", env=ENV)
+
+
+@nox.session
+def peers_skyrl(session: nox.Session) -> None:
+    """SkyRL and cosmos-rl, beside a transformers that SkyRL takes; flash-attn, vLLM and Ray's cluster are not needed."""
+    pinned = ("transformers==5.8.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.18.1")
+    install(session, *pinned, *TEST)
+    session.install("--no-deps", "skyrl==0.3.0", "cosmos-rl==0.4.7")
+    session.install(TORCH, *pinned, *SKYRL_NEEDS)
+    session.run("pytest", "tests/peers/test_skyrl.py", "tests/peers/test_cosmos_rl.py", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -1,12 +1,14 @@
-"""For verl's workers: `VERL_USE_EXTERNAL_MODULES=collate_npu.integrations.verl.plugin`, and each process installs `engine`.
+"""For verl's workers: `VERL_USE_EXTERNAL_MODULES=collate_npu.integrations.verl.plugin`, and each process installs `engine`
+(Megatron) and `fsdp`, whichever its strategy runs.
 
 Ray hands the variable to no worker of a cluster that stands already (0.9.1 trainer/constants_ppo.py): give it in
 `runtime_env`, or name this module as a model's `external_lib`.
 
 Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
-`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it. Nor does
-it do that much where neither verl imports it (utils/import_utils.py `import_external_libs`) nor the variable names it, as
-where somebody looks through the modules of a package: it says so, and `arm` is there to be called.
+`engine.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it, and
+`fsdp.install` when verl has imported its FSDP engine. Nor does it do that much where neither verl imports it
+(utils/import_utils.py `import_external_libs`) nor the variable names it, as where somebody looks through the modules of a
+package: it says so, and `arm` is there to be called.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from collate_npu.integrations import mindspeed
-from collate_npu.integrations.verl import engine
+from collate_npu.integrations.verl import engine, fsdp
 
-_PACKAGE = "verl.models.mcore"
+_MCORE = "verl.models.mcore"
 """Importing any module of it runs its `__init__` first, which imports the forwards, the registry and `util`."""
+
+_AFTER = {_MCORE: engine.install, "verl.workers.engine.fsdp.transformer_impl": fsdp.install}
 
 
 class _InstallsAfterwards(MetaPathFinder):
-    """Finds `verl.models.mcore` as the other finders do, and installs ours when its import is done."""
+    """Finds these modules of verl as the other finders do, and installs ours when such an import is done."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of `verl.models.mcore`, whose loader then installs ours; None for every other module."""
-        if name != _PACKAGE:
+        """The spec of such a module, whose loader then installs ours; None for every other module."""
+        if name not in _AFTER:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -39,19 +43,20 @@ class _InstallsAfterwards(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def then_install(module: ModuleType) -> None:
-                mindspeed.start()  # the import that follows brings Megatron
+                if name == _MCORE:
+                    mindspeed.start()  # the import that follows brings Megatron
                 execute(module)
-                engine.install()
+                _AFTER[name]()
 
             spec.loader.exec_module = then_install  # type: ignore[method-assign]
         return spec
 
 
 def arm() -> None:
-    """Install ours in verl's Megatron engine: now where that is imported, else as soon as it is."""
-    if _PACKAGE in sys.modules:
-        engine.install()
-    elif not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
+    """Install ours in verl's engines: now where one is imported, else as soon as it is."""
+    for install in [install for name, install in _AFTER.items() if name in sys.modules]:
+        install()
+    if not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
         sys.meta_path.insert(0, _InstallsAfterwards())
 
 

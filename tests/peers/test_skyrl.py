@@ -1,0 +1,108 @@
+"""SkyRL 0.3.0: `HFModelWrapper`, which its workers build, with `adapt` on the model inside.
+
+On a CPU with sdpa: flash-attn's padding functions are stand-ins, and `remove_microbatch_padding` runs without its kernel.
+"""
+
+import copy
+
+import pytest
+import skyrl_stand_ins  # noqa: F401
+import torch
+from cells import PAD, VOCAB, Stack, samples
+from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+
+from collate_npu import adapt
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.testing import tiny_model
+
+NEEDS = ("skyrl", "jaxtyping")
+
+STACK = Stack("SkyRL", ("skyrl", "transformers"), "peers_skyrl")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "qwen3")
+LINE = "adapt(wrapper.model)"
+RIGHT, WRONG = 1e-5, 0.05
+
+
+def wrapped(family, *, packs=False, ours=False):
+    model = copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
+    wrapper = HFModelWrapper(model, use_flash_attention_2=packs, remove_microbatch_padding=packs, bf16=False)
+    if ours:
+        adapt(wrapper.model)
+    return wrapper
+
+
+def both_ends(rows, side):
+    """Prompts padded left and responses right (train/dataset/preprocess.py), or whole rows on one side; where they start."""
+    before = {"both": max(len(row) for row in rows) // 4, "left": 0, "right": 0}[side]
+    width = max(map(len, rows)) + 2 * before
+    ids, mask = torch.full((2, len(rows), width), PAD).unbind()
+    mask, starts = torch.zeros_like(ids), []
+    for n, row in enumerate(rows):
+        at = {"both": before + n % 2, "left": width - len(row), "right": 0}[side]
+        ids[n, at : at + len(row)], mask[n, at : at + len(row)] = torch.tensor(row), 1
+        starts.append(at)
+    return ids, mask, starts
+
+
+def answers(wrapper, rows, side):
+    """`forward` gives log-probabilities of the last `num_actions` tokens of each row; asked for all but the first."""
+    ids, mask, starts = both_ends(rows, side)
+    told = wrapper(ids, ids.shape[1] - 1, mask)  # [B, S - 1]: place s says token s + 1
+    return [row[at : at + len(one) - 1] for row, at, one in zip(told, starts, rows)]
+
+
+def alone(family, rows):
+    model = copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
+    ids = [torch.tensor([row]) for row in rows]
+    return model, [model(input_ids=one).logits[0, :-1].log_softmax(-1).gather(1, one[0, 1:, None])[:, 0] for one in ids]
+
+
+def off(wrapper, family, side):
+    """The worst log-probability and the worst gradient, relative, against each sequence by itself."""
+    rows = samples()
+    found, (model, wanted) = answers(wrapper, rows, side), alone(family, rows)
+    torch.cat(found).mean().neg().backward()
+    torch.cat(wanted).mean().neg().backward()
+    worst = max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted))
+    pairs = [(p.grad, q.grad) for p, q in zip(wrapper.model.parameters(), model.parameters()) if q.grad is not None]
+    return worst, max(float((p - q).norm() / q.norm()) for p, q in pairs if float(q.norm()) > 0)
+
+
+@pytest.mark.parametrize("side", ["both", "left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows(family, side):
+    """Padding at both ends of one row, as of prompts and responses: right by itself, and with ours."""
+    own, ours = off(wrapped(family), family, side), off(wrapped(family, ours=True), family, side)
+    print(family, side, own, ours)
+    assert max(own) < RIGHT
+    assert max(ours) < RIGHT
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2"])
+def test_without_padding_states_run_on_in_silence_and_are_refused(family):
+    own = off(wrapped(family, packs=True), family, "both")
+    print(family, own)
+    assert min(own) > WRONG
+    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):  # remove_microbatch_padding=false
+        answers(wrapped(family, packs=True, ours=True), samples(), "both")
+
+
+def test_without_padding_plain_attention_is_right():
+    assert max(off(wrapped("qwen3", packs=True, ours=True), "qwen3", "both")) < RIGHT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed", "context parallel"])
+def test_cells(family, layout):
+    def truth(rows):
+        return [row.detach() for row in alone(family, rows)[1]]
+
+    def run(ours):
+        if layout == "context parallel":
+            return "sequence_parallel_size shares rows inside flash attention, which a CPU has not"
+        side = "right" if layout == "padded right" else "left"
+        return lambda rows: [
+            row.detach() for row in answers(wrapped(family, packs=layout == "packed", ours=ours), rows, side)
+        ]
+
+    print(STACK.cell(family, layout, truth=truth, alone=run(False), ours=run(True), line=LINE))
