@@ -16,7 +16,7 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", 
 import ray
 import torch
 import transfer_queue as tq
-from cells import PAD, samples
+from cells import samples
 from hydra import compose, initialize_config_module
 from processes import saved_model
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -42,7 +42,7 @@ def field(row):
     ids = torch.tensor(row)
     mask = torch.ones(len(row) - 2, dtype=torch.int64)
     told = {"prompts": ids[:2], "responses": ids[2:], "response_mask": mask, "loss_mask": mask}
-    return {**told, "input_ids": ids, "position_ids": torch.arange(len(row)), "pad_token_id": PAD}
+    return {**told, "input_ids": ids, "position_ids": torch.arange(len(row))}
 
 
 def main(out, folder):

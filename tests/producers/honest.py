@@ -130,6 +130,8 @@ EVERYWHERE: dict[str, Reason] = {
     "samples against mask": _samples_against_mask,
 }
 BY_NAME: dict[str, Reason] = {
+    # Offsets that count padding to a sequence, beside positions that do not.
+    "padding in offsets": lambda case, entry: not case.keep.all(),
     # Bidirectional attention with padding is, inverted, bidirectional attention of the padding.
     "either polarity": lambda case, entry: (
         isinstance(case.mask, Tensor) and case.mask.dtype == torch.bool and undecided(case, entry)
