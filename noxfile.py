@@ -58,7 +58,7 @@ SWIFT_NEEDS = (
 MISC_NEEDS = (
     "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
-    "torchdata==0.11.0",
+    "torchdata==0.11.0", "uvicorn", "fastapi", "msgspec", "prometheus_client",
 )  # fmt: skip
 BENCH_NEEDS = ("hydra-core", "codetiming", "orjson", "addict")
 FACTORY_NEEDS = (
@@ -88,7 +88,10 @@ NEMO_NEEDS = (
     "torchdata==0.11.0", "tiktoken", "pillow", "pyyaml", "omegaconf", "hydra-core", "einops==0.8.1", "six", "tensorboard",
 )  # fmt: skip
 VEOMNI_NEEDS = ("torchdata==0.11.0", "einops==0.8.2", "psutil", "packaging", "blobfile", "pyyaml", "pillow", "tiktoken")
-SKYRL_NEEDS = ("ray", "hydra-core", "omegaconf", "loguru", "jaxtyping", "tensordict", "torchdata==0.11.0", "func_timeout")
+SKYRL_NEEDS = (
+    "ray", "hydra-core", "omegaconf", "loguru", "jaxtyping", "tensordict", "torchdata==0.11.0", "pydantic==2.11.9", "pillow",
+    "toml", "strenum", "msgpack", "redis", "boto3", "nest_asyncio", "fastapi", "uvicorn", "pyyaml", "einops",
+)  # fmt: skip
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
@@ -356,7 +359,7 @@ def peers_veomni(session: nox.Session) -> None:
 
 @nox.session
 def peers_skyrl(session: nox.Session) -> None:
-    """SkyRL and cosmos-rl, beside a transformers that SkyRL takes; flash-attn, vLLM and Ray's cluster are not needed."""
+    """SkyRL and cosmos-rl, beside a transformers that SkyRL takes; flash-attn's padding is a stand-in."""
     pinned = ("transformers==5.8.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.18.1")
     install(session, *pinned, *TEST)
     session.install("--no-deps", "skyrl==0.3.0", "cosmos-rl==0.4.7")

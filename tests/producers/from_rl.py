@@ -80,21 +80,23 @@ def open_instruct(draw: Draw, *, tail: int = 0) -> Case:
 
 
 def open_instruct_dpo(draw: Draw, *, tail: int = 0) -> Case | None:
-    """`concatenated_inputs`: the chosen row, then the rejected one; offsets count the padding between them to the first
-    rejected sequence (open-instruct pull request 1900)."""
+    """`concatenated_inputs`: the chosen row, then the rejected one. With `max_seq_length` both are as wide, and offsets
+    count the padding between them to the first rejected sequence (open-instruct pull request 1900)."""
     rows = draw.sequences()
     if len(rows) < 2 or len(rows) % 2:
         return None
     parts = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    width = max(sum(map(len, part)) for part in parts) + tail
-    chosen, rejected = (flattened(part, width) for part in parts)
+    widths = [sum(map(len, part)) for part in parts]
+    widths = [max(widths) + tail] * 2 if tail else widths
+    width = widths[0]
+    chosen, rejected = (flattened(part, size) for part, size in zip(parts, widths))
     rejected["seq_idx"] = rejected["seq_idx"] + len(parts[0])
     batch = {key: torch.cat([chosen[key], rejected[key]], -1) for key in ("input_ids", "labels", "position_ids", "seq_idx")}
     for name in ("q", "k"):
         ends = rejected[f"cu_seq_lens_{name}"][1:] + width
         batch[f"cu_seq_lens_{name}"] = torch.cat([chosen[f"cu_seq_lens_{name}"], ends])
         batch[f"max_length_{name}"] = max(chosen[f"max_length_{name}"], rejected[f"max_length_{name}"])
-    ids = np.concatenate([joined(features_of(part), width) for part in parts], axis=1)
+    ids = np.concatenate([joined(features_of(part), size) for part, size in zip(parts, widths)], axis=1)
     ids[:, width:][ids[:, width:] > 0] += len(parts[0])
     return emitted(draw, batch, ids=ids, features=features_of(rows), flat=True)
 
@@ -109,6 +111,6 @@ PRODUCERS = [
     row("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
     row("open-instruct", (), open_instruct, FLAT),
     row("open-instruct, tail", (), open_instruct, FLAT, tail=5),
-    row("open-instruct DPO", (), open_instruct_dpo, FLAT, "padding in offsets"),
+    row("open-instruct DPO", (), open_instruct_dpo, FLAT),
     row("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, "padding in offsets", tail=5),
 ]

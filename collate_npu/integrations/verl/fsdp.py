@@ -25,14 +25,15 @@ SETTING = "actor_rollout_ref.model.use_remove_padding=False"
 
 
 def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch: Any) -> Any:
-    """The model's keyword arguments, and what verl keeps for the way back. A model whose layers verl tells `cu_seqlens`
-    keeps verl's flat rows; other engines that derive from this one keep all of theirs."""
+    """The model's keyword arguments, and what verl keeps for the way back. On flash attention a model whose layers verl
+    tells `cu_seqlens` keeps verl's flat rows; other engines that derive from this one keep all of theirs."""
     inputs, kept = original(engine, micro_batch)
     if not type(engine).__module__.startswith("verl.workers.engine.fsdp."):
         return inputs, kept
+    kernel = str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None))
     if engine.use_ulysses_sp:
-        _refuse_shares(engine)
-    if engine.use_ulysses_sp or "cu_seqlens" in inputs:
+        _refuse_shares(engine, kernel)
+    if engine.use_ulysses_sp or ("cu_seqlens" in inputs and kernel.startswith("flash")):
         return inputs, kept
     flat = inputs["attention_mask"] is None
     try:
@@ -56,10 +57,9 @@ def _adapter(engine: Any) -> BatchAdapter:
     return adapter
 
 
-def _refuse_shares(engine: Any) -> None:
+def _refuse_shares(engine: Any, kernel: str) -> None:
     if not engine.pass_packed_cu_seqlens:
         refuse_model(engine.module, "deepspeed")
-    kernel = str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None))
     if not kernel.startswith("flash"):
         rule = "verl's Ulysses gathers the row inside flash attention alone; others would see this rank's part of it."
         remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
