@@ -131,7 +131,7 @@ EVERYWHERE: dict[str, Reason] = {
 }
 BY_NAME: dict[str, Reason] = {
     # Offsets that count padding to a sequence, beside positions that do not.
-    "padding in offsets": lambda case, entry: not case.keep.all(),
+    "padding in offsets": lambda case, entry: "cu_seq_lens_q" in case.batch and not case.keep.all(),
     # Bidirectional attention with padding is, inverted, bidirectional attention of the padding.
     "either polarity": lambda case, entry: (
         isinstance(case.mask, Tensor) and case.mask.dtype == torch.bool and undecided(case, entry)

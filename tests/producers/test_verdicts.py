@@ -160,6 +160,7 @@ HOLDS = {
     "no boundaries": (made(FULL), MEGATRON),
     "not padded yet": (replace(made(ROWS), unpadded=True), MEGATRON),
     "tail against samples": (made(FULL, flat=True), WRAP),
+    "padding in offsets": (beside(made(ROWS), cu_seq_lens_q=torch.tensor([0, 3])), MEGATRON),
     "positions against mask": (made(FULL), MEGATRON),
 }
 

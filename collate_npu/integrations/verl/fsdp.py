@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import config_of, text_config
+from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.context_parallel import refuse_model
@@ -58,8 +58,8 @@ def _adapter(engine: Any) -> BatchAdapter:
 
 
 def _refuse_shares(engine: Any, kernel: str) -> None:
-    if not engine.pass_packed_cu_seqlens:
-        refuse_model(engine.module, "deepspeed")
+    if needs_mask_2d(engine.module) and not engine.pass_packed_cu_seqlens:
+        refuse_model(engine.module)
     if not kernel.startswith("flash"):
         rule = "verl's Ulysses gathers the row inside flash attention alone; others would see this rank's part of it."
         remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
