@@ -224,9 +224,9 @@ def as_ids(ids: Any) -> Array:
 
 
 def as_offsets(name: str, offsets: Array) -> Array:
-    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence. One row `[1, N + 1]` is taken too (MindSpeed-MM
-    57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:
-    963)."""
+    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence. One row `[1, N + 1]` is taken too
+    (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1
+    data/datasets/sft.py:963)."""
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
     whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()

@@ -29,8 +29,8 @@ def rule_of(told: LabelRule | None, pattern: Pattern) -> LabelRule:
 def labels_for(
     sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
 ) -> dict[str, Tensor]:
-    """`labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch where they must change; what is right
-    is left.
+    """`labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch where they must change; others are
+    left.
 
     `shifted`: do the labels stand with the token that predicts them? None: by the tokens.
     """

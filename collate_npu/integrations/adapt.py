@@ -51,7 +51,8 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
 
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
     What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
-    single row whose mask says no padding, or that has offsets, is read as a flat one. Steps of generation behind the prompt pass as they are.
+    single row with offsets, or whose mask says no padding, is read as a flat one. Steps of generation behind the prompt
+    pass as they are.
     Costs a copy of the mask to the host each step: prefer a collator. Raises `UnsupportedFormError` for a module with no
     transformers model in it, or with several; call it after `get_peft_model`.
 

@@ -30,7 +30,18 @@ from verdicts import Case, Result, block_mask_attends, judge
 EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "20"))
 STEP = 1 if PROFILE == "fuzz" else 3
 SHOWN = 3
-MODULES = (from_transformers, from_collators, from_torch, from_megatron, from_megatron_rl, from_misc, from_loaders, from_nemo, from_packers, from_rl)
+MODULES = (
+    from_transformers,
+    from_collators,
+    from_torch,
+    from_megatron,
+    from_megatron_rl,
+    from_misc,
+    from_loaders,
+    from_nemo,
+    from_packers,
+    from_rl,
+)
 PRODUCERS = {producer.name: producer for module in MODULES for producer in module.PRODUCERS}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 AVAILABLE = [name for name, producer in PRODUCERS.items() if producer.available]
