@@ -82,11 +82,16 @@ def test_a_collator_takes_it_and_every_row_is_the_samples(form, collate):
         assert all(type(value) in (torch.Tensor, list, type(None)) for value in batch.values())
 
 
-def test_a_key_that_one_row_of_a_stack_lacks_is_named_and_not_dropped():
-    rows = lazy_stack([TensorDict({"input_ids": x, **({"labels": x} if n else {})}, []) for n, x in enumerate(RAGGED)])
+@pytest.mark.parametrize("rows", [RAGGED, EQUAL], ids=["ragged", "equal"])
+def test_a_key_that_one_row_of_a_stack_lacks_is_named_and_not_dropped(rows):
+    """The stack's own keys are those that all rows have."""
+    held = [
+        {"input_ids": x, "attention_mask": torch.ones_like(x), **({"labels": x} if n else {})} for n, x in enumerate(rows)
+    ]
+    stack = lazy_stack([TensorDict(row, []) for row in held])
     for call in (PaddingCollator(pad_token_id=PAD), BatchAdapter(consumer="megatron", needs_mask_2d=True)):
         with pytest.raises(CollateError, match=r"labels stands in every sample|unequal rows"):
-            call(rows)
+            call(stack)
 
 
 UNPADDED = {name: SAMPLES[name] for name in ("jagged", "strided", "TensorDict of jagged", "TensorDict of strided", "locked")}
