@@ -119,10 +119,10 @@ def queue() -> None:
 
 
 if __name__ == "__main__":
-    small = {"object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **small})
+    small = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **small})
     with suppress(Exception):  # Ray waits 30 s (_private/node.py:428); on a busy machine its raylet comes later
-        cluster.add_node(num_cpus=1, **small)
+        cluster.add_node(**small)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     while sum(node["Alive"] for node in ray.nodes()) < 2:
         time.sleep(1)
