@@ -310,9 +310,6 @@ def peers_openrlhf(session: nox.Session) -> None:
     session.install("--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6")
     session.install(TORCH, *pinned, *OPENRLHF_NEEDS)
     session.run("pytest", "tests/peers/test_openrlhf.py", "tests/peers/test_adapt_wrapped.py", *session.posargs, env=ENV)
-    # where the kernels of recurrent layers can be seen
-    session.install(TORCH, TRANSFORMERS)
-    session.run("pytest", "tests/peers/test_openrlhf.py", "-k", "both_kernels", *session.posargs, env=ENV)
 
 
 @nox.session
