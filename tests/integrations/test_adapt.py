@@ -131,8 +131,8 @@ WRAPPERS = {
 @pytest.mark.parametrize(("family", "first"), [("qwen3", True), ("qwen3_next", False)], ids=["adapt first", "wrapper first"])
 def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypatch):
     recurrent_flat = family == "qwen3_next" and layout != "padded left"
-    if recurrent_flat and not KERNELS_TOLD.holds():
-        pytest.skip("before that nobody sees what its layers call")
+    if family == "qwen3_next" and not KERNELS_TOLD.holds():
+        pytest.skip("nobody sees what its layers call, and 4.57 has no gradient of them on a CPU")
     model, calls, mend = model_of(family), [], BatchAdapter.mended
     wanted = alone(model)
     with reference_kernels(model) if recurrent_flat else nullcontext():
@@ -148,6 +148,8 @@ def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypat
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "padded left"])
 def test_a_flat_row_of_a_hybrid_without_kernels_is_refused_with_a_remedy(layout):
+    if not KERNELS_TOLD.holds():
+        pytest.skip("4.57 has no gradient of its layers on a CPU")
     model = model_of()
     off = numbers(model, {key: value for key, value in packed().items() if key != "attention_mask"})[1]
     wanted = alone(model)[1]
