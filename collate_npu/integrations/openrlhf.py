@@ -13,13 +13,13 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
+from collate_npu.integrations.awaited import once_imported
 
 PACKAGE, TESTED = "openrlhf", "0.11.2"
 
@@ -28,8 +28,10 @@ def arm() -> None:
     """Adapt each model that OpenRLHF builds in this process from now on; nothing of it is imported for that.
 
     A name for Ray's `worker_process_setup_hook`, which runs in every worker, those of vLLM too.
+
+    >>> arm()  # doctest: +SKIP
     """
-    patching.once_imported("openrlhf.models.utils", _patch)
+    once_imported("openrlhf.models.utils", _patch)
 
 
 def disarm() -> None:
@@ -37,7 +39,9 @@ def disarm() -> None:
     patching.release(PACKAGE)
 
 
-def _patch(utils: ModuleType) -> None:
+def _patch() -> None:
+    from openrlhf.models import utils
+
     patching.patch(PACKAGE, utils, "set_z3_leaf_modules", _then_adapt, everywhere=PACKAGE)
 
 

@@ -8,13 +8,10 @@ the next install. A release of the trainer that was not run is said.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from collate_npu.integrations import trainers
@@ -112,37 +109,6 @@ def release(holder: str) -> None:
             _TABLE.remove(made)
             _strip(made.owner, made.name)
             _rebind(made.everywhere, _function(made.wrapped), _lowest(made).original)
-
-
-def once_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Run `then(module)` as soon as this module is imported: now, or behind its own code. Twice is once."""
-    if name in sys.modules:
-        then(sys.modules[name])
-    elif not any(isinstance(finder, _Awaited) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaited(name, then))
-
-
-class _Awaited(MetaPathFinder):
-    """Finds a module as the other finders do, once, and runs something when its import is done."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of that module, whose loader then goes on with ours; None for every other."""
-        if name != self.name:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def then_ours(module: ModuleType) -> None:
-                execute(module)
-                self.then(module)
-
-            spec.loader.exec_module = then_ours  # type: ignore[method-assign]
-        return spec
 
 
 def in_place(ours: Callable[..., Any]) -> bool:

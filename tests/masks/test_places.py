@@ -61,8 +61,6 @@ def test_own_places_hold_one_sequence_each_at_its_start(ids):
         ([0, 2, 4, 8], None),
         ([0, 8], None),
         ([0, 4, 4, 8], None),  # an empty one before a sequence
-        ([4, 8], None),
-        ([0, 4, 12, 8], None),
     ],
 )
 def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
@@ -70,6 +68,13 @@ def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
     batch = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}
     assert places_of(Sources(batch), APART) == expected
     assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
+
+
+@pytest.mark.parametrize("ends", [[4, 8], [0, 4, 12, 8]])
+def test_what_is_no_offsets_is_refused(ends):
+    assert fitting_places(np.array(ends), APART) is None
+    with pytest.raises(CollateError, match="0 first, then the end of each sequence, never falling"):
+        places_of(Sources({"cu_seqlens_padded": torch.tensor(ends)}), APART)
 
 
 @given(lengths, multiples, st.integers(0, 60), st.integers(1, 8) | st.none(), st.booleans(), st.booleans())

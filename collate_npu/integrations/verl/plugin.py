@@ -16,48 +16,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 from collate_npu.integrations import mindspeed
+from collate_npu.integrations.awaited import once_imported
 from collate_npu.integrations.verl import engine, fsdp
-
-_MCORE = "verl.models.mcore"
-"""Importing any module of it runs its `__init__` first, which imports the forwards, the registry and `util`."""
-
-_AFTER = {_MCORE: engine.install, "verl.workers.engine.fsdp.transformer_impl": fsdp.install}
-
-
-class _InstallsAfterwards(MetaPathFinder):
-    """Finds these modules of verl as the other finders do, and installs ours when such an import is done."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of such a module, whose loader then installs ours; None for every other module."""
-        if name not in _AFTER:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def then_install(module: ModuleType) -> None:
-                if name == _MCORE:
-                    mindspeed.start()  # the import that follows brings Megatron
-                execute(module)
-                _AFTER[name]()
-
-            spec.loader.exec_module = then_install  # type: ignore[method-assign]
-        return spec
 
 
 def arm() -> None:
     """Install ours in verl's engines: now where one is imported, else as soon as it is."""
-    for install in [install for name, install in _AFTER.items() if name in sys.modules]:
-        install()
-    if not any(type(finder) is _InstallsAfterwards for finder in sys.meta_path):
-        sys.meta_path.insert(0, _InstallsAfterwards())
+    # any module of it runs its `__init__` first, which imports the forwards, the registry and `util`, and Megatron
+    once_imported("verl.models.mcore", engine.install, before=mindspeed.start)
+    once_imported("verl.workers.engine.fsdp.transformer_impl", fsdp.install)
 
 
 def _asked_for() -> bool:
