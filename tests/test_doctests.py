@@ -38,7 +38,7 @@ STACK = {
     "integrations.torchtitan.masks.masks_in_forward": "peers/test_torchtitan_stages.py",
     "integrations.axolotl.CollatePlugin": "peers/axolotl_work.py",
     "integrations.verl.engine.install": "peers/test_verl_forward.py",
-    "integrations.verl.fsdp.install": "peers/test_verl_fsdp.py",
+    "integrations.verl.fsdp.install": "peers/verl_fsdp_work.py",
     "integrations.openrlhf.arm": "peers/test_openrlhf.py",
 }
 """Examples that need the stack itself, and who makes the same call there."""

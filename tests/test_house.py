@@ -13,20 +13,20 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1490, 1250),
-    "masks": (2490, 2400),
-    "parallel": (1560, 1450),
+    "ground": (1560, 1250),
+    "masks": (2530, 2400),
+    "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2230, 1950),
-    "collate": (1590, 1500),
-    "proof": (4490, 1900),
-    "integrations": (2790, 3000),
+    "consumers": (2420, 1950),
+    "collate": (1650, 1500),
+    "proof": (4530, 1900),
+    "integrations": (3190, 3000),
     "testing": (430, 450),
-    "tools": (4185, 3600),
-    "tests": (37960, 33000),
+    "tools": (4240, 3600),
+    "tests": (43640, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (19940, 12000)}
+WORDS = {"guide": (24180, 12000)}
 """Words of the guide's English pages, likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""
