@@ -17,7 +17,7 @@ LINES = {
     "masks": (2530, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2420, 1950),
+    "consumers": (2430, 1950),
     "collate": (1650, 1500),
     "proof": (4530, 1900),
     "integrations": (3190, 3000),

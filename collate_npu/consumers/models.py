@@ -199,12 +199,17 @@ def attention_windows(model: Any) -> dict[str, int | None]:
 
 def _windows(config: Any) -> dict[str, set[int]]:
     if not (kinds := set(layer_kinds(config))):
+        if getattr(config, "model_type", "") in _WINDOW_OF_FLASH:
+            return {"": _sizes(config, *_WINDOW_FIELDS) if "flash" in str(config._attn_implementation) else set()}
         return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
     windowed = {kind for kind in kinds if "sliding" in kind or "compressed" in kind or kind == "window_attention"}
     fields = {"chunked_attention": ("attention_chunk_size",), **dict.fromkeys(windowed, _WINDOW_FIELDS)}
     return {kind: _sizes(config, *fields.get(kind, ())) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
 
 
+_WINDOW_OF_FLASH = ("moshi", "kyutai_speech_to_text")
+"""Families whose `sliding_window` is read by flash attention alone (5.23 modeling_moshi.py:510-606; 4.57 lets a sample
+without a mask attend to everything, too)."""
 _WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
 
 

@@ -45,7 +45,7 @@ class Sources(dict[str, Any]):
         super().__init__(entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""
-        self._held: dict[str, tuple[Any, Any]] = {}
+        self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
         """Are its positions those that follow from its Segments, at every place? The door says so."""
         listed = [name for name, value in self.items() if value is not None and name in _ROLES]
@@ -68,9 +68,9 @@ class Sources(dict[str, Any]):
         return found
 
     def _once(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
-        value, held = self[name], self._held.get(name)
+        value, held = self[name], self._held.get((name, convert))
         if held is None or held[0] is not value:
-            held = self._held[name] = (value, convert(name, value))
+            held = self._held[name, convert] = (value, convert(name, value))
         return held[1]
 
     @once

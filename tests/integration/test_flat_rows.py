@@ -167,3 +167,9 @@ def buildable(name, attn="sdpa"):
         return built(name, attn)
     except (ValueError, TypeError, NotImplementedError) as reason:
         pytest.skip(str(reason)[:100])
+
+
+def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
+    model, rows = built("moshi"), samples((17, 30, 9))
+    assert model.config.sliding_window < 17
+    assert max(errors(model, ours(model)(rows), alone(model, rows))) < RIGHT

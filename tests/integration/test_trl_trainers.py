@@ -207,7 +207,7 @@ def test_flat_rows_of_sft(kind, name, tmp_path):
     [
         ("qwen3_next", {"router_aux_loss_coef": 0.01}, "router's aux loss"),
         ("qwen3_next", {}, "causal_conv1d_fn is plain torch"),
-        ("jamba", {}, "recurrent layers of jamba do not ask"),
+        ("jamba", {}, "selective_scan_fn of mamba-ssm takes no boundaries"),
     ],
 )
 def test_a_flat_row_that_would_be_wrong_is_refused(name, more, why, tmp_path):

@@ -20,7 +20,8 @@ def words_of(script: str, program: str, job: str, folder: Path) -> tuple[list[st
     stand_in = folder / program
     stand_in.write_text(f"#!{sys.executable}\n{_TOLD}\n")
     stand_in.chmod(0o755)
-    (folder / "python").symlink_to(sys.executable)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would leave its environment
+    (folder / "python").chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "TOLD": str(folder / "told.json")}
     subprocess.run(["bash", str(LAUNCH / script), job, "MODEL", "DATASET"], env=env, check=True, cwd=folder)
     words, told = json.loads((folder / "told.json").read_text())

@@ -98,16 +98,17 @@ def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed
 
 @pytest.mark.slow
 def test_looking_through_the_package_changes_nothing():
-    """Every module is imported, with verl's Megatron functions loaded or not; only its own import arms the plugin."""
+    """Every module is imported, with verl's engines loaded or not; only its own import arms the plugin."""
     code = """if True:
         import pkgutil, signal, sys, types, warnings
         import collate_npu, torch, transformers
         if loaded := len(sys.argv) > 1:
-            for name in ("verl", "verl.models", "verl.models.mcore"):
+            for name in ("verl", "verl.models", "verl.models.mcore", "verl.workers.engine.fsdp.transformer_impl"):
                 sys.modules[name] = types.ModuleType(name)
         from collate_npu.integrations import patching
-        from collate_npu.integrations.verl import engine
+        from collate_npu.integrations.verl import engine, fsdp
         engine.install = lambda: patching._TABLE.append("verl")
+        fsdp.install = lambda: None
         before = list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)
         warnings.simplefilter("ignore")
         for module in pkgutil.walk_packages(collate_npu.__path__, "collate_npu."):
