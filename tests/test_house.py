@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3190, 3000),
     "testing": (430, 450),
     "tools": (4240, 3600),
-    "tests": (43640, 33000),
+    "tests": (43660, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (24200, 12000)}
