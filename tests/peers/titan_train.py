@@ -44,13 +44,12 @@ if __name__ == "__main__":
     out, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # rank 0 waits for the others at the end: here their exit codes tell
     torchtitan.trainer.time.sleep = lambda seconds: None
-    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
-    ports = [free_port() for _ in TOGETHER]
-    dist.broadcast_object_list(ports)
-    dist.destroy_process_group()
+    store = dist.FileStore(os.environ["STORE"], size)
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
-    for port, (name, job) in zip(ports, TOGETHER.items()):
-        os.environ["MASTER_PORT"] = str(port)
+    for name, job in TOGETHER.items():
+        if rank == 0:  # just before it is used: a port that is kept for later somebody else takes
+            store.set(name, str(free_port()))
+        os.environ["MASTER_PORT"] = store.get(name).decode()
         train(out.parent, name, *job)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     out.write_text("true")
