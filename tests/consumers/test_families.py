@@ -51,6 +51,7 @@ def test_a_reason_names_layers_and_lines_that_are_there(family):
 
 
 @NEWEST_HERE
+@pytest.mark.models
 @pytest.mark.parametrize("family", sorted(READ_BY))
 def test_the_kernels_of_a_row_are_those_that_its_layers_call(family):
     calls = {call.kernel for call in kernel_calls(tiny_model(family, vocab_size=99))}
