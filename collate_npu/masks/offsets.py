@@ -180,7 +180,7 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
     A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions
     begin again, stand still or are 0, and nobody learns (prime-rl 559b447 trainer/batch.py:717-719, which adds the tail to
     the last length); and whole sequences of one token again and again that nobody learns (TRL 1.16 `pad_to_multiple_of`
-    with `padding_free`, torchtitan b5bcd76).
+    with `padding_free`, torchtitan b5bcd76). Sequences that lengths count are real.
     """
     (lengths, *others), S = segments.lengths, segments.shape[1]
     if others or segments.padding_side != "none":
@@ -190,14 +190,15 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
     told = sources.named["tokens"] == ("input_ids",)
     ids_S = sources.array("input_ids")[0] if told else ids_S
     one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
-    if len(lengths) > 1 and len(last_S) > 1 and not last_S.any() and not one_is_real:
+    counts_them = sources.lengths is not None and len(_length_rows(sources, 1)[0]) == len(lengths)  # so they are real
+    if not counts_them and len(lengths) > 1 and len(last_S) > 1 and not last_S.any() and not one_is_real:
         return of_lengths([lengths[:-1]], S)
     counted = int((last_S == np.arange(len(last_S))).cumprod().sum())
     rest_S = last_S[counted:]
     again = any(np.array_equal(rest_S, form) for form in (np.arange(len(rest_S)), 0 * rest_S, 0 * rest_S + counted - 1))
     if 0 < counted < len(last_S) and again and unread_S[starts[-1] + counted :].all():
         return of_lengths([[*lengths[:-1], counted]], S)
-    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if told else 0
+    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if told and not counts_them else 0
     held = lengths[: max(int((starts < S - run).sum()), 1)]  # sequences that begin before the run are real
     return of_lengths([held], S) if sum(held) < S - 1 else segments
 

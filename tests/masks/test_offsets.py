@@ -134,3 +134,9 @@ def test_unsloths_lengths_are_of_the_row_from_its_start():
     assert find(packed_seq_lengths=[3, 2]) == Segments.from_lengths([[3, 2]], width=8)
     with pytest.raises(CollateError):
         find(seq_lens=[3, 2])  # who says so with this name may have padding anywhere
+
+
+@pytest.mark.parametrize("tokens", [[1, 7, 7], [7, 7], [5, 6, 7, 7, 7]])
+def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens):
+    batch = PaddingCollator(pad_token_id=7, padding_free=True)([{"input_ids": [t], "labels": [t]} for t in tokens])
+    assert segments_from_batch(batch).lengths == ((1,) * len(tokens),)
