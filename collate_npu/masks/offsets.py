@@ -190,7 +190,8 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
     told = sources.named["tokens"] == ("input_ids",)
     ids_S = sources.array("input_ids")[0] if told else ids_S
     one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
-    counts_them = sources.lengths is not None and len(_length_rows(sources, 1)[0]) == len(lengths)  # so they are real
+    counted_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
+    counts_them = sum(n > 0 for n in counted_N) == len(lengths)  # so they are real
     if not counts_them and len(lengths) > 1 and len(last_S) > 1 and not last_S.any() and not one_is_real:
         return of_lengths([lengths[:-1]], S)
     counted = int((last_S == np.arange(len(last_S))).cumprod().sum())

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, last_token
+from collate_npu.collate import Layout
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import pad_documents, split_batch
 
@@ -136,7 +137,9 @@ def test_unsloths_lengths_are_of_the_row_from_its_start():
         find(seq_lens=[3, 2])  # who says so with this name may have padding anywhere
 
 
+@pytest.mark.parametrize("count", [None, 16])
 @pytest.mark.parametrize("tokens", [[1, 7, 7], [7, 7], [5, 6, 7, 7, 7]])
-def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens):
-    batch = PaddingCollator(pad_token_id=7, padding_free=True)([{"input_ids": [t], "labels": [t]} for t in tokens])
+def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
+    collator = PaddingCollator(pad_token_id=7, padding_free=True, consumer="megatron", layout=Layout(max_sequences=count))
+    batch = collator([{"input_ids": [t], "labels": [t]} for t in tokens])
     assert segments_from_batch(batch).lengths == ((1,) * len(tokens),)
