@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1560, 1250),
-    "masks": (2530, 2400),
+    "masks": (2540, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
     "consumers": (2430, 1950),
@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3190, 3000),
     "testing": (430, 450),
     "tools": (4240, 3600),
-    "tests": (43660, 33000),
+    "tests": (43680, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (24200, 12000)}

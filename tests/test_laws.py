@@ -419,7 +419,7 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
 @given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans(), st.booleans())
 def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, needs_2d, static):
     """On kernels that read offsets a flat row carries no mask, nor with padding behind each sequence and at its end.
-    MindSpeed's dense masks and MindSpeed-LLM's recurrent layers go with no flat row: refused."""
+    MindSpeed's dense masks, and recurrent layers of MindSpeed-LLM and -MM go with no flat row: refused."""
     layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
     model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
     features = [{"input_ids": list(range(n))} for n in segments.sequence_lengths]
@@ -437,7 +437,8 @@ def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, need
         said.append((out[consumers()[consumer].key], "attention_mask_2d" in out))
         if "cu_seq_lens_q" in out:
             assert torch.equal(out["cu_seq_lens_q"], neutral["cu_seq_lens_q"])
-    refused = consumer == "mindspeed_dense" or (consumer.startswith("mindspeed_llm") and needs_2d and segments.packed)
+    runs_on = consumer.startswith(("mindspeed_llm", "mindspeed_mm")) and needs_2d and segments.packed
+    refused = consumer == "mindspeed_dense" or runs_on
     assert said == ["refused" if refused else (None, False)] * 2
 
 
