@@ -200,7 +200,9 @@ def attention_windows(model: Any) -> dict[str, int | None]:
 def _windows(config: Any) -> dict[str, set[int]]:
     if not (kinds := set(layer_kinds(config))):
         if getattr(config, "model_type", "") in _WINDOW_OF_FLASH:
-            return {"": _sizes(config, *_WINDOW_FIELDS) if "flash" in str(config._attn_implementation) else set()}
+            return {
+                "": _sizes(config, *_WINDOW_FIELDS) if "flash" in str(getattr(config, "_attn_implementation", "")) else set()
+            }
         return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
     windowed = {kind for kind in kinds if "sliding" in kind or "compressed" in kind or kind == "window_attention"}
     fields = {"chunked_attention": ("attention_chunk_size",), **dict.fromkeys(windowed, _WINDOW_FIELDS)}

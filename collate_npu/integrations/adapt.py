@@ -52,9 +52,8 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
     What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
     single row with offsets, or whose mask says no padding, is read as a flat one. Steps of generation behind the prompt
-    pass as they are.
-    Costs a copy of the mask to the host each step: prefer a collator. Raises `UnsupportedFormError` for a module with no
-    transformers model in it, or with several; call it after `get_peft_model`.
+    pass as they are. Costs a copy of the mask to the host each step: prefer a collator. Raises `UnsupportedFormError` for a
+    module with no transformers model in it, or with several; call it after `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
@@ -64,7 +63,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     >>> handle.remove()
     """
     say_outside("transformers")
-    inside: set[int] = set()
+    inside: dict[int, _Door] = {}
     handles: list[RemovableHandle] = []
     places = _places(model, settings)
     for n, module in enumerate(places):
@@ -75,10 +74,12 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
 
 
 class _Door:
-    """The hooks of one module, copied and pickled with it. `inside` are threads in a forward of the model, of all its doors;
-    `outer` are the modules through which a batch comes to this one."""
+    """The hooks of one module, copied and pickled with it. `inside` says for all doors of a model by which one each
+    thread came in, and `outer` are the modules through which a batch comes to this one."""
 
-    def __init__(self, module: nn.Module, settings: dict[str, Any], inside: set[int], outer: list[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Door], outer: list[nn.Module]
+    ) -> None:
         self.settings, self.inside, self.outer = settings, inside, outer
         self.adapter = BatchAdapter(module, **settings)
         self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
@@ -98,14 +99,15 @@ class _Door:
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
 
     def leave(self, *_: Any) -> None:
-        self.inside.discard(get_ident())
+        if self.inside.get(get_ident()) is self:  # a backbone that returns may be called again
+            del self.inside[get_ident()]
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch, out = Sources({**dict(zip(self.names, args)), **kwargs}), None
         if not _decodes(batch):
             mended = self._current(module).mended(batch, padding_free=_is_flat(batch))[0]
             out = (args[len(self.names) :], mended)
-        self.inside.add(get_ident())
+        self.inside[get_ident()] = self
         return out
 
     def _current(self, module: nn.Module) -> BatchAdapter:

@@ -335,3 +335,15 @@ def test_a_model_of_the_callers_own_says_who_reads():
 def test_tensors_without_values_are_refused():
     with adapt(model := model_of("qwen3").to("meta")), pytest.raises(CollateError, match="without values"):
         model(**{key: value.to("meta") for key, value in padded().items()})
+
+
+def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(monkeypatch):
+    seen, mended = [], BatchAdapter.mended
+    monkeypatch.setattr(BatchAdapter, "mended", lambda self, *args, **more: seen.append(1) or mended(self, *args, **more))
+    model = tiny_model("qwen3", vocab_size=60)
+    batch = {"input_ids": torch.tensor([[59, 1], [2, 3]]), "attention_mask": torch.tensor([[0, 1], [1, 1]])}
+    model.lm_head.register_forward_pre_hook(lambda *_: model.model(**batch) and None)  # behind the first
+    with adapt(model):
+        model(**batch)
+        model(**batch)
+    assert len(seen) == 2
