@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from drawing import SIDED, chunked, positions, together
+from drawing import SIDED, causal, chunked, positions, together
 from entries import Entry
 from torch import Tensor
 from verdicts import Case
@@ -159,9 +159,11 @@ REASONS = EVERYWHERE | BY_NAME
 
 
 def _window_or_pack(case: Case, entry: Entry) -> bool:
-    """A bidirectional window that no hole lets through is, place by place, bidirectional attention of several sequences."""
-    apart = np.cumsum(np.diff(case.keep, axis=1, prepend=False) & case.keep, axis=1) * case.keep
-    return case.pattern is None and not case.plain and bool((case.attends == together(apart)).all())
+    """A window that no hole lets through, or of one token, is, place by place, the attention of several sequences."""
+    onward = np.pad(case.attends.diagonal(-1, 1, 2), ((0, 0), (1, 0)))
+    apart = np.cumsum(case.keep & ~onward, axis=1) * case.keep
+    packs = (together(apart), causal(apart))
+    return case.pattern is None and not case.plain and any((case.attends == pack).all() for pack in packs)
 
 
 LIMITS: dict[str, Reason] = {

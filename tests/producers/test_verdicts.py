@@ -192,6 +192,9 @@ def test_what_no_reader_could_read_otherwise_is_narrow():
     for ids, holds in ((HOLE, True), (np.array([[1, 1, 1, 0, 1]]), False)):
         window = together(ids) & (abs(at[:, None] - at) <= 1)
         assert LIMITS["window or pack"](made(ids, attends=window, pattern=None), DERIVE) is holds
+    for size, holds in ((1, True), (2, False)):
+        window = sliding(RIGHT, size)
+        assert LIMITS["window or pack"](made(RIGHT, attends=window, pattern=None), DERIVE) is holds
 
 
 # --- what is drawn
