@@ -160,8 +160,7 @@ REASONS = EVERYWHERE | BY_NAME
 
 def _window_or_pack(case: Case, entry: Entry) -> bool:
     """A window that no hole lets through, or of one token, is, place by place, the attention of several sequences."""
-    onward = np.pad(case.attends.diagonal(-1, 1, 2), ((0, 0), (1, 0)))
-    apart = np.cumsum(case.keep & ~onward, axis=1) * case.keep
+    apart = np.where(case.keep, case.attends.argmax(2) + 1, 0)
     packs = (together(apart), causal(apart))
     return case.pattern is None and not case.plain and any((case.attends == pack).all() for pack in packs)
 
@@ -174,6 +173,10 @@ LIMITS: dict[str, Reason] = {
     "window or pack": _window_or_pack,
     # One place behind the last sequence, counted as one more: a token alone that nobody learns looks the same.
     "a place alone": lambda case, entry: case.flat and entry.wraps and bool((case.ids[0, -2:] == 0).sum() == 1),
+    # Sequences of the same one token at the end of a flat row, which nobody learns: a tail looks the same.
+    "tokens alone": lambda case, entry: (
+        case.flat and len(set(case.ids[0, -3:].tolist())) == 3 and case.draw.tokens[0, -2] == case.draw.tokens[0, -1]
+    ),
 }
 
 

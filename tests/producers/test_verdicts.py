@@ -188,6 +188,11 @@ def test_what_no_reader_could_read_otherwise_is_narrow():
     for ids, holds in (([[1, 1, 0]], True), ([[1, 0, 0]], False), ([[1, 1, 1]], False)):
         assert LIMITS["a place alone"](made(np.array(ids), flat=True), WRAP) is holds
         assert not LIMITS["a place alone"](made(np.array(ids), flat=True), MEGATRON)
+    for ids, holds in (([[1, 1, 2, 3]], True), ([[1, 1, 2, 2]], False), ([[1, 2, 2, 3]], False)):
+        flat = made(np.array(ids), flat=True)
+        alike = replace(flat, draw=replace(flat.draw, tokens=np.ones((1, 4), np.int64)))
+        assert bool(LIMITS["tokens alone"](alike, WRAP)) is holds
+        assert not LIMITS["tokens alone"](flat, WRAP)
     at = np.arange(5)
     for ids, holds in ((HOLE, True), (np.array([[1, 1, 1, 0, 1]]), False)):
         window = together(ids) & (abs(at[:, None] - at) <= 1)
