@@ -53,7 +53,11 @@ def no_models() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("COLLATE_NPU_NIGHTLY"):
+        nights = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nights)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     marked = [item for item in items if item.get_closest_marker("models")]
     if marked and (reason := no_models()):
         for item in marked:

@@ -14,21 +14,30 @@ PROFILE = os.environ["HYPOTHESIS_PROFILE"]
 
 def some(cases: Sequence[Any], take: int) -> list[Any]:
     """A few of many under the fast profile, others with each seed; else all."""
-    return [cases[n] for n in _taken(cases, take)] if PROFILE == "fast" else list(cases)
+    return [cases[n] for n in sorted(_taken(cases, take))] if PROFILE == "fast" else list(cases)
 
 
-def rotating(cases: Iterable[Any], take: int = 1) -> list[Any]:
-    """Parameters of which the quick run takes a few, others with each seed: the rest is marked slow."""
+def part(cases: Sequence[Any], take: int) -> list[Any]:
+    """So many of the cases, others with each seed; all at night, and where cells are recorded."""
+    whole = {"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys()
+    return list(cases) if whole else [cases[n] for n in sorted(_taken(cases, take))]
+
+
+def rotating(cases: Iterable[Any], take: int = 1, slow: int | None = None) -> list[Any]:
+    """Parameters of which the quick run takes a few, others with each seed. Of the rest so many are marked slow (all where
+    none is said), and what is left nightly."""
     cases = list(cases)
-    taken = _taken(cases, take)
-    return [case if n in taken else _slow(case) for n, case in enumerate(cases)]
+    turn = _taken(cases, len(cases))
+    quick, nights = turn[:take], turn[len(turn) if slow is None else take + slow :]
+    marks = {n: pytest.mark.nightly if n in nights else pytest.mark.slow for n in turn if n not in quick}
+    return [_marked(case, marks[n]) if n in marks else case for n, case in enumerate(cases)]
 
 
 def _taken(cases: Sequence[Any], take: int) -> list[int]:
-    return sorted(random.Random(SEED).sample(range(len(cases)), min(take, len(cases))))
+    return random.Random(SEED).sample(range(len(cases)), min(take, len(cases)))
 
 
-def _slow(case: Any) -> Any:
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
     if hasattr(case, "marks"):
-        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

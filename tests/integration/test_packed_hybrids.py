@@ -43,7 +43,7 @@ def theirs(model):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", rotating(TWO_KEYS + ONE_KEY))
+@pytest.mark.parametrize("name", rotating(TWO_KEYS + ONE_KEY, slow=4))
 def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
     model = built(name, attn)
     with reference_kernels(model):

@@ -40,7 +40,7 @@ def samples_of(lengths, seed):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", rotating(GDN))
+@pytest.mark.parametrize("name", rotating(GDN, slow=1))
 @settings(deadline=None)
 @given(
     lengths=lengths,
@@ -67,7 +67,7 @@ def families():
             yield pytest.param(name, attn, marks=marks, id=f"{name}-{attn}")
 
 
-@pytest.mark.parametrize(("name", "attn"), rotating(families(), 2))
+@pytest.mark.parametrize(("name", "attn"), rotating(families(), 2, slow=12))
 def test_every_hybrid_family_both_sides_with_gradients(name, attn):
     samples = sample_ids(TOKENIZER, count=4, max_length=40, seed=1)
     findings = list(

@@ -7,12 +7,13 @@ import pytest
 import torch
 from cells import Stack
 from processes import found_by, saved_model
+from rotation import part
 from transformers import AutoModelForCausalLM
 
 NEEDS = ("verl", "hydra")
 
 STACK = Stack("verl FSDP", ("verl", "transformers"), "peers_misc")
-FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "qwen3")
+FAMILIES = ("qwen3_next", "qwen3", *part(("qwen3_5_text", "lfm2"), 1))
 SETTINGS = {
     "padded right": "actor_rollout_ref.model.use_remove_padding=false",
     "packed": "actor_rollout_ref.actor.strategy=fsdp",  # as it is configured without a word

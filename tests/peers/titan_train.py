@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer
 from processes import free_port
+from rotation import part
 from torchtitan.train import main
 
-FAMILIES = ("llama3", "deepseek_v3", "gpt_oss")
+FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
 TOGETHER = {
     "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr", "full:own"), "context"),
     **{f"{family} shared": (family, ("left", "packed", "full:own"), "context") for family in FAMILIES},
@@ -23,8 +24,8 @@ TOGETHER = {
 }
 LAYOUTS = ("right", "left", "packed", "full:own")
 ALONE = (
-    {"qwen3": ("qwen3", (*LAYOUTS, "holes:ids", "left:theirs", "packed:theirs"), ""), "llama3": ("llama3", LAYOUTS, "")},
-    {"qwen3_5": ("qwen3_5", (*LAYOUTS, "packed:theirs"), ""), **{family: (family, LAYOUTS, "") for family in FAMILIES[1:]}},
+    {"qwen3": ("qwen3", (*LAYOUTS, "holes:ids", "left:theirs", "packed:theirs"), "")},
+    {"qwen3_5": ("qwen3_5", (*LAYOUTS, "packed:theirs"), ""), **{family: (family, LAYOUTS, "") for family in FAMILIES}},
 )
 
 
