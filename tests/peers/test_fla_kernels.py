@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from rotation import rotating
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("typer")
@@ -19,7 +20,7 @@ def kernels(*args):
     return done.returncode, json.loads(done.stdout)["runs"], done.stderr
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("device", rotating(["cpu", "npu"], 1, slow=0))
 def test_flas_own_kernels_are_right_on_our_arguments(device):
     code, runs, said = kernels(
         "--device", device, "--operator", "fla.chunk_gated_delta_rule", "--operator", "fla.causal_conv1d"

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from rotation import rotating
 from strategies import laid_out
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
@@ -40,7 +41,7 @@ RULES = {
 """Family -> transformers' name for its rule, and the key of the batch that tells that where a sequence begins."""
 
 
-@pytest.fixture(scope="module", params=RULES)
+@pytest.fixture(scope="module", params=rotating(RULES, 1, slow=0))
 def model(request):
     package = ModuleType("causal_conv1d")
     package.__spec__ = ModuleSpec("causal_conv1d", None)
