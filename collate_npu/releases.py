@@ -133,6 +133,7 @@ class Since:
 # What transformers does.
 LFM2_MASKED = Since("transformers", "5.0", "convolutions get the 2D mask; 4.57 modeling_lfm2.py:406, 662 skip the 4D one")
 ZAMBA2_MASKED = Since("transformers", "5.0", "the torch path carries the right state; 4.57 modeling_zamba2.py:879 does not")
+POSITIONS_SPLIT = Since("transformers", "5.6", "families with routers hand positions to masking_utils.py; 4.57's do not all")
 BOUNDARIES_READ = Since("transformers", "5.10", "its Gated DeltaNet layers read boundaries: the first that was read")
 MASK_MAPPING = Since("transformers", "5.13", "hybrid models take a mapping of masks: 5.23 masking_utils.py:1532-1545")
 ZAMBA2_MAPPING = Since("transformers", "5.15", "zamba2 takes one, too: modeling_zamba2.py:1175")

@@ -7,6 +7,7 @@ bytes. Legend: B batch, S width.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from collate_npu.consumers.labels import labels_for, rule_of
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
-from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for
+from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
@@ -206,6 +207,9 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources)
         if positions is not None:
             out[KEY] = positions.to(device)
+        if self.consumer.uncached(case):
+            case = replace(case, restarts=restart(positions, segments))
+            out |= {"use_cache": False} if case.restarts else {}
         if case.model.pooling == "last_by_id" and isinstance(out.get("input_ids"), Tensor):  # else padding is its last token
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)

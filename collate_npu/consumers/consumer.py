@@ -121,6 +121,8 @@ class Case:
     context_parallel: ContextParallel | None = None
     keys: Collection[str] = ()
     """What the batch holds beside; none where only its rows are known."""
+    restarts: bool = True
+    """Do its positions begin again with each sequence, and there alone?"""
 
     @once
     def exact(self) -> Verdict:
@@ -208,6 +210,8 @@ class Consumer:
     """Does the model count positions by itself, where they are left out?"""
     masks_flat_row: Callable[[Case], bool] = lambda case: False
     """Does a flat row need a mask beside its offsets?"""
+    uncached: Callable[[Case], bool] = lambda case: False
+    """Are its sequences told by positions that restart, which a model with a cache does not look at?"""
     reads_offsets: Callable[[Case], bool] = lambda case: False
     """Does this batch need every key of a flat row, whichever of them arrived?"""
     offsets_also: Callable[[Case], tuple[str, ...]] = lambda case: ()

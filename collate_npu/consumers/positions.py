@@ -79,6 +79,15 @@ def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["d
     return "places" if any(torch.equal(positions, places + start) for start in (0, first)) else "own"
 
 
+def restart(positions: Tensor | None, segments: Segments) -> bool:
+    """Do they tell each sequence of rows without padding, as transformers takes them apart (masking_utils.py:773-780)?"""
+    if positions is None:
+        return False
+    text_BS = (positions[0] if positions.ndim == 3 else positions).cpu()
+    numbers_BS = (text_BS.diff(prepend=text_BS[:, :1] - 1) != 1).cumsum(-1) + 1
+    return torch.equal(numbers_BS, segments.ids.long())
+
+
 def _has_axes(case: Case, sources: Sources) -> bool:
     """Images or clips in padded rows: the model derives several axes from the 2D mask, and one row would replace them."""
     return not case.padding_free and bool(sources.named["vision"])

@@ -18,7 +18,14 @@ from collate_npu.consumers.families import also_told, why_state_runs_on
 from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import MISSING_KERNEL_RAISES, SINGLE_ROW_MASKED, installed
+from collate_npu.releases import MISSING_KERNEL_RAISES, POSITIONS_SPLIT, SINGLE_ROW_MASKED, installed
+
+SPLITS_BY_POSITIONS = frozenset((
+    "ernie4_5_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum",
+    "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
+))  # fmt: skip
+"""Families with a router's loss whose masks follow positions that restart: each was measured. Not gpt_oss, which hands
+masking_utils none (modeling_gpt_oss.py:460-465)."""
 
 
 def _by_2d(case: Case) -> str:
@@ -44,7 +51,19 @@ def _masked_flat_row(case: Case) -> bool:
     """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
     families never (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
-    return case.padding_free and case.segments.packed and not by_offsets
+    return case.padding_free and case.segments.packed and not by_offsets and not _by_positions(case)
+
+
+def _by_positions(case: Case) -> bool:
+    """Do positions alone tell the sequences of a flat row? Where a router's loss takes no mask that would."""
+    read = case.model.model_type in SPLITS_BY_POSITIONS and case.model.attn_implementation in ("sdpa", "eager")
+    told = case.padding_free and case.restarts and case.segments.packed and case.segments.padding_side == "none"
+    whole = case.pattern == CAUSAL and case.context_parallel is None and "past_key_values" not in case.keys
+    return read and told and whole and _learns_routing(case) and POSITIONS_SPLIT.holds()
+
+
+def _learns_routing(case: Case) -> bool:
+    return case.model.config is not None and bool(getattr(text_config(case.model.config), "output_router_logits", False))
 
 
 def _on(*implementations: str) -> Any:
@@ -156,8 +175,8 @@ def _unreadable(case: Case) -> str:
 
 
 def _routers_loss(case: Case) -> str:
-    read = case.model.config is not None and getattr(text_config(case.model.config), "output_router_logits", False)
-    return _needs_dense(case) if read and case.recurrent else ""
+    indexes = case.recurrent or case.model.model_type in (*SPLITS_BY_POSITIONS, "gpt_oss")
+    return _needs_dense(case) if indexes and _learns_routing(case) else ""
 
 
 def _unplaced(case: Case) -> str:
@@ -254,10 +273,10 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
-            of="other patterns on recurrent layers with a router's loss",
+            of="other patterns, and packed rows where positions do not split them, with a router's loss",
             when=_routers_loss,
-            rule="The router's aux loss indexes a 2D mask, recurrent layers beside a 4D one need a mapping, and {why}.",
-            remedy="Set output_router_logits=False, or keep plain causal attention.",
+            rule="The router's aux loss indexes a 2D mask, and {why}.",
+            remedy="Set output_router_logits=False, or keep plain causal attention, one sequence a row.",
         ),
     ),
     keep_dtype=torch.int64,  # as tokenizers emit it: code downstream subtracts and counts it
@@ -265,6 +284,7 @@ TRANSFORMERS = Consumer(
     not_shared="a transformers model runs them on this rank's shard alone, out of order, in silence",
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
+    uncached=_by_positions,  # masking_utils.py:876
     # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart
     reads_offsets=lambda case: case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case)),
     offsets_also=also_told,

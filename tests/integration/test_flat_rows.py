@@ -9,18 +9,20 @@ from itertools import pairwise
 
 import pytest
 import torch
+from rotation import rotating
 from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import BY_OFFSETS, PAD, RIGHT, alone, built, errors, ours, places, samples
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, PaddingCollator
+from collate_npu import BatchAdapter, PaddingCollator, adapt
 from collate_npu.consumers import leaks
 from collate_npu.consumers.families import READ_BY, RUNS_ON
 from collate_npu.consumers.recurrent_kernels import kernel_calls
+from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.releases import KERNELS_TOLD
+from collate_npu.releases import KERNELS_TOLD, POSITIONS_SPLIT
 from collate_npu.testing import hybrid_model_types, kernels, reference_kernels, tiny_config
 
 C = 4
@@ -173,3 +175,43 @@ def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
     model, rows = built("moshi"), samples((17, 30, 9))
     assert model.config.sliding_window < 17
     assert max(errors(model, ours(model)(rows), alone(model, rows))) < RIGHT
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", rotating([*sorted(SPLITS_BY_POSITIONS), "granitemoehybrid"]))
+def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refused(name, attn):
+    """Of 127 tokens windows show; a cache that was asked for would turn the positions off."""
+    if name not in CONFIG_MAPPING or (name in READ_BY and not KERNELS_TOLD.holds()):
+        pytest.skip("not in this release")
+    try:
+        model = copy.deepcopy(built(name, attn))
+    except ValueError as error:
+        pytest.skip(str(error))
+    row = samples((127, 1, 1, 17))
+    with reference_kernels(model) if name in READ_BY else nullcontext():
+        truth = alone(model, row)
+        model.config.output_router_logits = True
+        if name == "granitemoehybrid" or not POSITIONS_SPLIT.holds():
+            with pytest.raises(UnsupportedFormError, match="Set output_router_logits=False"):
+                ours(model)(row)
+            return
+        batch, flat = ours(model)(row), DataCollatorWithFlattening()(row)
+        assert (batch["attention_mask"], batch["use_cache"]) == (None, False)
+        assert max(errors(model, batch, truth)) < RIGHT
+        assert errors(model, batch | {"use_cache": True}, truth)[0] > 0.1
+        with adapt(model):
+            assert max(errors(model, {**flat, "use_cache": True}, truth)) < RIGHT
+            assert model(**flat).aux_loss > 0
+        untold = {**flat, "cu_seq_lens_q": ends(row), "cu_seq_lens_k": ends(row)}
+        adapter = BatchAdapter(model, padding_free=True)
+        for step in (1, 2) if adapter.model.positions == "places" else ():  # they run on over a boundary, or jump inside
+            untold["position_ids"] = (torch.arange(146) * step)[None] + 3
+            with pytest.raises(UnsupportedFormError, match="router's aux loss"):
+                adapter(untold)
+        for more in ({"padding": (160,)}, {"sequence_multiple": 4}):
+            with pytest.raises(UnsupportedFormError, match="router's aux loss"):
+                ours(model, **laid_out(more))(row)
+
+
+def ends(row):
+    return torch.tensor([0, *(len(each["input_ids"]) for each in row)]).cumsum(0).int()
