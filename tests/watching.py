@@ -7,10 +7,11 @@ import torch
 
 
 class Watch:
-    """Hooks on a transformers model, from `with Watch(model) as seen`: the hidden states of each forward that trains."""
+    """Hooks on a model, transformers' or shaped like one, from `with Watch(model) as seen`: the hidden states of each
+    forward that trains."""
 
     def __init__(self, model):
-        self.base = model.base_model
+        self.base = getattr(model, "base_model", None) or model.model
         self.rows, self.masks = [], {}
 
     def __enter__(self):
@@ -27,7 +28,7 @@ class Watch:
     def _saw(self, module, args, kwargs, output):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         if not kwargs.get("use_cache"):
-            self.rows += zip(ids.tolist(), output.last_hidden_state.detach().clone())
+            self.rows += zip(ids.tolist(), _hidden(output).detach().clone())
 
     def _layer(self, name):
         def note(module, args, kwargs):
@@ -48,11 +49,14 @@ class Watch:
                 for at in (at for at in range(len(row) - len(ids) + 1) if row[at : at + len(ids)] == ids):
                     if alone is None:
                         one = torch.tensor([ids])
-                        alone = self.base(input_ids=one, attention_mask=torch.ones_like(one), use_cache=False)
-                        alone = alone.last_hidden_state[0]
+                        alone = _hidden(self.base(input_ids=one, attention_mask=torch.ones_like(one), use_cache=False))[0]
                     gap = (hidden[at : at + len(ids)] - alone).abs().max() / alone.abs().max()
                     worst, found = max(worst, float(gap.nan_to_num(nan=torch.inf))), found + 1
         return worst, found
+
+
+def _hidden(output):
+    return getattr(output, "last_hidden_state", output)
 
 
 def gradient_error(model, batch, sequences):

@@ -84,6 +84,8 @@ class Model:
             read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
+        if not asked and needs_2d and isinstance(model, torch.nn.Module):
+            read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",

@@ -129,7 +129,7 @@ def _pools_first(part: Any) -> bool:
 def _classes(model: Any) -> list[type]:
     """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
     if not is_transformers(model):
-        whole, text = model.__class__, text_config(model).__class__
+        whole, text = config_of(model).__class__, text_config(config_of(model)).__class__
         if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in _classes_of(config_class)]):
             got = f"{type(model).__name__}, which has no class there"
             raise CollateError(explain("model", got, _READ, "Pass the model itself."))

@@ -332,6 +332,19 @@ def test_a_model_of_the_callers_own_says_who_reads():
         assert model(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).tolist() == [[0, 1]]
 
 
+def test_of_a_hybrid_of_the_callers_own_nobody_knows_which_boundaries_its_layers_read():
+    class Own(nn.Module):
+        config = model_of().config
+
+        def forward(self, input_ids, attention_mask=None, position_ids=None, **more):
+            return attention_mask
+
+    with adapt(model := Own(), consumer="transformers"):
+        assert model(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).tolist() == [[0, 1]]
+        with pytest.raises(UnsupportedFormError, match="Own is not transformers', and nobody knows what its layers read"):
+            model(torch.tensor([[3, 4, 5]]), position_ids=torch.tensor([[0, 1, 0]]))
+
+
 def test_tensors_without_values_are_refused():
     with adapt(model := model_of("qwen3").to("meta")), pytest.raises(CollateError, match="without values"):
         model(**{key: value.to("meta") for key, value in padded().items()})
