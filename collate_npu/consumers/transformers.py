@@ -273,7 +273,7 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
-            of="other patterns, and packed rows where positions do not split them, with a router's loss",
+            of="dense masks beside a router's loss",
             when=_routers_loss,
             rule="The router's aux loss indexes a 2D mask, and {why}.",
             remedy="Set output_router_logits=False, or keep plain causal attention, one sequence a row.",

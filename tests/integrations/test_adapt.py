@@ -340,7 +340,7 @@ def test_of_a_hybrid_of_the_callers_own_nobody_knows_which_boundaries_its_layers
             return attention_mask
 
     with adapt(model := Own(), consumer="transformers"):
-        assert model(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).tolist() == [[0, 1]]
+        assert model(torch.tensor([[3, 4], [5, 6]]), torch.tensor([[0, 1], [1, 1]])).tolist() == [[0, 1], [1, 1]]
         with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
             model(torch.tensor([[3, 4, 5]]), position_ids=torch.tensor([[0, 1, 0]]))
 
