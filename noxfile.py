@@ -224,17 +224,21 @@ def npu(session: nox.Session) -> None:
     session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, env={**env, "HYPOTHESIS_PROFILE": "fast"})
 
 
+def install_swift(session: nox.Session, *more: str) -> None:
+    old = ("transformers==5.19.0", "huggingface_hub==1.33.0", "accelerate==1.15.0", "aiohttp")
+    install(session, *more, *old, *TEST)
+    session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
+
+
 @nox.session
 def peers_swift(session: nox.Session) -> None:
     """ms-swift, mcore-bridge and megatron-core, and what both splits of a batch agree on."""
-    old = ("transformers==5.19.0", "huggingface_hub==1.33.0", "accelerate==1.15.0", "aiohttp")
-    install(session, "megatron-core==0.16.1", *old, *TEST)
-    session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
+    install_swift(session, "megatron-core==0.16.1")
     session.install("--no-deps", "verl==0.9.1")
     session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
     session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
     swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
-    names = ("mcore_bridge", "mcore_bridge_packed", "absent", "parallel_peers")
+    names = ("mcore_bridge", "mcore_bridge_packed", "mcore_bridge_cp", "absent", "parallel_peers")
     session.run("pytest", *swift, *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
     # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
     session.run("pytest", "tests/integration/test_packed_hybrids.py", "tests/consumers/test_recurrent_kernels.py", env=ENV)
@@ -250,10 +254,22 @@ def peers_megatron(session: nox.Session) -> None:
     It asks for Python 3.12 and uses nothing of it here.
     """
     install(session, "einops==0.8.1", "packaging", *TEST)
-    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
-    session.install("--no-deps", *any_python, "megatron-core==0.19.2")
+    newest_megatron(session)
     names = ("packed", "gated_delta", "rl")
     session.run("pytest", *(f"tests/peers/test_megatron_{name}.py" for name in names), env=ENV)
+
+
+def newest_megatron(session: nox.Session) -> None:
+    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
+    session.install("--no-deps", *any_python, "megatron-core==0.19.2")
+
+
+@nox.session
+def peers_swift_newest(session: nox.Session) -> None:
+    """ms-swift beside the newest megatron-core, whose Gated DeltaNet runs on two ranks of a row."""
+    install_swift(session, "einops==0.8.1", "packaging")
+    newest_megatron(session)
+    session.run("pytest", "tests/peers/test_mcore_bridge_cp.py", env=ENV)
 
 
 @nox.session

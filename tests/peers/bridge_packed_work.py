@@ -41,6 +41,10 @@ def kernels_on_cpu() -> None:
     from mcore_bridge.model.modules import gated_delta_net as native
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
 
+    with contextlib.suppress(ImportError):  # from 0.18 on Megatron's constructor looks for the rule, too
+        from megatron.core.ssm.gated_delta_net import gdn
+
+        gdn.chunk_gated_delta_rule = reference_gated_delta_rule
     native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
     qwen3_5._fla_causal_conv1d = convolution
     # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its convolution stays as it is.

@@ -128,8 +128,6 @@ def test_its_cells(found, family):
         cases = [found["native"][f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
         alone, ours = (verdict(max(case["logits"], case["gradients"])) for case in cases)
         stack.tell(family, layout, alone=alone, ours=ours, line=line)
-    raised = [verdict(refused=found["native"][built(family, 2, who)]) for who in ("upstream", "ours")]
-    stack.tell(family, "context parallel", alone=raised[0], ours=raised[1], line=line)
 
 
 # --- what cannot be run, and who says so
