@@ -228,14 +228,14 @@ def install_swift(session: nox.Session, *more: str) -> None:
     old = ("transformers==5.19.0", "huggingface_hub==1.33.0", "accelerate==1.15.0", "aiohttp")
     install(session, *more, *old, *TEST)
     session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
+    session.install("--no-deps", "verl==0.9.1")
+    session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
 
 
 @nox.session
 def peers_swift(session: nox.Session) -> None:
     """ms-swift, mcore-bridge and megatron-core, and what both splits of a batch agree on."""
     install_swift(session, "megatron-core==0.16.1")
-    session.install("--no-deps", "verl==0.9.1")
-    session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
     session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
     swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
     names = ("mcore_bridge", "mcore_bridge_packed", "mcore_bridge_cp", "absent", "parallel_peers")
@@ -265,11 +265,12 @@ def newest_megatron(session: nox.Session) -> None:
 
 
 @nox.session
-def peers_swift_newest(session: nox.Session) -> None:
-    """ms-swift beside the newest megatron-core, whose Gated DeltaNet runs on two ranks of a row."""
+def peers_newest(session: nox.Session) -> None:
+    """ms-swift and verl beside the newest megatron-core, whose Gated DeltaNet runs on two ranks of a row."""
     install_swift(session, "einops==0.8.1", "packaging")
     newest_megatron(session)
-    session.run("pytest", "tests/peers/test_mcore_bridge_cp.py", env=ENV)
+    for name in ("mcore_bridge_cp", "verl_cp"):  # apart: mcore-bridge changes Megatron's classes
+        session.run("pytest", f"tests/peers/test_{name}.py", env=ENV)
 
 
 @nox.session

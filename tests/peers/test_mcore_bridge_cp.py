@@ -15,7 +15,7 @@ try:
     NEWEST = int(version("megatron-core").split(".")[1]) >= 18
 except PackageNotFoundError:
     NEWEST = False
-PLACE = ("ms-swift, newest Megatron", "peers_swift_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
+PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
 STACK = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
 FAMILIES = ("qwen3", "qwen3_next", "qwen3_5")
 
