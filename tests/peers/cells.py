@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +106,12 @@ def verdict(error: float | None = None, *, refused: str = "", not_run: str = "")
 def of_job(found: dict[str, Any]) -> dict[str, Any]:
     """The same of a job of `processes.run_jobs`."""
     return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
+
+
+def worst_of(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The same of several jobs that share one cell."""
+    rank = ("right", "refused", "wrong").index
+    return max(map(of_job, jobs), key=lambda one: (rank(one["verdict"]), one.get("error", 0.0)))
 
 
 def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ megatron-core 0.16.1 has no Gated DeltaNet for two ranks; 0.19.2 does, in an env
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
-from cells import Stack, of_job
+from cells import Stack, worst_of
 from processes import found_by
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
@@ -29,8 +29,7 @@ def found(tmp_path_factory):
 def test_its_cells(found, family):
     """Right where it runs, without us and with us; the worse of padded and flat rows under context parallelism."""
     for layout, told in found[family].items():
-        both = {who: max(map(of_job, cases), key=lambda one: (one["verdict"] == "refused", one.get("error", 0.0)))
-                for who, cases in told.items()}  # fmt: skip
+        both = {who: worst_of(cases) for who, cases in told.items()}
         STACK.tell(family, layout, **both, line='--external_plugins "$PLUGIN"')
         hybrid = family != "qwen3"
         refused = hybrid and (layout == "packed" or (layout == "context parallel" and not NEWEST))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cells import Stack, verdict
+from cells import Stack, verdict, worst_of
 from processes import found_by
 
 NEEDS = ("twinkle", "mcore_bridge", "megatron", "ray")
@@ -55,12 +55,27 @@ def test_left_padding_is_refused_where_no_layer_reads_it_and_upstream_it_is_wron
     assert told["stages after uninstall"] == ["InputProcessor"]
 
 
-@pytest.mark.parametrize(("layout", "name"), [("padded right", ""), ("padded left", " left")])
-def test_its_cells(told, layout, name):
-    stack, both = Stack("twinkle, Megatron", ("twinkle-kit", "mcore-bridge", "megatron-core"), "peers_misc"), {}
-    for who, case in (("alone", told[f"upstream{name} npu"]), ("ours", told[f"ours{name} npu"])):
-        both[who] = verdict(case.get("error"), refused=f"{case.get('raised')}: {case.get('said')}")
-    stack.tell("qwen3_next", layout, **both, line="integrations.twinkle.install(model)")
+STACK, LINE = (
+    Stack("twinkle, Megatron", ("twinkle-kit", "mcore-bridge", "megatron-core"), "peers_misc"),
+    "twinkle.install(model)",
+)
+
+
+def test_a_cell_of_left_padding(told):
+    cases = (("alone", told["upstream left npu"]), ("ours", told["ours left npu"]))
+    both = {who: verdict(x.get("error"), refused=f"{x.get('raised')}: {x.get('said')}") for who, x in cases}
+    STACK.tell("qwen3_next", "padded left", **both, line=LINE)
+
+
+def test_its_cells_on_one_rank_and_on_two(tmp_path):
+    """Right where it runs; the worse of padded and flat rows under context parallelism."""
+    found, cells = found_by("twinkle_cp_work", tmp_path, ranks=2)[0], {}
+    for name, told in found.items():
+        cells.setdefault(name.removesuffix(", flat"), []).append(told)
+    for name, jobs in cells.items():
+        family, _, layout = name.partition(" ")
+        both = {who: worst_of(told[who] for told in jobs) for who in ("alone", "ours")}
+        assert STACK.tell(family, layout, **both, line=LINE) in [("right", "right"), ("refused", "refused")], name
 
 
 def test_left_padding_is_computed_where_local_kernels_read_a_dense_mask(told):

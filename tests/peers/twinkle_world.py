@@ -83,7 +83,7 @@ def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
         twinkle.initialize(mode="local", global_device_mesh=mesh)
     made = (cls or MegatronModel)(
         model_id=folder, device_mesh=mesh, mixed_precision="no", load_weights=False, recompute_granularity=None,
-        deterministic_mode=True, **{**UNFUSED, **settings},
+        **{"deterministic_mode": True, **UNFUSED, **settings},
     )  # fmt: skip
     for chunk in getattr(made, "model", ()):
         whole(chunk)
