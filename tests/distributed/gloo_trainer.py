@@ -11,6 +11,7 @@ import torch.distributed as dist
 from collate_npu import Segments
 from collate_npu.integrations.context_parallel import context_parallel, context_parallel_collator
 from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.testing import tiny_model
 
 
 def tiny_qwen3() -> Any:
@@ -53,28 +54,32 @@ def accelerator_on(mesh: Any) -> Any:
     return stand_in
 
 
-def setup() -> tuple[Any, Any, Any]:
+def build(family: str) -> Any:
+    return tiny_model(family, vocab_size=40) if family else tiny_qwen3()
+
+
+def setup(family: str = "") -> tuple[Any, Any, Any]:
     import ring_on_cpu
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
 
     ring_on_cpu.install()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = tiny_qwen3()
+    model = build(family)
     _attach_context_parallel_hooks(model)
     return mesh, accelerator_on(mesh), model
 
 
-def alone(batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    model = tiny_qwen3()
+def alone(batch: dict[str, torch.Tensor], family: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = build(family)
     loss = model(**batch).loss
     loss.backward()
     return float(loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any = None) -> dict[str, Any]:
+def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any = None, family: str = "") -> dict[str, Any]:
     """The loss and gradients of all ranks together, against the model alone; the context gives or shares the inputs."""
-    (right, grads), count = alone(whole), int((whole["labels"][:, 1:] != -100).sum())
+    (right, grads), count = alone(whole, family), int((whole["labels"][:, 1:] != -100).sum())
     with context as shard:
         inputs = shard if inputs is None else inputs
         seen = {key: tuple(value.shape) for key, value in inputs.items()}
@@ -97,15 +102,26 @@ def accelerate_step(lengths: list[int], width: int) -> dict[str, Any]:
     return shared(model, batch, context_parallel(accelerator, batch, model=model))
 
 
-def trainer_step(lengths: list[int], width: int, side: str = "right", *, ours: bool = True) -> dict[str, Any]:
+def trainer_step(
+    lengths: list[int], width: int, side: str = "right", *, ours: bool = True, family: str = ""
+) -> dict[str, Any]:
     """`Trainer._prepare_context_parallel_inputs` on our collator's batch, or an ordinary one's, in its own context."""
     from transformers import Trainer, TrainingArguments
 
-    _, accelerator, model = setup()
+    _, accelerator, model = setup(family)
     collator = functools.partial(padded, width=width, side=side)
     given = context_parallel_collator(collator, size=dist.get_world_size(), model=model) if ours else collator
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)
     trainer = Trainer(model, args, data_collator=given)
     trainer.accelerator = accelerator
     context, inputs = trainer._prepare_context_parallel_inputs(model, given(features(lengths)))
-    return shared(model, collator(features(lengths)), context(), inputs)
+    return shared(model, collator(features(lengths)), context(), inputs, family)
+
+
+def cell(family: str, ours: bool) -> dict[str, Any]:
+    """Rows padded right, as a job of `peers/cells`."""
+    try:
+        found = trainer_step([9, 16], 16, ours=ours, family=family)
+    except Exception as raised:
+        return {"refused": f"{type(raised).__name__}: {raised}"}
+    return {"refused": "", "error": max(abs(found["loss"] - found["right"]), found["grads"])}

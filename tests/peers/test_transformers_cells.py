@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from cells import PAD, Stack, samples, verdict
+from cells import PAD, Stack, samples, verdict, worst_of
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -120,6 +120,16 @@ def test_transformers_trainer(family, layout, tmp_path):
 @pytest.mark.parametrize("family", RECURRENT)
 def test_transformers_trainer_where_kernels_take_boundaries(family, tmp_path):
     test_transformers_trainer(family, "packed, kernels there", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_trainer_with_a_row_on_two_ranks(ranks, family):
+    """torch's context parallelism in Trainer's own step; see distributed/gloo_trainer for what stands in."""
+    run = lambda who: worst_of(ranks(2)("gloo_trainer.cell", family, who == "ours", seconds=120))  # noqa: E731
+    line = "context_parallel_collator(theirs, size=2, model=model)"
+    TRAINER.tell(family, "context parallel", alone=run("alone"), ours=run("ours"), line=line)
 
 
 def tuned(model, layout, folder, *, ours):

@@ -55,10 +55,8 @@ def test_left_padding_is_refused_where_no_layer_reads_it_and_upstream_it_is_wron
     assert told["stages after uninstall"] == ["InputProcessor"]
 
 
-STACK, LINE = (
-    Stack("twinkle, Megatron", ("twinkle-kit", "mcore-bridge", "megatron-core"), "peers_misc"),
-    "twinkle.install(model)",
-)
+STACK = Stack("twinkle, Megatron", ("twinkle-kit", "mcore-bridge", "megatron-core"), "peers_misc")
+LINE = "integrations.twinkle.install(model)"
 
 
 def test_a_cell_of_left_padding(told):
