@@ -1,12 +1,14 @@
 """Megatron-Bridge 0.3.1: what its datasets collate, and what its `get_packed_seq_params` gives a Megatron model.
 
-TransformerEngine and modelopt are stand-ins; the datasets are built by their own constructors, of files. Its models are
-Megatron-core's (test_megatron.py).
+TransformerEngine and modelopt are stand-ins; the datasets are built by their own constructors, of files. Its models, by its
+providers, take `forward_step` in `megatron_bridge_work`.
 """
 
 import numpy as np
 import pytest
 import torch
+from cells import Stack, verdict, worst_of
+from processes import found_by
 from stand_ins import stand_in
 from te_stub import VERSION
 
@@ -80,3 +82,17 @@ def test_packing_in_the_step_cuts_tokens_that_equal_padding():
     tokens, _, _, _, positions, offsets, longest = vlm_step.pack_batch_sequences(rows, rows, ones, None, positions)
     batch = {"tokens": tokens, "position_ids": positions, "cu_seqlens": offsets, "max_seqlen": longest}
     assert segments_from_batch(batch, padding_free=True).lengths == ((2, 4),)
+
+
+def test_its_cells(tmp_path):
+    """Its own step shares a row between two ranks, and cuts its labels with it: nothing of ours stands there."""
+    stack = Stack("Megatron-Bridge", ("megatron-bridge", "megatron-core"), "peers_nemo")
+    for name, told in found_by("megatron_bridge_work", tmp_path, ranks=2)[0].items():
+        family, _, layout = name.partition(" ")
+        alone = worst_of(told["alone"])
+        ours = (
+            worst_of(told["ours"]) if "ours" in told else verdict(not_run="its own step shares the row and its labels out")
+        )
+        stack.tell(family, layout, alone=alone, ours=ours, line="gpt_batch(read, model) in a step of your own")
+        refused = family == "qwen3_next" and layout != "padded right"  # by Megatron 0.16.1
+        assert alone["verdict"] == ("refused" if refused else "right"), told
