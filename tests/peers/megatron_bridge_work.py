@@ -68,7 +68,7 @@ class Tokenizer:
 def partitioned(offsets: Any, total: int, size: int, rank: int) -> Any:
     """Transformer Engine's `thd_get_partitioned_indices`: of each sequence chunks r and 2 * size - 1 - r.
 
-    Its binary search never looks at the last offset, and here that is the -1 that fills."""
+    Its binary search (common/fused_attn/context_parallel.cu) never compares the last offset, here the -1 that fills."""
     return token_rows(total, ContextParallel(size, rank).for_documents(), offsets[offsets >= 0])
 
 
