@@ -270,7 +270,7 @@ def peers_newest(session: nox.Session) -> None:
     install_swift(session, "einops==0.8.1", "packaging")
     newest_megatron(session)
     for name in ("mcore_bridge_cp", "verl_cp"):  # apart: mcore-bridge changes Megatron's classes
-        session.run("pytest", f"tests/peers/test_{name}.py", env=ENV)
+        session.run("pytest", f"tests/peers/test_{name}.py", env={**ENV, "COLLATE_NPU_NIGHTLY": "1"})
 
 
 @nox.session

@@ -25,6 +25,7 @@ def found(tmp_path_factory):
     return found_by("bridge_cp_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_cells(found, family):
     """Right where it runs, without us and with us; the worse of padded and flat rows under context parallelism."""

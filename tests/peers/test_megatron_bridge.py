@@ -84,6 +84,7 @@ def test_packing_in_the_step_cuts_tokens_that_equal_padding():
     assert segments_from_batch(batch, padding_free=True).lengths == ((2, 4),)
 
 
+@pytest.mark.nightly
 def test_its_cells(tmp_path):
     """Its own step shares a row between two ranks, and cuts its labels with it: nothing of ours stands there."""
     stack = Stack("Megatron-Bridge", ("megatron-bridge", "megatron-core"), "peers_nemo")

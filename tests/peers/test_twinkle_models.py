@@ -65,6 +65,7 @@ def test_a_cell_of_left_padding(told):
     STACK.tell("qwen3_next", "padded left", **both, line=LINE)
 
 
+@pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
     """Right where it runs; the worse of padded and flat rows under context parallelism."""
     found, cells = found_by("twinkle_cp_work", tmp_path, ranks=2)[0], {}

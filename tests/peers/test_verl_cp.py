@@ -87,6 +87,7 @@ def shared(ranks):
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "kinds"), [("attention", "aa"), ("Gated DeltaNet hybrid", "gag")])
 def test_its_cells(ranks, family, kinds, layout):
