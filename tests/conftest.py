@@ -54,7 +54,9 @@ def no_models() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not os.environ.get("COLLATE_NPU_NIGHTLY"):
+    from rotation import NIGHTLY  # which reads the seed from above
+
+    if not NIGHTLY:
         nights = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nights)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]

@@ -10,6 +10,8 @@ import pytest
 SEED = int(os.environ["COLLATE_NPU_SEED"])
 """conftest chooses one where none is given, before anything is imported that reads it."""
 PROFILE = os.environ["HYPOTHESIS_PROFILE"]
+NIGHTLY = bool({"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys())
+"""All is run: at night, and where the cells of the page of stacks are recorded."""
 
 
 def some(cases: Sequence[Any], take: int) -> list[Any]:
@@ -18,9 +20,8 @@ def some(cases: Sequence[Any], take: int) -> list[Any]:
 
 
 def part(cases: Sequence[Any], take: int) -> list[Any]:
-    """So many of the cases, others with each seed; all at night, and where cells are recorded."""
-    whole = {"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys()
-    return list(cases) if whole else [cases[n] for n in sorted(_taken(cases, take))]
+    """So many of the cases, others with each seed; all at night."""
+    return list(cases) if NIGHTLY else [cases[n] for n in sorted(_taken(cases, take))]
 
 
 def rotating(cases: Iterable[Any], take: int = 1, slow: int | None = None) -> list[Any]:
