@@ -49,7 +49,7 @@ class KernelCall(NamedTuple):
 
 def why_boundaries_unread(model: Any) -> str:
     """Which functions of this transformers module's recurrent layers cannot read boundaries, and why; "" where all can."""
-    if any(map(_asks_by_itself, unwrap(model).modules())):
+    if any(map(asks_by_itself, unwrap(model).modules())):
         return ""
     calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
     if not calls:
@@ -57,7 +57,7 @@ def why_boundaries_unread(model: Any) -> str:
     return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
 
 
-def _asks_by_itself(layer: Any) -> bool:
+def asks_by_itself(layer: Any) -> bool:
     """Is it VeOmni's own Gated DeltaNet? Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and without a kernel
     that reads it raise (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import consumer_of, is_transformers, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.integrations.shared_rows import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
 
@@ -104,7 +105,11 @@ class _Door:
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch, out = Sources({**dict(zip(self.names, args)), **kwargs}), None
-        if not _decodes(batch):
+        if _decodes(batch):
+            pass
+        elif (ranks := sharing_ranks()) > 1:
+            check_share(self._current(module), module, batch, ranks)
+        else:
             mended = self._current(module).mended(batch, padding_free=_is_flat(batch))[0]
             out = (args[len(self.names) :], mended)
         self.inside[get_ident()] = self

@@ -8,7 +8,8 @@ import copy
 import pytest
 import skyrl_stand_ins  # noqa: F401
 import torch
-from cells import PAD, VOCAB, Stack, samples
+from cells import PAD, VOCAB, Stack, of_job, samples
+from processes import found_by
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 
 from collate_npu import adapt
@@ -23,9 +24,9 @@ LINE = "adapt(wrapper.model)"
 RIGHT, WRONG = 1e-5, 0.05
 
 
-def wrapped(family, *, packs=False, ours=False):
+def wrapped(family, *, packs=False, ours=False, **settings):
     model = copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
-    wrapper = HFModelWrapper(model, use_flash_attention_2=packs, remove_microbatch_padding=packs, bf16=False)
+    wrapper = HFModelWrapper(model, use_flash_attention_2=packs, remove_microbatch_padding=packs, bf16=False, **settings)
     if ours:
         adapt(wrapper.model)
     return wrapper
@@ -91,15 +92,38 @@ def test_without_padding_plain_attention_is_right():
     assert max(off(wrapped("qwen3", packs=True, ours=True), "qwen3", "both")) < RIGHT
 
 
+FLASH = "flash_attention_2 packed"
+SHARED = [f"{family} {FLASH}" for family in FAMILIES] + ["qwen3 flash_attention_2 padded", "qwen3 sdpa padded"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What two ranks gave that share each row."""
+    jobs = [f"{job} {who}" for job in SHARED for who in ("own", "ours")]
+    return found_by("skyrl_work", (folder := tmp_path_factory.mktemp("shared")), folder, *jobs, ranks=2)[0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed", "context parallel"])
+def test_cells_of_shared_rows(family, shared):
+    """SkyRL's exchange stands in flash attention alone (distributed/ulysses/monkey_patch.py:53-124)."""
+    own, ours = (of_job(shared[f"{family} {FLASH} {who}"]) for who in ("own", "ours"))
+    found = STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, sequence_parallel_size 2")
+    assert found == (("right", "right") if family == "qwen3" else ("wrong", "refused"))
+
+
+@pytest.mark.parametrize("job", SHARED[-2:])
+def test_shared_rows_with_padding_are_right_on_flash_attention_alone(job, shared):
+    own, ours = (of_job(shared[f"{job} {who}"])["verdict"] for who in ("own", "ours"))
+    assert (own, ours) == (("wrong", "refused") if "sdpa" in job else ("right", "right"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
 def test_cells(family, layout):
     def truth(rows):
         return [row.detach() for row in alone(family, rows)[1]]
 
     def run(ours):
-        if layout == "context parallel":
-            return "sequence_parallel_size shares rows inside flash attention, which a CPU has not"
         side = "right" if layout == "padded right" else "left"
         return lambda rows: [
             row.detach() for row in answers(wrapped(family, packs=layout == "packed", ours=ours), rows, side)

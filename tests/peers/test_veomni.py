@@ -146,8 +146,10 @@ def test_cells(saved, family, attention):
 # --- the trainer
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
-JOBS = ["qwen3 sdpa packed ours", f"qwen3_5_text {FLASH} tail ours", f"qwen3_5_text {FLASH} ulysses own"]
-JOBS += [f"qwen3_5_text {FLASH} ulysses ours"]
+PAIRS = [{"prompt": text, "chosen": text[::-1], "rejected": " no"} for text in TEXTS]
+JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
+DPO = [f"qwen3_5_text {FLASH} {setting} ours" for setting in ("dpo", "dpo-ulysses")]
+DPO += ["qwen3 sdpa dpo ours", "qwen3 sdpa dpo own"]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own")]
 
 
@@ -155,11 +157,11 @@ NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "sin
 def trained(saved, tmp_path_factory):
     """What each job saw, by rank. VeOmni has no Qwen3-Next of its own: MODELING_BACKEND=hf runs transformers'."""
     folder, found = Path(saved("qwen3")).parent, {}
-    lines = [json.dumps({"content_split": text}) for text in TEXTS]
-    (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    for job in (*JOBS, *NEXT):
+    for name, rows in (("data", [{"content_split": text} for text in TEXTS]), ("pairs", PAIRS)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for job in (*JOBS, *DPO, *NEXT):
         saved(job.split()[0])
-    for jobs, backend in ((JOBS, {}), (NEXT, {"MODELING_BACKEND": "hf"})):
+    for jobs, backend in (((*JOBS, *DPO), {}), (NEXT, {"MODELING_BACKEND": "hf"})):
         out = tmp_path_factory.mktemp("trained")
         found_by("veomni_work", out, folder, *jobs, variants=(backend,), ranks=2)
         ranks = [torch.load(out / f"veomni_work-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
@@ -196,7 +198,7 @@ def errors(trained, saved, job):
     return verdict(worst), count
 
 
-@pytest.mark.parametrize("job", [*JOBS[:3], "qwen3_next sdpa single ours"])
+@pytest.mark.parametrize("job", [*JOBS, "qwen3_next sdpa single ours"])
 def test_train_py_on_two_ranks(trained, saved, job):
     told, count = errors(trained, saved, job)
     print(job, told, count, trained[job][0]["told"][:2])
@@ -204,20 +206,28 @@ def test_train_py_on_two_ranks(trained, saved, job):
     assert count >= 3
 
 
-def test_a_rank_of_ulysses_has_no_whole_row_and_ours_says_so(trained, saved):
-    told, _ = errors(trained, saved, JOBS[3])
-    assert told["verdict"] == "refused"
-    assert "Of a row that ranks share, give the whole one" in trained[JOBS[3]][0]["refused"]
+@pytest.mark.parametrize("job", DPO)
+def test_its_dpo_on_two_ranks(trained, saved, job):
+    """Chosen and rejected are two sequences of one row; a batch gives the sum of each one's log-probabilities."""
+    model, encode, truth = AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval(), byte_tokenizer().encode, []
+    for pair in PAIRS[:4]:
+        rows = [encode(pair["prompt"] + pair[key]) for key in ("chosen", "rejected")]
+        truth.append([float(row[len(encode(pair["prompt"])) - 1 :].sum()) for row in alone(model, rows)])
+    found = torch.cat([torch.stack(sums, 1) for rank in trained[job] for sums in rank["seen"]])
+    error = float((found[:, None] - torch.tensor(truth)).abs().amax(-1).amin(-1).max())
+    print(job, error, found.shape)
+    assert trained[job][0]["refused"] == ""
+    assert error > WRONG if job.endswith("own") else error < 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_cells_of_the_trainer(trained, saved, family):
     jobs, layout, line = (NEXT[:2], "packed", f"{LINE}, MODELING_BACKEND=hf, sdpa") if family == "qwen3_next" else (
-        JOBS[2:], "context parallel", f"{LINE}, ulysses_size 2, {FLASH}"
+        JOBS[1:], "context parallel", f"{LINE}, ulysses_size 2, {FLASH}"
     )  # fmt: skip
     own, ours = (errors(trained, saved, job)[0] for job in jobs)
     found = STACK.tell(family, layout, alone=own, ours=ours, line=line)
-    assert found == (("wrong" if family == "qwen3_next" else "right"), "refused")
+    assert found == (("wrong", "refused") if family == "qwen3_next" else ("right", "right"))
 
 
 @pytest.mark.parametrize("layout", ["padded right", "padded left"])
