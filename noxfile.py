@@ -71,7 +71,7 @@ AXOLOTL_NEEDS = (
 )  # fmt: skip
 OPENRLHF_NEEDS = (
     "ray==2.55.0", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "aiohttp",
-    "pylatexenc", "loralib", "torchdata==0.11.0", "setuptools",
+    "pylatexenc", "loralib", "torchdata==0.11.0", "setuptools", "pillow",
 )  # fmt: skip
 LOADERS = (
     "ray==2.60.0", "torchdata==0.11.0", "megatron-energon==7.4.1", "webdataset==1.0.2", "mosaicml-streaming==0.13.0",
@@ -325,7 +325,7 @@ def peers_openrlhf(session: nox.Session) -> None:
     """OpenRLHF, beside the releases it pins, and `adapt` under DeepSpeed and PEFT (flash_attn and vllm are stand-ins)."""
     pinned = ("transformers==5.15.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0")
     install(session, *pinned, *TEST)
-    session.install("--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6")
+    session.install("--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6", "ring_flash_attn==0.1.8")
     session.install(TORCH, *pinned, *OPENRLHF_NEEDS)
     session.run("pytest", "tests/peers/test_openrlhf.py", "tests/peers/test_adapt_wrapped.py", *session.posargs, env=ENV)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.models import windows
 from collate_npu.consumers.recurrent_kernels import asks_by_itself
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
@@ -38,11 +39,16 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
     """
     offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
     exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(asks_by_itself, model.modules())))
+    width, why = batch.shape()[1] * ranks, ""
     if not exchanged or "flash" not in adapter.model.attn_implementation:
-        rule = f"{ranks} ranks share each row, and layers of this {adapter.model.said} see the places of their rank alone."
-        remedy = "Give each rank whole rows: ulysses_size, sequence_parallel_size or ring_attn_size 1. A model of attention "
-        remedy += "alone: use flash_attention_2."
+        why = "some of its layers see the places of their rank alone"
+    elif not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
+        why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
+    if why:
+        rule = f"{ranks} ranks share each row of this {adapter.model.said}, and {why}."
+        remedy = "Give each rank whole rows: ulysses_size, sequence_parallel_size or ring_attn_size 1. A model of plain "
+        remedy += "attention alone: use flash_attention_2."
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
-        whole = torch.zeros(1, batch.shape()[1] * ranks, dtype=torch.long)
+        whole = torch.zeros(1, width, dtype=torch.long)
         adapter.mended(Sources({"input_ids": whole, **offsets}), padding_free=True)

@@ -38,6 +38,13 @@ def flash_attention():
         vars(module).update(values)
 
 
+class Cpu(str):
+    """The device, and a number in `f"cuda:{...}"` (trainer/ppo_utils/replay_buffer.py:44), to where nothing is sent."""
+
+    def __format__(self, spec):
+        return "0"
+
+
 def on_cpu():
     """What DeepSpeed's strategy and the actors ask CUDA for (utils/deepspeed/deepspeed.py:104-118)."""
     import torch.distributed.device_mesh as meshes
@@ -45,7 +52,7 @@ def on_cpu():
     made = meshes.init_device_mesh
     meshes.init_device_mesh = lambda device, *args, **kwargs: made("cpu", *args, **kwargs)
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    cuda = {"set_device": nothing, "empty_cache": nothing, "synchronize": nothing, "current_device": lambda: "cpu"}
+    cuda = {"set_device": nothing, "empty_cache": nothing, "synchronize": nothing, "current_device": lambda: Cpu("cpu")}
     vars(torch.cuda).update(cuda, get_device_properties=lambda *_: SimpleNamespace(uuid="cpu"))
 
 

@@ -1,12 +1,14 @@
 """OpenRLHF 0.11.2: its `Actor`, reward and critic models on its own batches, and `train_sft`."""
 
+from pathlib import Path
+
 import openrlhf_world
 import pytest
 import torch
 
 openrlhf_world.start()
 
-from cells import PAD, Stack  # noqa: E402
+from cells import PAD, Stack, of_job  # noqa: E402
 from openrlhf.models import Actor, get_llm_for_sequence_regression  # noqa: E402
 from openrlhf.utils.utils import zero_pad_sequences  # noqa: E402
 from processes import found_by  # noqa: E402
@@ -19,7 +21,6 @@ NEEDS = ("openrlhf", "deepspeed", "peft", "ray")
 STACK = Stack("OpenRLHF", ("openrlhf", "transformers", "deepspeed"), "peers_openrlhf")
 LINE = "--module collate_npu.integrations.openrlhf"
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3", "gemma3_text")
-RING = "ring_flash_attn has CUDA kernels alone"
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,26 @@ def scored(actor, side):
     return run
 
 
-@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed", "context parallel"])
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, saved):
+    """What two ranks of ring attention gave."""
+    folder = Path(saved(FAMILIES[0])).parent
+    jobs = [f"{family} {who}" for family in FAMILIES if saved(family) for who in ("own", "ours")]
+    return found_by("openrlhf_ring_work", tmp_path_factory.mktemp("ring"), folder, *jobs, ranks=2)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cells_of_ring_attention(family, shared):
+    """The true ring_flash_attn, which makes other windows than the model's (gemma3_text)."""
+    own, mine = (of_job(shared[f"{family} {who}"]) for who in ("own", "ours"))
+    found = STACK.tell(family, "context parallel", alone=own, ours=mine, line=f"{LINE}, --ds.ring_attn_size 2")
+    assert found == (("right", "right") if family == "qwen3" else ("wrong", "refused"))
+
+
+@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_cells(family, layout, saved):
-    if layout == "context parallel":
-        truth = scored(built(saved(family), False), "right")
-        STACK.cell(family, layout, truth=truth, alone=RING, ours=RING, line=LINE)
-        return
     side, packing = "left" if layout == "padded left" else "right", {"packing_samples": layout == "packed"}
     own, with_ours = (scored(built(saved(family), armed, **packing), side) for armed in (False, True))
     truth = scored(built(saved(family), False), "right")
@@ -146,10 +159,13 @@ def test_rays_own_loader_finds_the_hook(saved):
 
 
 @torch.no_grad()
-def test_its_reference_model_in_a_ray_worker(saved, tmp_path):
+def test_its_reference_and_policy_in_ray_workers(saved, tmp_path):
     """By the setup hook of the runtime environment; ours, behind the tests' stand-ins."""
     (found,) = found_by("openrlhf_ray_work", tmp_path, saved("qwen3_next"))
-    assert "Give each sequence its own row" in found["packed"]
     ids = torch.tensor([[5, 9, 2, 77, 3, 12]])
     alone = built(saved("qwen3_next"), False)(ids, attention_mask=torch.ones_like(ids), return_logprobs=True)[0]
     assert float((torch.tensor(found["padded"][0]) - alone).abs().max()) < 1.0  # bfloat16 there
+    assert "Give each sequence its own row" in found["joined"]  # the policy's step, from its replay buffer
+    one, both = ([found[name][key] for key in ("ppo_kl", "actor_grad_norm")] for name in ("one by one", "together"))
+    print(one, both)
+    assert one == pytest.approx(both, rel=RIGHT / 2, abs=RIGHT / 2)

@@ -42,7 +42,7 @@ ANSWERS = {
     "current_device": told(torch.device("cpu")), "device_count": told(1), "is_available": told(True), "nvtx_range": ranged,
     "communication_backend_name": told("gloo"), "visible_devices_envvar": told("CPU_VISIBLE_DEVICES"),
     "ray_resource_name": told("CPU"), "ray_resource_options": told({}), "ray_noset_envvars": told([]),
-    "rollout_env_vars": told({}), "is_ipc_supported": told(False),
+    "rollout_env_vars": told({}), "is_ipc_supported": told(False), "get_device_capability": told((0, 0)),
 }  # fmt: skip
 others = {name: told(None) for name in PlatformBase.__abstractmethods__ - set(ANSWERS)}
 PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), {**others, **ANSWERS}))
