@@ -7,7 +7,6 @@ exchanges inside flash attention is right; recurrent layers run on the places of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from collate_npu.consumers.recurrent_kernels import asks_by_itself
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 
-_SIZES: Mapping[str, Callable[[Any], int]] = {
+_SIZES: dict[str, Any] = {
     "openrlhf.models.ring_attn_utils": lambda of: 1 if of.RING_ATTN_GROUP is None else of.RING_ATTN_GROUP.size(),
     "skyrl.backends.skyrl_train.distributed.ulysses.utils": lambda of: of.get_ulysses_sequence_parallel_world_size(),
-    "veomni.distributed.parallel_state": lambda of: of.get_parallel_state().sp_size,
+    "veomni.distributed.parallel_state": lambda of: of.get_parallel_state().ulysses_size,
 }
 """Where a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
 
@@ -46,9 +45,7 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
         why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
     if why:
         rule = f"{ranks} ranks share each row of this {adapter.model.said}, and {why}."
-        remedy = "Give each rank whole rows: ulysses_size, sequence_parallel_size or ring_attn_size 1. A model of plain "
-        remedy += "attention alone: use flash_attention_2."
+        remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
-        whole = torch.zeros(1, width, dtype=torch.long)
-        adapter.mended(Sources({"input_ids": whole, **offsets}), padding_free=True)
+        adapter.mended(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
