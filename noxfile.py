@@ -58,7 +58,7 @@ SWIFT_NEEDS = (
 MISC_NEEDS = (
     "tensordict", "ray", "hydra-core", "codetiming", "pandas", "orjson", "peft", "omegaconf", "pyzmq", "modelscope",
     "addict", "spmd_types==0.2.3", "tyro==1.0.16", "torch_checkpointing==0.1.1", "tensorboard",
-    "torchdata==0.11.0", "uvicorn", "fastapi", "msgspec", "prometheus_client",
+    "torchdata==0.11.0", "uvicorn", "fastapi", "msgspec", "prometheus_client", "cachetools",
 )  # fmt: skip
 BENCH_NEEDS = ("hydra-core", "codetiming", "orjson", "addict")
 FACTORY_NEEDS = (

@@ -20,3 +20,14 @@ def test_rows_of_the_queue_are_as_alone(found):
     assert found["layout"] == "torch.jagged"
     assert found["log_probs"] < 1e-5
     assert found["entropy"] < 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("who", ["own", "ours"])
+def test_main_ppo(who, tmp_path):
+    """verl's own measure: the actor's probabilities in its batches, beside those that the server told of each row alone."""
+    local = {"RAY_ADDRESS": "", "HYDRA_FULL_ERROR": "1"}
+    (found,) = found_by("verl_ppo_work", tmp_path, tmp_path, who, variants=(local,))
+    off = found["training/rollout_probs_diff_max"]
+    print(who, off, found["actor/grad_norm"])
+    assert off > 1e-3 if who == "own" else off < 1e-5

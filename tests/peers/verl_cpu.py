@@ -23,6 +23,8 @@ class Module:
             return lambda *args: 0
         if name == "mem_get_info":
             return lambda *args: (0, 0)
+        if name == "get_device_name":
+            return lambda *args: "cpu"
         if name == "get_device_properties":
             return lambda *args: SimpleNamespace(name="cpu", total_memory=0)
         return getattr(torch.cpu, name, nothing)
