@@ -17,16 +17,16 @@ LINES = {
     "masks": (2540, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2430, 1950),
+    "consumers": (2470, 1950),
     "collate": (1650, 1500),
     "proof": (4530, 1900),
-    "integrations": (3190, 3000),
+    "integrations": (3240, 3000),
     "testing": (430, 450),
     "tools": (4240, 3600),
-    "tests": (43680, 33000),
+    "tests": (44860, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (24200, 12000)}
+WORDS = {"guide": (24360, 12000)}
 """Words of the guide's English pages, likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""
