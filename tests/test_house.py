@@ -26,7 +26,7 @@ LINES = {
     "tests": (44860, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (24360, 12000)}
+WORDS = {"guide": (24380, 12000)}
 """Words of the guide's English pages, likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""

@@ -210,7 +210,7 @@ class BatchAdapter:
         if self.consumer.uncached(case):
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
-        if case.model.pooling == "last_by_id" and isinstance(out.get("input_ids"), Tensor):  # else padding is its last token
+        if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
         if self.consumer.reads_offsets(case):

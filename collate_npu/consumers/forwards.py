@@ -19,7 +19,7 @@ from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
 LabelRule = Literal["next", "places", "decoder"]
-Pooling = Literal["", "first", "last", "last_by_id", "pooler", "span"]
+Pooling = Literal["", "first", "last", "last_by_id", "counted_by_id", "pooler", "span"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -71,6 +71,7 @@ def pooling(model: Any) -> Pooling:
     """Which token of a row a head that gives one answer a row takes; "" where every token has its own, or of a config.
 
     * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
+    * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
     * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
     * "first": the first place, likewise: encoders, all that build tiny but eurobert (a mean over its mask).
     * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
@@ -88,8 +89,9 @@ def pooling(model: Any) -> Pooling:
         return ""
     if not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
         return "pooler" if any(map(_pools_first, whole.modules())) else ""
-    if any("pad_token_id" in inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__):
-        return "last_by_id"
+    code = "".join(inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__)
+    if "pad_token_id" in code:
+        return "counted_by_id" if ".sum(-1) - 1" in code else "last_by_id"
     if config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean" or config.model_type == "eurobert":
         return ""
     return "last" if hasattr(whole, "sequence_summary") and config.summary_type == "last" else "first"

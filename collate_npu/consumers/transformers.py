@@ -142,12 +142,14 @@ def _pooled(case: Case) -> str:
         return "" if case.model.pooling == "pooler" else "a row holds several sequences, and it gives one answer a row"
     if case.model.pooling in ("first", "pooler"):
         return "it takes the first place of a row, which is padding" if case.inside else ""
-    if case.model.pooling == "last_by_id" and getattr(text_config(case.model.config), "pad_token_id", None) is not None:
+    by_id = case.model.pooling in ("last_by_id", "counted_by_id")
+    if by_id and getattr(text_config(case.model.config), "pad_token_id", None) is not None:
         blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
         if "inputs_embeds" not in case.keys:
-            return ""
+            counted = case.inside and case.model.pooling == "counted_by_id"
+            return "it counts its place from the start of a row, which is padding" if counted else ""
     else:
-        blind = " where config.pad_token_id is None" if case.model.pooling == "last_by_id" else " of a row"
+        blind = " where config.pad_token_id is None" if by_id else " of a row"
     return "" if bool(case.segments.keep[:, -1].all()) else f"it takes the last place{blind}, which is padding"
 
 

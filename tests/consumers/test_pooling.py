@@ -20,9 +20,10 @@ from collate_npu.testing import tiny_config  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 VOCAB, LENGTHS = 61, (4, 9)
-OTHERS = sorted({*NAMES} - {"perceiver"})
-"""A full row of perceiver differs beside a padded one, whatever its mask."""
-FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert")
+OTHERS = sorted({*NAMES} - {"perceiver", *(("doge",) if transformers.__version__ < "5" else ())})
+"""A full row of perceiver differs beside a padded one, whatever its mask. So does one of Doge on 4.57: without a mask its
+queries see what comes behind them, and padded rows have 5.23's answers."""
+FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert", "biogpt")
 
 
 def drawn(model):
@@ -83,6 +84,8 @@ def compare(name, side, fill):
 def test_a_classifier_gives_the_answers_of_its_samples_alone(name, side, fill):
     said = compare(name, side, fill)
     assert ("it takes the first place of a row" in said) == (side == "left" and name in ("bert", "roberta", "modernbert"))
+    counts = name == "biogpt" and side == "left" and transformers.__version__ < "5"
+    assert ("it counts its place from the start of a row" in said) == counts
     assert not (said and side == "right")
 
 
