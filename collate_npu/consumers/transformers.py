@@ -239,8 +239,8 @@ TRANSFORMERS = Consumer(
             of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model pools by place: {why}.",
-            remedy="Pad encoders right, XLNet left, one sequence a row, or build one whose pooler_output nobody reads with "
-            "add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
+            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row, or build one whose pooler_output nobody "
+            "reads with add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
         ),
         Refusal(
             of="padded or packed rows with start_positions: the loss of a span",

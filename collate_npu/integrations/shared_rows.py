@@ -20,7 +20,8 @@ from collate_npu.masks.sources import Sources
 _SIZES: dict[str, Any] = {
     "openrlhf.models.ring_attn_utils": lambda of: 1 if of.RING_ATTN_GROUP is None else of.RING_ATTN_GROUP.size(),
     "skyrl.backends.skyrl_train.distributed.ulysses.utils": lambda of: of.get_ulysses_sequence_parallel_world_size(),
-    "veomni.distributed.parallel_state": lambda of: of.get_parallel_state().ulysses_size,
+    # its getter builds a state where there is none, which raises on more than one rank
+    "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
 }
 """Where a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
 

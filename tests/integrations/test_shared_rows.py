@@ -25,7 +25,7 @@ def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention,
     two["skyrl.backends.skyrl_train.distributed.ulysses.utils"] = SimpleNamespace(
         get_ulysses_sequence_parallel_world_size=lambda: 2
     )
-    two["veomni.distributed.parallel_state"] = SimpleNamespace(get_parallel_state=lambda: SimpleNamespace(ulysses_size=2))
+    two["veomni.distributed.parallel_state"] = SimpleNamespace(_PARALLEL_STATE=SimpleNamespace(ulysses_size=2))
     name = next(name for name in two if name.startswith(stack))
     monkeypatch.setitem(sys.modules, name, two[name])
     model, seen = tiny_model(family, vocab_size=61), []
@@ -40,8 +40,15 @@ def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention,
 
 
 def test_offsets_must_be_those_of_the_whole_row(monkeypatch):
-    state = SimpleNamespace(get_parallel_state=lambda: SimpleNamespace(ulysses_size=2))
+    state = SimpleNamespace(_PARALLEL_STATE=SimpleNamespace(ulysses_size=2))
     monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", state)
     model = tiny_model("qwen3", vocab_size=61)
     with adapt(model, attn_implementation="flash_attention_2"), pytest.raises(CollateError, match="The row has 8 tokens"):
         model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
+
+
+def test_a_stack_that_is_imported_and_not_used_shares_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", SimpleNamespace(_PARALLEL_STATE=None))
+    model = tiny_model("qwen3", vocab_size=61)
+    with adapt(model):
+        assert model(torch.tensor([[3, 4]]), torch.tensor([[1, 1]])).logits.shape == (1, 2, 61)
