@@ -47,6 +47,8 @@ PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
+AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.5"}
+"""Tests that run on the newest releases too: a commit draws half of them, `.ci/run nightly` runs all."""
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",
@@ -119,9 +121,9 @@ TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """The package itself beside others, torch first and pinned."""
-    session.install(TORCH, "numpy")
-    session.install("-e", ".", TORCH, *packages)
+    """The package itself beside others, torch pinned. A session that needs what the package depends on pins that too."""
+    session.install(TORCH, "numpy", *packages)
+    session.install("--no-deps", "-e", ".")
 
 
 @nox.session
@@ -170,7 +172,7 @@ def tests_all(session: nox.Session, transformers: str) -> None:
     if transformers == "newest":
         session.run("pytest", *TWO_WORKERS, *session.posargs, env=ENV)
     else:
-        session.run("pytest", *TWO_WORKERS, *TORCH_ALONE, *session.posargs, env=FAST)
+        session.run("pytest", *TWO_WORKERS, *TORCH_ALONE, *session.posargs, env=AGAIN)
 
 
 @nox.session
@@ -184,8 +186,8 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """The wheel and the source archive: what is in them, and what a user gets who installs the wheel alone."""
-    session.install("build==1.6.1", "twine==7.0.0", *TEST)
+    """The wheel and the source archive: what is in them, and what a user gets by the README's line of installation."""
+    session.install("build==1.6.1", "twine==7.0.0", "mypy==2.4.1", *TEST)
     out = Path(session.create_tmp()).resolve()
     for old in out.glob("collate_npu-*"):
         old.unlink()
@@ -193,10 +195,15 @@ def package(session: nox.Session) -> None:
     built = sorted(path for path in out.iterdir() if path.name.startswith("collate_npu-"))
     session.run("twine", "check", "--strict", *map(str, built))
     wheel = next(str(path) for path in built if path.suffix == ".whl")
-    session.install(TORCH, "numpy")
-    session.install("--force-reinstall", "--no-deps", wheel)
-    session.install("mypy==2.4.1", *AUDIT)
-    session.run("pytest", "-s", "-p", "no:cacheprovider", "tests/package", *session.posargs, env={**ENV, "WHEELS": str(out)})
+    user, pins = out / "user", out / "pins.txt"
+    pins.write_text("\n".join((TORCH, TRANSFORMERS, "accelerate==1.15.0", *AUDIT)))
+    by_uv = session.venv_backend == "uv"
+    session.run("python", "-m", "venv", "--clear", *["--without-pip"] * by_uv, str(user))
+    python = str(user / "bin" / "python")
+    install = ("uv", "pip", "install", "--python", python) if by_uv else (python, "-m", "pip", "install")
+    session.run_install(*install, "--constraint", str(pins), wheel, external=True, silent=True)
+    alone = ("-p", "no:cacheprovider", "--noconftest", "-o", "pythonpath=tests", "tests/package")
+    session.run("pytest", "-s", *alone, *session.posargs, env={**ENV, "WHEELS": str(out), "AS_USER": str(user / "bin")})
 
 
 @nox.session
@@ -210,7 +217,7 @@ def oldest_torch(session: nox.Session) -> None:
     session.install("--no-deps", OLDEST_TORCH, "-e", ".")
     session.run("python", "tests/cuda_stand_ins.py")
     some = () if "COLLATE_NPU_NIGHTLY" in os.environ else ("-m", "not slow")
-    session.run("pytest", *TWO_WORKERS, *some, *WITHOUT_TRANSFORMERS, *session.posargs, env=FAST)
+    session.run("pytest", *TWO_WORKERS, *some, *WITHOUT_TRANSFORMERS, *session.posargs, env=AGAIN)
 
 
 @nox.session
@@ -400,6 +407,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site in build/site: the guide, and the API read from the source; a broken link or anchor is an error."""
+    """The site in build/site: the guide, and the API read from the source; a broken link or anchor is an error, and so is an
+    output of the notebook that is not the one it holds (`nox -s docs -- --write` stores what came out)."""
+    install(session, TRANSFORMERS, *AUDIT, "nbclient==0.11.0", "ipykernel==7.4.0")
+    session.run("python", ".ci/notebooks.py", *session.posargs, env={**ENV, "TRANSFORMERS_VERBOSITY": "error"})
     session.install("mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11", "ruff==0.17.5")
     session.run("mkdocs", "build", "--strict", "--config-file", ".ci/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})

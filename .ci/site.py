@@ -5,32 +5,42 @@ Nothing here imports torch: `import collate_npu` loads nothing, and mkdocstrings
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import collate_npu  # noqa: E402
+from collate_npu.tools.notebook import as_markdown  # noqa: E402
 
 MODULES = (
-    "testing",
+    "collate",
+    "collate.wrapping",
+    "errors",
     "keys",
     "consumers.consumer",
-    "masks.find",
+    "masks",
+    "outputs",
     "parallel",
+    "kernels.check",
     "kernels.fusion_attention",
     "kernels.gated_delta",
+    "proof",
+    "proof.delivery",
+    "testing",
 )
 """Rendered whole, beside the names of `collate_npu` itself and every trainer's integration."""
 
 
-WHOLE = "::: collate_npu.{name}\n    options: {{heading_level: 1, show_root_heading: false}}"
+WHOLE = "::: collate_npu.{name}\n    options: {{heading_level: 2, show_root_heading: false}}"
 
 
 def on_config(config: Any) -> Any:
@@ -39,8 +49,8 @@ def on_config(config: Any) -> Any:
     for line in Path(config.docs_dir, "index.md").read_text(encoding="utf-8").splitlines():
         if title := re.match(r"## (.+)", line):
             menu.append({title[1]: []})
-        elif link := re.match(r"\* \[([^\]]+)\]\((\S+\.md)\)", line):
-            next(iter(menu[-1].values())).append({link[1]: link[2]})
+        elif link := re.match(r"\* \[([^\]]+)\]\((\S+)\.(?:md|ipynb)\)", line):
+            next(iter(menu[-1].values())).append({link[1]: f"{link[2]}.md"})
     config.nav = [*menu, {"API": [{path[16:-3]: path} for path in api_pages()]}]  # api/collate_npu.NAME.md
     return config
 
@@ -48,12 +58,41 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     for path, text in api_pages().items():
         files.append(File.generated(config, path, content=text))
+    for path in Path(config.docs_dir).glob("*.ipynb"):  # beside the file itself, which is there to be run
+        text = f"{as_markdown(path)}\n<a href='{path.name}' download>This page as a notebook</a>\n"
+        files.append(File.generated(config, f"{path.stem}.md", content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to a notebook lead to its page."""
+    return markdown.replace(".ipynb)", ".md)")
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """A docstring's `::` before a block, as readers of Markdown know it."""
     return html.replace("::</p>", ":</p>")
+
+
+def on_post_build(config: Any) -> None:
+    """Every public name stands on a page: one without a docstring is left out without a word."""
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(config.site_dir, "api").glob("*.html"))
+    shown = set(re.findall(r'id="collate_npu\.([\w.]+)"', text))
+    names = {name for name in collate_npu.__all__ if not any(each.split(".")[-1] == name for each in shown)}
+    names |= {f"{module}.{name}" for module in MODULES for name in public(module)} - shown
+    if names:
+        raise PluginError(f"Not on the site, for want of a docstring or of a page: {', '.join(sorted(names))}")
+
+
+def public(module: str) -> list[str]:
+    """What its `__all__` lists."""
+    found = re.search(r"^__all__ = (\[.*?\])", source(module), flags=re.M | re.S)
+    return ast.literal_eval(found[1]) if found else []
+
+
+def source(module: str) -> str:
+    path = ROOT / "collate_npu" / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
 
 
 def api_pages() -> dict[str, str]:
@@ -70,13 +109,13 @@ def room(name: str) -> str:
 
 def handed_on(module: str) -> list[str]:
     """What a module hands on by `import name as name`, which mkdocstrings shows of a package with `__all__` alone."""
-    path = ROOT / "collate_npu" / module.replace(".", "/")
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
-    return [f"::: collate_npu.{module}.{name}" for name in re.findall(r"^from \S+ import (\w+) as \1$", text, flags=re.M)]
+    imports = [node for node in ast.parse(source(module)).body if isinstance(node, ast.ImportFrom)]
+    names = [each.name for node in imports for each in node.names if each.asname == each.name]
+    return [f"::: collate_npu.{module}.{name}" for name in names]
 
 
 def integrations() -> list[str]:
     """Every trainer's module: the files and packages of `integrations`, less what they share."""
-    shared = {"context_parallel", "patching", "delivery"}
+    shared = {"awaited", "context_parallel", "delivery", "patching", "shared_rows"}
     found = sorted(path.stem for path in (ROOT / "collate_npu" / "integrations").iterdir())
     return [f"integrations.{name}" for name in found if name not in shared and not name.startswith("__")]

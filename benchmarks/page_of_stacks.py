@@ -53,11 +53,11 @@ def _short(why: str) -> str:
     return cut.replace("|", "\\|").replace("<", "&lt;")
 
 
-def table(first: str, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> str:
+def table(first: str, rows: Iterable[tuple[str, list[dict[str, Any]]]], layouts: tuple[str, ...] = LAYOUTS) -> str:
     """A line a row, a column a layout, the worst of its cells in each."""
-    lines = [(first, *LAYOUTS), ("---",) * (1 + len(LAYOUTS))]
+    lines = [(first, *layouts), ("---",) * (1 + len(layouts))]
     for name, cells in rows:
-        lines.append((name, *(_text([cell for cell in cells if cell["layout"] == layout]) for layout in LAYOUTS)))
+        lines.append((name, *(_text([cell for cell in cells if cell["layout"] == layout]) for layout in layouts)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -9,7 +9,7 @@ if __name__ == "__main__" and "-m" in sys.orig_argv and not getattr(sys.flags, "
 
 
 def main() -> None:
-    """Run the command line, or say which extra it needs; `env` runs without any."""
+    """Run the command line; where typer or rich do not load, what needs neither."""
     import io
     import signal
 
@@ -22,19 +22,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:  # not installed, or broken
-        sys.exit(_without_typer(sys.argv[1:], error))
+        from collate_npu.tools import plain
+
+        sys.exit(plain.run(sys.argv[1:], error))
     app()
-
-
-def _without_typer(args: list[str], error: Exception) -> int:
-    if args[:1] == ["env"] and not {*args[1:]} - {"--json"}:
-        from collate_npu.tools.env import written
-
-        print(written(as_json="--json" in args))
-        return 0
-    needs = "The command line needs: pip install 'collate-npu[audit]' (`python -m collate_npu env` needs nothing)"
-    print(f"collate-npu: {type(error).__name__}: {error}. {needs}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ reads in many forms (`Any`, sequences) it judges itself. Costs 1 us a call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import cache, wraps
 from itertools import chain
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -72,12 +74,22 @@ def check_fields(held: Any) -> None:
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """By parameter, the kinds that are judged; none where it takes a form that is not."""
     found = {}
-    for name, hint in get_type_hints(function).items():
+    for name, hint in _hints(function).items():
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = tuple(dict.fromkeys(map(_kind, parts)))
         if name != "return" and None not in kinds:
             found[name] = kinds
     return found
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
+    if not isinstance(function, type):
+        return get_type_hints(function)
+    names: dict[str, Any] = {}
+    for base in reversed(function.__mro__):
+        names |= vars(sys.modules[base.__module__])
+    return get_type_hints(SimpleNamespace(__annotations__={field.name: field.type for field in fields(function)}), names)
 
 
 def _kind(hint: Any) -> Any:

@@ -32,6 +32,7 @@ class PolarityError(CollateError):
     collate_npu.errors.PolarityError: attention_mask: got bool [1, 1, 1, 3]. True is 'attends' (SDPA) or 'blocked'
         (TransformerEngine's padding mask); a key mask proves neither. Pass polarity='keep' (True attends), 'masked'
         (True is blocked) or 'bias' (additive).
+    More: collate-npu guide errors#polarity
     """
 
 
@@ -43,8 +44,9 @@ class AmbiguousMaskError(CollateError):
     Traceback (most recent call last):
         ...
     collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
-        mean no padding, or a mask that was lost. Carry attention_mask_2d from the collator (PaddingCollator and
-        wrap_collator emit it).
+        mean no padding, or a mask that was lost. Pass attention_mask [B, S], 1 = real token (ones
+        where nothing is padded), or collate with ours.
+    More: collate-npu guide errors#padding-unknown
     """
 
 
@@ -59,19 +61,26 @@ class UnsupportedFormError(CollateError):
         MindSpeed's flash kernel runs a compressed causal triangle, and here padding stands on the left, so real tokens
         would attend it. Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one
         rank a row reads a dense mask under attention_mask_type=general (consumer='mindspeed_dense').
+    More: collate-npu guide errors#causal-kernel
     """
 
 
-def explain(where: str, got: str, rule: str, remedy: str) -> str:
-    """One line of four facts, in the order a reader asks for them."""
-    return printable(f"{where}: got {got}. {rule} {remedy}")
+def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
+    """One line of four facts, in the order a reader asks for them. `more`: the section of the guide's page `errors` that
+    explains it, named on a line below."""
+    return printable(f"{where}: got {got}. {rule} {remedy}{_pointer(more)}")
 
 
-def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str) -> str:
+def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
     """Like `explain`, for every bad row of one key at once."""
     listed = sorted(rows)
     head = f"{key}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
-    return printable("\n".join([head, *(f"  row {row}: got {got}" for row, got in listed), rule, remedy]))
+    told = "\n".join([head, *(f"  row {row}: got {got}" for row, got in listed), rule, remedy])
+    return printable(told + _pointer(more))
+
+
+def _pointer(section: str) -> str:
+    return f"\nMore: collate-npu guide errors#{section}" if section else ""
 
 
 def shape_of(tensor: object) -> str:

@@ -66,7 +66,9 @@ class Key:
 
 
 TOKENS = Key(kind="tokens", why="one value a token")
+"""For a key of your own with one value a token."""
 SAMPLE = Key(kind="sample", share="replicate", why="one value a sample")
+"""For one with one value a sample."""
 
 _IDS = Key(kind="tokens", whole=True, fill="pad", role="tokens", why="one id a token")
 _EXPERTS = Key(kind="tokens", fill="last", why="experts of a token differ: all 0 is fewer than Megatron's dispatcher counts")
@@ -95,7 +97,14 @@ def _vision(unit: int) -> Key:
     return Key(kind="vision", share="replicate", unit=unit, why=why)
 
 
-KEYS: Mapping[str, Key] = {
+class _Table(dict[str, Key]):
+    """`help()` prints a default whole, which was 15,000 characters of this one."""
+
+    def __repr__(self) -> str:
+        return "KEYS"
+
+
+_ROWS: dict[str, Key] = {
     "input_ids": _IDS,
     "tokens": _IDS,
     "inputs_embeds": Key(kind="tokens", role="tokens", why="one vector a token"),
@@ -140,6 +149,8 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(("second_per_grid_ts", "audio_feature_lengths", "image_flags"), _vision(unit=0)),
     **dict.fromkeys(("lengths", "num_samples", "num_items_in_batch"), SAMPLE),
 }
+KEYS: Mapping[str, Key] = _Table(_ROWS)
+"""Every key that the library knows, by its name."""
 
 KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"

@@ -193,10 +193,39 @@ CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
     "8.3.RC1": ("2.6.0.post3", "2.7.1", "2.8.0"),
     "8.5.0": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
     "9.0.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2"),
-    "9.1.0": ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0"),
+    "9.1.0": ("2.7.1.post5", "2.7.1.post8", "2.9.0.post3", "2.9.0.post6", "2.10.0", "2.10.0.post4", "2.11.0", "2.12.0"),
 }
-"""The release of CANN that each torch_npu is made for (Ascend/pytorch 9e73e708, COMPATIBILITY.md:20-37). Posts that stand
-between two of these are not in its table."""
+"""The release of CANN that each torch_npu is made for (COMPATIBILITY.md:20-37 of Ascend/pytorch 031eec5 and 9e73e708, which
+name other posts for 9.1.0)."""
+ATTENTION_V3 = ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0")
+"""The first post releases with `npu_fusion_attention_v3` (op-plugin 26.0)."""
+
+
+def cann_of(torch_npu: str) -> str:
+    """The CANN that a release of torch_npu is made for: by the table, or where a post stands between two of one CANN; else
+    "".
+
+    >>> cann_of("2.7.1.post6"), cann_of("2.7.1.post3")
+    ('9.1.0', '')
+    """
+    ours = torch_npu.partition("+")[0]
+    named = [(post(name), cann) for cann, names in CANN_OF_TORCH_NPU.items() for name in names if _same(name, ours)]
+    below, above = [one for one in named if one[0] <= post(ours)], [one for one in named if one[0] >= post(ours)]
+    cann = max(below)[1] if below and above else ""
+    return cann if cann and cann == min(above)[1] else ""
+
+
+def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
+    """Is it a post release before the first one of its torch, or of a torch before all of them?"""
+    ours = numbers(torch_npu)
+    same = [post(first) for first in firsts if numbers(first) == ours]
+    return post(torch_npu) < same[0] if same else ours < min(map(numbers, firsts))
+
+
+def _same(name: str, ours: str) -> bool:
+    """Posts of one release; what is not released yet (`rc1`) is none."""
+    return numbers(name) == numbers(ours) and re.fullmatch(r"[\d.]+(\.post\d+)?", ours) is not None
+
 
 # What Megatron and MindSpeed do.
 MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")

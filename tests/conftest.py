@@ -54,12 +54,12 @@ def no_models() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from rotation import NIGHTLY  # which reads the seed from above
+    from rotation import of_the_night  # which reads the seed from above
 
-    if not NIGHTLY:
-        nights = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=nights)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if not any("::" in arg for arg in config.args):  # one that is named runs
+        nights = {item for item in items if of_the_night(item)}
+        config.hook.pytest_deselected(items=list(nights))
+        items[:] = [item for item in items if item not in nights]
     marked = [item for item in items if item.get_closest_marker("models")]
     if marked and (reason := no_models()):
         for item in marked:

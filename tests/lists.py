@@ -1,14 +1,46 @@
 """Lists that are read off the code, for a type checker or a reader: `python tests/lists.py` writes them."""
 
+import inspect
+import json
 import re
+import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
 
 import collate_npu
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
+from collate_npu.collate import Layout
 from collate_npu.consumers.consumer import consumers
 from collate_npu.consumers.families import READ_BY, RUNS_ON
+from collate_npu.kernels.gated_delta import arguments
+from collate_npu.parallel import layout, recurrent
 
 PACKAGE = Path(collate_npu.__file__).parent
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import page_of_stacks  # noqa: E402
+
+NEEDED = (
+    ("transformers-trainer", "qwen3_next"),
+    ("transformers-trainer", "qwen3"),
+    ("ms-swift-megatron", "qwen3_5"),
+    ("verl-fsdp", "qwen3_next"),
+    ("openrlhf", "qwen3_next"),
+)
+"""What README shows of the page of stacks: each says another thing."""
+CHINESE = {
+    "you train with": "训练方式",
+    "padded right": "右填充",
+    "padded left": "左填充",
+    "packed": "打包",
+    "refused": "报错拒绝",
+}
 
 
 def table() -> str:
@@ -37,18 +69,131 @@ def families() -> str:
     return "\n".join(["| family | flat row of several sequences |", "|---|---|", *rows])
 
 
+def needed() -> str:
+    """Some lines of the page of stacks, without what needs a GPU or two ranks."""
+    rows = []
+    for name, family in NEEDED:
+        stack = json.loads((ROOT / "benchmarks" / "stacks" / f"{name}.json").read_text("utf-8"))
+        rows.append((f"{stack['stack']}, {family}", [cell for cell in stack["cells"] if cell["family"] == family]))
+    return page_of_stacks.table("you train with", rows, page_of_stacks.LAYOUTS[:3])
+
+
+def options() -> str:
+    """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
+    same = {"wrap_collator": PaddingCollator}
+    named = {each.__name__: each for each in (PaddingCollator, BatchAdapter, Layout, ContextParallel)}
+    named = {"PaddingCollator": PaddingCollator, "wrap_collator": wrap_collator, **named}
+    return "\n\n".join(f"## {name}\n\n{options_of(each, same.get(name))}" for name, each in named.items())
+
+
+def options_of(named: Callable[..., Any], same: Any = None) -> str:
+    said = {**bullets(same or named), **bullets(named)}
+    rows = [
+        f"| `{name}` | {default_of(name, each)} | {said[name]} |"
+        for name, each in inspect.signature(named).parameters.items()
+    ]
+    return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])
+
+
+def bullets(named: Callable[..., Any]) -> dict[str, str]:
+    """What its docstring says of each option: "* `name`, `name`: text", over lines."""
+    found = re.findall(r"^\* ((?:`\w+`, )*`\w+`): (.+(?:\n  .+)*)", inspect.getdoc(named), flags=re.M)
+    return {name: re.sub(r"\s+", " ", text) for names, text in found for name in re.findall(r"\w+", names)}
+
+
+def command(name: str) -> str:
+    """The options of one of our commands in Markdown, as its `--help` says them."""
+    from typer.main import get_command
+
+    from collate_npu.tools.cli import app
+
+    lines = ["| option | default | what it takes |", "|---|---|---|"]
+    for param in get_command(app).commands[name].params:
+        if param.param_type_name == "option":
+            names = ", ".join(f"`{each}`" for each in (*param.opts, *param.secondary_opts) if each.startswith("--"))
+            default = "" if param.default is None or param.default is False else f"`{param.default}`"
+            lines.append(f"| {names} | {default} | {param.help} |")
+    return "\n".join(lines)
+
+
+def drawn(module: ModuleType) -> str:
+    """The first picture of a module's own words, or its table."""
+    said = f"{inspect.getdoc(module)}\n"
+    if rows := re.findall(r"^\|.*\|$", said, flags=re.M):
+        return "\n".join(rows)
+    picture = re.search(r"^    .*\n(?:(?:    .*)?\n)*", said, flags=re.M)[0]
+    return f"```text\n{textwrap.dedent(picture).strip()}\n```"
+
+
+SHOWN = {("keys", "<factory>"): "KEYS", ("layout", "<factory>"): "Layout()", ("max_mask_bytes", "4294967296"): "4 << 30"}
+
+
+def default_of(name: str, each: inspect.Parameter) -> str:
+    shown = repr(each.default)
+    return "required" if each.default is each.empty else f"`{SHOWN.get((name, shown), shown)}`"
+
+
+def given() -> str:
+    """What becomes of `attention_mask` in Markdown: three batches, for each consumer of a hybrid model and another."""
+    rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    features = {"right": rows, "left": rows, "packed": [[1, 2, 3, 4, 5]]}
+    batches = {}
+    for name, ids in features.items():
+        collator = PaddingCollator(pad_token_id=0, padding_side="left" if name == "left" else "right", attention_mask="2d")
+        lengths = {"seq_lengths": [3, 2]} if name == "packed" else {}
+        batches[name] = collator([{"input_ids": each, **lengths} for each in ids])
+    lines = [f"| model | consumer | {' | '.join(batches)} |", "|---|---|---|---|---|"]
+    for model_type in ("qwen3_next", "qwen3"):
+        for consumer in STACKS:
+            cells = " | ".join(reads(consumer, batch, model_type) for batch in batches.values())
+            lines.append(f"| `{model_type}` | `{consumer}` | {cells} |")
+    return "\n".join(lines)
+
+
+STACKS = ("transformers", "megatron", "transformer_engine", "mindspeed", "mindspeed_dense", "verl", "torchtitan")
+
+
+def reads(consumer: str, batch: dict, model_type: str) -> str:
+    try:
+        batch = BatchAdapter(model_type=model_type, consumer=consumer)(batch)
+    except CollateError:
+        return "refused"
+    found = batch.get("attention_mask", batch.get("attention_masks"))
+    if found is None:
+        return "None"
+    return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else type(found).__name__
+
+
+COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
+
+
+def between(page: str, **made: str) -> dict[Path, str]:
+    """A page of the guide, or README, with what is made between the two comments of each name."""
+    path = ROOT / page if page == "README.md" else PACKAGE / "guide" / f"{page}.md"
+    text = path.read_text("utf-8")
+    for name, lines in made.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, after = text.partition(start)[0], text.partition(end)[2]
+        text = f"{before}{start}\n{lines}\n{end}{after}"
+    return {path: text}
+
+
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
-    code, page = PACKAGE / "consumers" / "consumer.py", PACKAGE / "guide" / "consumers.md"
+    code = PACKAGE / "consumers" / "consumer.py"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
-    kernels = PACKAGE / "guide" / "gated-delta-net.md"
-    packed = f"<!-- families -->\n{families()}\n<!-- /families -->"
-    rows = f"<!-- consumers -->\n{table()}\n<!-- /consumers -->"
     return {
+        **between("README.md", need=needed()),
+        **between("zh/index", need=re.sub("|".join(CHINESE), lambda found: CHINESE[found[0]], needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
-        page: re.sub(r"<!-- consumers -->.*<!-- /consumers -->", lambda _: rows, page.read_text("utf-8"), flags=re.S),
-        kernels: re.sub(r"<!-- families -->.*<!-- /families -->", lambda _: packed, kernels.read_text("utf-8"), flags=re.S),
+        **between("consumers", consumers=table()),
+        **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
+        **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
+        **between("options", options=options()),
+        **between("masks-4d", derive=options_of(derive_segments)),
+        **between("masks", given=given()),
+        **{path: text for name in COMMANDS for path, text in between(name, options=command(name)).items()},
     }
 
 

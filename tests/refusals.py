@@ -236,7 +236,7 @@ TURNED, EMPTY = {"attention_mask": (~LEFT.keep).long()}, Segments.from_lengths([
 RESTARTING = {"segment_ids": FLAT.ids, "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}
 
 DOOR = [
-    (LEFT, {}, "Carry attention_mask_2d", KEEP),
+    (LEFT, {}, "Pass attention_mask [B, S]", {"attention_mask": KEEP["attention_mask_2d"]}),
     (LEFT, {**KEEP, "padding_free": True}, "or set it to False", KEEP),
     (LEFT, WINDOW, "Pass pattern=Pattern.sliding(2)", {**WINDOW, "pattern": SLIDING}),
     (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or leave the mask out beside attention_mask_2d", KEEP),

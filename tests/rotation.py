@@ -12,6 +12,8 @@ SEED = int(os.environ["COLLATE_NPU_SEED"])
 PROFILE = os.environ["HYPOTHESIS_PROFILE"]
 NIGHTLY = bool({"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys())
 """All is run: at night, and where the cells of the page of stacks are recorded."""
+SHARE = float(os.environ.get("COLLATE_NPU_SHARE", "1"))
+"""What part of all tests a session runs that runs others' tests once more, on older releases."""
 
 
 def some(cases: Sequence[Any], take: int) -> list[Any]:
@@ -22,6 +24,19 @@ def some(cases: Sequence[Any], take: int) -> list[Any]:
 def part(cases: Sequence[Any], take: int) -> list[Any]:
     """So many of the cases, others with each seed; all at night."""
     return list(cases) if NIGHTLY else [cases[n] for n in sorted(_taken(cases, take))]
+
+
+def of_the_night(item: pytest.Item) -> bool:
+    """Is it left to the night: what is marked `nightly`, two thirds of what is `long`, and what is more than the session's
+    share; others with each seed.
+
+    Tests with one word in `long("word")` share a fixture that takes long: they run together.
+    """
+    if NIGHTLY or item.get_closest_marker("nightly"):
+        return not NIGHTLY
+    long = item.get_closest_marker("long")
+    word = long.args[0] if long and long.args else item.nodeid
+    return random.Random(f"{SEED} {word}").random() > (SHARE / 3 if long else SHARE)
 
 
 def rotating(cases: Iterable[Any], take: int = 1, slow: int | None = None) -> list[Any]:

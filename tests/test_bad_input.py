@@ -195,7 +195,7 @@ PROVED = {
         for name in ("segments", "context_parallel", "forward")
     },
     "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got a int"),
-    "no model": (lambda: proved(of="llama"), "got a str"),
+    "no model": (lambda: proved(of="llama"), "got the name 'llama'"),
     "no collator": (lambda: proved(None), "a NoneType"),
     "no samples": (lambda: proved(samples=None), "samples: got a NoneType"),
     "samples of text": (lambda: proved(samples="ab"), "samples: got a str"),

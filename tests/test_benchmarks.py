@@ -80,6 +80,7 @@ def test_a_missed_target_is_printed(capsys, against, ratio, met):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # the peers'
@@ -98,6 +99,7 @@ def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
             assert {"TRL", "ms-swift template", "twinkle"} <= {one.name for one in (*rows, *absent)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):

@@ -1,14 +1,16 @@
 """Arguments of public functions: whatever stands in the place of one, the call works or is refused in words."""
 
 import inspect
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, outputs, wrap_collator
-from collate_npu.checked import checked
+from collate_npu.checked import _hints, checked
 from collate_npu.collate.wire import Layout
+from collate_npu.collate.wrapping import WrappedCollator
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.masks import (
     Pattern,
@@ -176,3 +178,8 @@ def test_what_is_not_judged_passes():
     assert told("x", torch.tensor(3), side=3) == ("x", 3, 3)
     with pytest.raises(CollateError, match="width: got a str"):
         told([], "x")
+
+
+@pytest.mark.parametrize("kind", [PaddingCollator, WrappedCollator, Layout])
+def test_of_a_dataclass_its_fields_are_read_and_nothing_that_python_3_10_cannot_evaluate(kind):
+    assert set(_hints(kind)) == {field.name for field in fields(kind)}

@@ -13,21 +13,21 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1560, 1250),
+    "ground": (1735, 1250),
     "masks": (2540, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2470, 1950),
-    "collate": (1650, 1500),
-    "proof": (4530, 1900),
-    "integrations": (3240, 3000),
+    "consumers": (2525, 1950),
+    "collate": (1710, 1500),
+    "proof": (4540, 1900),
+    "integrations": (3290, 3000),
     "testing": (430, 450),
-    "tools": (4240, 3600),
-    "tests": (44860, 33000),
+    "tools": (4600, 3600),
+    "tests": (46090, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (24380, 12000)}
-"""Words of the guide's English pages, likewise."""
+WORDS = {"guide": (12870, 12000)}
+"""Words of the guide's English pages, without tables that the code writes; likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""
 
@@ -47,7 +47,8 @@ def test_each_room_keeps_its_budget():
 
 def test_the_guide_keeps_its_budget():
     pages = [page for page in (PACKAGE / "guide").glob("*.md") if page.stem not in GENERATED]
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS["guide"][0]
+    written = [re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", page.read_text("utf-8"), flags=re.S) for page in pages]
+    assert sum(len(text.split()) for text in written) <= WORDS["guide"][0]
 
 
 PATHS = ("", "__main__", "collate", "consumers", "kernels", "proof", "integrations", "testing", "tools")

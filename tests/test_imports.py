@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -13,8 +14,8 @@ from house import FILES, KNOWN, PACKAGE, module_of, names_of, ours, room_of, tre
 import collate_npu
 
 ORDER = (
-    ("errors", "debug"),
-    ("checked",),
+    ("errors", "debug", "moved"),
+    ("checked", "given"),
     ("releases",),
     ("arrays",),
     ("keys",),
@@ -100,6 +101,14 @@ print(json.dumps(sorted(sys.modules)))
 
 def test_every_module_has_its_place_in_the_order():
     assert {room_of(path) for path in FILES} <= {*RANK, "__init__"}
+
+
+def test_contributing_lists_the_rooms_in_their_order():
+    text = (PACKAGE / "guide" / "contributing.md").read_text(encoding="utf-8")
+    rows = text.partition("| room |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(named) == RANK.keys() - {"__main__"}
+    assert named == sorted(named, key=RANK.__getitem__)
 
 
 def above(path):

@@ -4,24 +4,36 @@ Whatever a caller hands in is read or refused by name: nothing raw, nothing sile
 """
 
 import ast
+import re
 from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from house import FILES, module_of, room_of, tree_of
+from house import FILES, PACKAGE, module_of, room_of, tree_of
 from refusals import (
+    CP,
     DENSE,
     DOOR,
+    FLAT,
     FLAT_ROWS,
     FOLLOWED,
+    HYBRID,
+    LEFT,
     NAMED,
     NO_NUMBERS,
+    ONE_ROW,
+    PACKED,
+    RIGHT,
     ROUTES,
     SHORT,
+    SIX,
     THREE_FIVE,
+    TURNED,
+    WINDOW,
     WORDED,
+    adapted,
     collate,
     find,
     form,
@@ -34,6 +46,7 @@ from collate_npu import (
     PaddingCollator,
     Segments,
     derive_segments,
+    split_batch,
     wrap_collator,
 )
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError, explain, explain_rows, shape_of
@@ -98,7 +111,7 @@ def test_a_bad_call_is_refused_with_words():
     assert list(unrefused({str(call): call for call in NAMED})) == []
 
 
-def adapted(key):
+def with_key(key):
     return lambda x: BatchAdapter(DENSE, consumer="megatron")({"input_ids": torch.ones(2, 3), key: x})
 
 
@@ -108,7 +121,7 @@ READERS = {
     "Segments": Segments,
     "derive": derive_segments,
     "keep=": lambda x: derive_segments(dense(SHORT), keep=x),
-    **{key: adapted(key) for key in ("attention_mask", "attention_mask_2d", "segment_ids", "position_ids")},
+    **{key: with_key(key) for key in ("attention_mask", "attention_mask_2d", "segment_ids", "position_ids")},
     "wrap": lambda x: wrap_collator(lambda f: {"input_ids": torch.ones(2, 3), "attention_mask": x})([]),
 }
 
@@ -161,7 +174,9 @@ def test_good_calls_beside_them_are_not():
 
 
 def test_one_line_of_four_facts():
-    assert explain("key", "this", "The rule.", "The remedy.") == "key: got this. The rule. The remedy."
+    line = "key: got this. The rule. The remedy."
+    assert explain("key", "this", "The rule.", "The remedy.") == line
+    assert explain("key", "this", "The rule.", "The remedy.", more="x") == f"{line}\nMore: collate-npu guide errors#x"
 
 
 def test_rows_are_sorted_and_counted():
@@ -193,6 +208,51 @@ def is_bare(node) -> bool:
     made = node.args[0]
     explained = isinstance(made, ast.Call) and getattr(made.func, "id", "") in ("explain", "explain_rows")
     return node.func.id != "UnexplainedError" and not explained
+
+
+def pointers():
+    """Every `more=` that a raise site, or a row of a consumer, says: where it stands, and the section it names."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.keyword) and node.arg == "more":
+                named = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+                assert named or ast.unparse(node.value) == "refusal.more", "written where it is said"
+                yield from ((f"{module_of(path)}:{node.value.lineno}", name) for name in named)
+
+
+def test_sections_that_errors_name_are_there_in_both_languages():
+    named = dict(pointers())
+    assert len(named) > 20
+    for page in ("errors", "zh/errors"):
+        text = (PACKAGE / "guide" / f"{page}.md").read_text(encoding="utf-8")
+        assert {where: name for where, name in named.items() if f'<a id="{name}"></a>' not in text} == {}
+
+
+def test_every_section_of_what_is_refused_here_is_named_by_an_error():
+    text = (PACKAGE / "guide" / "errors.md").read_text(encoding="utf-8")
+    refused = text.partition("## Refused here")[2].partition("\n## ")[0]
+    assert set(re.findall(r'<a id="([\w-]+)">', refused)) <= {name for _, name in pointers()}
+
+
+@pytest.mark.parametrize(
+    ("cause", "section"),
+    [
+        (lambda: find(LEFT), "padding-unknown"),
+        (lambda: find(FLAT, padding_free=True), "flat-row"),
+        (lambda: find(LEFT, **TURNED), "inverted-mask"),
+        (lambda: find(LEFT, **ONE_ROW), "polarity"),
+        (lambda: find(FLAT, cu_seqlens=FLAT.cu_seqlens, seq_lens=[4, 4]), "sources-disagree"),
+        (lambda: find(LEFT, **WINDOW), "mask-pattern"),
+        (lambda: adapted(PACKED, HYBRID), "packed-recurrent"),
+        (lambda: adapted(LEFT, consumer="mindspeed"), "causal-kernel"),
+        (lambda: adapted(LEFT, consumer="vllm"), "consumer"),
+        (lambda: dense(RIGHT, max_mask_bytes=8), "mask-memory"),
+        (lambda: split_batch({"input_ids": torch.ones(1, 6)}, CP, segments=SIX), "shard-width"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_error_ends_with_the_command_that_explains_it(cause, section):
+    assert str(said(cause)).splitlines()[-1] == f"More: collate-npu guide errors#{section}"
 
 
 def test_every_error_of_the_core_is_explained():

@@ -25,6 +25,7 @@ from collate_npu.collate.padding import concatenate_values, flatten_rows, pad_ro
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.given import check_tokenizer
 from collate_npu.masks.places import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.documents import place_documents, with_fills
@@ -35,22 +36,29 @@ from collate_npu.segments import Segments, of_lengths
 class PaddingCollator(Emitter):
     """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
 
-    Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids`,
-    `loss_scale`, `routed_experts` and others; `keys={**KEYS, "my_weights": TOKENS}` adds your own. Vision keys are joined,
-    numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say which tokens are real;
-    `pad_token_id` never does, for it is often a real eos. Holes in a row's mask stay holes. `1 1 2 2 0`, or
-    `seq_lengths`, mark several sequences in a row.
+    Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids` and others.
+    Vision keys are joined, numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say
+    which tokens are real; `pad_token_id` never does, for it is often a real eos. Holes stay holes. `1 1 2 2 0`, or
+    `seq_lengths`, mark several sequences in a row. Without model and consumer the batch is for an adapter at the trainer.
 
-    With a `model` (a module), or a `consumer` named, the batch is what that consumer reads, and nothing else is needed.
-    Without, it is for an adapter at the trainer: `attention_mask` is None exactly where that is exact, else bool
-    `[B, 1, S, S]`, True = blocked, beside bool `attention_mask_2d`, and int32 `segment_ids` where a row holds several
-    sequences. `attention_mask` may then be "4d" (always built), "none" (raises where None is not exact), "2d" (the keep
-    mask), or "omit" (no such key: accelerate's gather and TRL cannot carry None).
+    * `tokenizer`: tells `pad_token_id` and `padding_side`.
+    * `model`: the module that takes the batch, which is then what it reads; it is not kept.
+    * `consumer`: who reads the batch, where no module tells: a name, or a `Consumer`.
+    * `attention_mask`: "auto": None exactly where that is exact, else 4D; "4d", "2d"; "none" raises where None is not
+      exact; "omit": no such key (accelerate's gather and TRL cannot carry None).
+    * `pattern`: what attention sees; None: plain causal, or as the model says.
+    * `padding_free`: all samples in one flat row, with its offsets.
+    * `label_pad_token_id`: the label that a loss ignores.
+    * `keys`: rows for keys of your own, `{**KEYS, "my_weights": TOKENS}`.
+    * `layout`: how rows are laid out, and what transformers' collators cannot be told.
+    * `padding`: True to the longest row; "max_length"; widths, `(4096, 8192)`, of which the narrowest that fits is taken;
+      False for rows of one length.
+    * `max_length`: the longest row; a longer one raises, nothing is cut. The width, with `padding="max_length"`.
+    * `pad_to_multiple_of`: of which the width is a multiple.
+    * `pad_token_id`: what padding holds; default: the tokenizer's.
+    * `padding_side`: "left" or "right"; default: the tokenizer's, else right.
 
-    `padding_free=True` puts all samples in one flat row with its offsets. `max_length` is a limit, and with
-    `padding="max_length"` the width, of a flat row too; `padding=(4096, 8192)` takes the narrowest of these widths that
-    fits. Longer rows raise, nothing is cut. Labels are not shifted yet, unless the `layout` says so: the first label of
-    every sequence is ignored, because alone nothing predicts it.
+    The first label of every sequence is ignored, because alone nothing predicts it.
 
     >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
     >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
@@ -73,6 +81,8 @@ class PaddingCollator(Emitter):
 
     def __post_init__(self, model: Any) -> None:
         check_fields(self)
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -108,13 +118,17 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     if side == "left" and min(samples.lengths) < width and {"start_positions", "end_positions"} & {*samples.columns}:
         rule = "start_positions and end_positions are places of a row, and padding before its tokens moves them."
         raise CollateError(explain("start_positions", "left padding", rule, "Pass padding_side='right'."))
+    shorter = [b for b, length in enumerate(samples.lengths) if length < width]
+    if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
+        raise collator._behind_padding(shorter)
     batch = _laid_out(collator, samples, samples.columns, partial(pad_rows, width=width, side=side))
     filled = samples.segment_ids is None
     if samples.segment_ids is None:
         segments = of_lengths([[n] for n in samples.lengths], width, side)
     else:
         segments = Segments.from_ids(pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
-    if collator._adapter is None and "position_ids" not in batch and "vision" not in samples.kinds.values():
+    told = collator._adapter is None or collator._tells_positions(side == "left")
+    if told and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
         return batch, segments

@@ -131,6 +131,8 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
                 if "tokens" in held:
                     raise CollateError(explain("input_ids", "samples of tokens", rule, _OF_TOKENS))
                 remedy = "Wrap the collator that makes rows of these columns: wrap_collator(inner, model=model)."
+                if any(isinstance(rows[0], str) for rows in held.values()):
+                    remedy = "Tokenise first: [tokenizer(text) for text in texts]."
                 inside = [key for key, rows in held.items() if "input_ids" in getattr(rows[0], "keys", tuple)()]
                 if inside:
                     remedy = f"Pass what stands under {inside[0]} alone: sample[{inside[0]!r}]."
@@ -284,6 +286,8 @@ def _dicts_of(row: Any) -> str:
     """How such samples become dicts where the dataset is built."""
     if isinstance(row, tuple):
         return 'Name their parts, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
+    if isinstance(row, list) and row and isinstance(row[0], int):
+        return 'Name what they hold: [{"input_ids": ids} for ids in samples].'
     return "Pass vars(sample) of each." if is_dataclass(row) else "Check the dataset and the sampler."
 
 

@@ -25,7 +25,8 @@ from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.labels import rule_of
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of
 from collate_npu.masks.hazards import hazards_of_tokens, say_hazards
@@ -42,8 +43,16 @@ MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 class Layout:
     """How rows are laid out, beside what transformers' collators can be told.
 
-    Three are for flat rows alone (`padding_free=True`). With widths that are fixed too, all batches have the same shapes, as
-    graphs and compilers want. `sequence_multiple=4`, `max_sequences=4`, and the collator's `padding=(8, 16)`::
+    * `sequence_multiple`: of flat rows: pads each sequence behind its tokens, exact for causal layers, and the row.
+    * `max_sequences`: of flat rows: offsets for so many, and `max_length_q/k` is the width. The rest of the row is cut into
+      the missing sequences; a model of attention alone gets its last offset again.
+    * `separator_id`: of flat rows: the label of the first token of each sequence.
+    * `allow_empty`: rows without a real token, else an error.
+    * `labels_shifted`: the labels stand with the token that predicts them already.
+    * `max_mask_bytes`: what a dense mask may take.
+
+    With fixed widths too, all batches have the same shapes, as graphs and compilers want. `sequence_multiple=4`,
+    `max_sequences=4`, and the collator's `padding=(8, 16)`::
 
         1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
 
@@ -56,19 +65,11 @@ class Layout:
     """
 
     sequence_multiple: int | None = None
-    """Pads each sequence behind its tokens, which is exact for causal layers, and the row to a multiple of it too."""
     max_sequences: int | None = None
-    """Gives the offsets one length, N + 1, and `max_length_q/k` one value, the width. The rest of the row is one tail, cut
-    into the sequences that are missing (`masks.places.with_tail`); a model known to have attention alone gets its last
-    offset again instead."""
     separator_id: int = -100
-    """The label of the first token of each sequence of a flat row."""
     allow_empty: bool = False
-    """Rows without a real token, else an error."""
     labels_shifted: bool = False
-    """The labels stand with the token that predicts them already."""
     max_mask_bytes: int = MAX_MASK_BYTES
-    """What a dense mask may take."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -96,15 +97,18 @@ class Emitter:
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
+        if model is not None:
+            check_model(model, config=True)
         whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
         told = model_type is not None or consumer_of(model) is not None or self.consumer is not None
         if model is not None and not told:
             rule = "A config or a plain module does not say who reads the batch."
-            raise CollateError(explain("consumer", "None", rule, "Pass consumer= ('transformers', 'megatron', ...)."))
+            remedy = "Pass consumer= ('transformers', 'megatron', ...)."
+            raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
         if mode not in get_args(MaskMode):
             rule, remedy = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'.", "'auto' suits most trainers."
-        elif self.consumer is not None and mode not in ("auto", "omit"):
+        elif told and mode not in ("auto", "omit"):
             rule = "The consumer decides the form of its mask."
         elif self.padding_free and mode in ("4d", "2d"):
             rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
@@ -121,6 +125,18 @@ class Emitter:
     def _predicts_next(self) -> bool:
         """Are labels those of the next token, not moved yet?"""
         return not self.layout.labels_shifted and self._labels == "next"
+
+    def _behind_padding(self, rows: Sequence[int]) -> CollateError:
+        bad = [(b, "padding before its labels") for b in rows]
+        rule = "A decoder attends what stands before its labels (T5), and no mask says that it is padding."
+        return CollateError(explain_rows("labels", bad, rule, "Pad right: padding_side='right' of the tokenizer."))
+
+    def _tells_positions(self, left: bool) -> bool:
+        """Could the model count some batch of this collator wrong: padding on the left, or with an id that it counts?
+
+        Then all have positions: a dispatcher takes the keys of the first batch for those of all.
+        """
+        return self._adapter is not None and (left or self._adapter.model.positions == "padding_idx")
 
     def _finished(self, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
         """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them."""

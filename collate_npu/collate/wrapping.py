@@ -23,6 +23,7 @@ from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, Layout, with_offsets
 from collate_npu.consumers.labels import labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.given import check_batch, check_collator
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, segments_from_batch
 from collate_npu.masks.polarity import Polarity, check_polarity
@@ -37,11 +38,17 @@ Features = Sequence[Mapping[str, Any]]
 class WrappedCollator(Emitter):
     """Middleware: the batch of any collator in, ours out; picklable if `inner` is.
 
-    The inner batch may carry a 2D mask, a 4D mask (of the `polarity` and `pattern` declared, or proved), both, or none.
-    Samples tell their lengths, own masks, packing ids and `seq_lengths`. Where the batch holds whole samples, this counts,
-    and the masks of the batch must agree with it. A flat, padding-free row stays one and gets all its offsets;
-    `padding_free=True` makes one of every batch, packed rows included. The others are those of `PaddingCollator`; of
-    its `Layout` only what concerns labels and bytes.
+    The inner batch may carry a 2D mask, a 4D mask, both, or none. Samples tell their lengths, own masks, packing ids and
+    `seq_lengths`. Where the batch holds whole samples, this counts, and the masks of the batch must agree with it. A flat,
+    padding-free row stays one and gets all its offsets.
+
+    * `inner`: the collator that is there already.
+    * `padding_free`: makes one flat row of every batch.
+    * `layout`: what concerns labels and bytes alone: the inner one lays rows out.
+    * `polarity`: what True means in its 4D mask; None: proved from it, or refused.
+    * `model_type`: a name of transformers' registry, where there is no module: a Megatron trainer reads.
+
+    The others are those of `PaddingCollator`; `pattern` is that of the masks that arrive, too.
 
     >>> theirs = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
     >>> batch = wrap_collator(lambda samples: theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
@@ -55,6 +62,7 @@ class WrappedCollator(Emitter):
     model_type: InitVar[str | None] = None
 
     def __post_init__(self, model: Any, model_type: str | None) -> None:
+        check_collator(self.inner, "inner")
         check_fields(self)
         check_polarity(self.polarity)
         for field in fields(Layout):
@@ -69,9 +77,16 @@ class WrappedCollator(Emitter):
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
-        inner = Sources.of(self.inner(features, *args, **kwargs))
+        begun = [_begins(row) for row in features] if self._labels == "decoder" else []
+        given = self.inner(features, *args, **kwargs)
+        check_batch(given, self.inner)
+        inner = Sources.of(given)
         batch = Sources({key: value for key, value in inner.items() if value is not None})
         _check_tokens(batch)
+        if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
+            ignored = (labels[:, 0] == self.label_pad_token_id).tolist()
+            if moved := [b for b, (real, gone) in enumerate(zip(begun, ignored)) if real and gone]:
+                raise self._behind_padding(moved)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
@@ -80,6 +95,8 @@ class WrappedCollator(Emitter):
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
+        if not flat and "position_ids" not in whole and self._tells_positions(_pads_left(self.inner)):
+            whole |= {"position_ids": segments.position_ids}
         out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
             _check_second_rows(batch, out)
@@ -113,6 +130,12 @@ class WrappedCollator(Emitter):
 
 
 wrap_collator = WrappedCollator
+"""The name to call it by."""
+
+
+def _pads_left(inner: Any) -> bool:
+    """Does a collator of transformers? Its tokenizer decides."""
+    return getattr(getattr(inner, "tokenizer", None), "padding_side", None) == "left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +170,12 @@ class _Samples:
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:
     at = padded_S[: len(row)] if side == "right" else padded_S[len(padded_S) - len(row) :]
     return len(row) <= len(padded_S) and bool(np.array_equal(at, row))
+
+
+def _begins(sample: Any) -> bool:
+    """Does this sample learn its first label?"""
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    return isinstance(labels, (Sequence, np.ndarray, Tensor)) and len(labels) > 0 and bool(labels[0] >= 0)
 
 
 # --- what the samples tell of a batch

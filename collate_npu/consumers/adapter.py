@@ -23,6 +23,7 @@ from collate_npu.consumers.models import attention_windows, consumer_of, recurre
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
@@ -39,17 +40,20 @@ from collate_npu.segments import Segments, ready
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
-    `model` is a module or a config, `model_type` a name from transformers' registry; one of them tells whether layers
-    need the 2D mask (`needs_mask_2d=True` says so for a model that neither describes). `consumer` is who reads the batch:
-    a name, or a `Consumer`. A module tells it (transformers, Megatron-core, torchtitan), a bare `model_type` means a
-    swift-style Megatron trainer; a config says nothing of who reads, so there it must be named.
+    * `model`: the module that takes the batch; or its config, and `consumer` says who reads.
+    * `model_type`: a name of transformers' registry; alone, a Megatron trainer such as ms-swift's reads.
+    * `needs_mask_2d`: has the model recurrent layers? Where neither of these tells.
+    * `consumer`: who reads the batch: a name, or a `Consumer`. A module tells it.
+    * `padding_free`: batches are one flat row; then no `attention_mask_2d` goes out.
+    * `pattern`: what its attention sees, and masks that arrive follow; None: plain causal, or an encoder's.
+    * `polarity`: what True means in an `attention_mask` that arrives; None: proved from it, or refused.
+    * `attn_implementation`: "sdpa", "eager", ... where no module tells.
+    * `context_parallel`: this rank's place: the batch is split last, and of a 4D mask only its rows are built.
+    * `keys`: rows for keys of your own, `{**KEYS, "reward": TOKENS}`.
+    * `max_mask_bytes`: what a dense mask may take; a larger one is refused.
+    * `labels_shifted`: do labels stand with the token that predicts them? None: as the model does, else by the tokens.
 
-    `attention_mask_2d` stays in the batch exactly when that consumer reads it and `padding_free` is False. `polarity` and
-    `pattern` declare `attention_mask` of the batches that arrive; undeclared, polarity is proved, the pattern is plain
-    causal, and a mask with two readings is refused. Labels of padding, and the first of each sequence, become -100:
-    `labels_shifted` says that labels stand with the token that predicts them (a transformers model moves them itself; for
-    others None reads it off the tokens). With `context_parallel` the batch is split last, every key by its row
-    of `keys`, and of a 4D mask only this rank's rows are ever built.
+    Labels of padding, and the first of each sequence, become -100.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
     >>> keep = torch.tensor([[False, False, True], [True, True, True]])
@@ -78,6 +82,8 @@ class BatchAdapter:
         labels_shifted: bool | None = None,
     ) -> None:
         check_polarity(polarity)
+        if model is not None:
+            check_model(model, config=True)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
         self.padding_free = padding_free
         self.polarity: Polarity | None = polarity
@@ -293,12 +299,13 @@ def _reader(model: Any, model_type: str | None) -> str:
     if read is None:
         rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."
         remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
-        raise CollateError(explain("consumer", "None", rule, remedy))
+        raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
     return kernel_of(unwrap(model)) if read == "megatron" and model is not None else read
 
 
 def _no_model(rule: str) -> CollateError:
-    return CollateError(explain("BatchAdapter", "no model", rule, "Pass model=, model_type= or needs_mask_2d=."))
+    remedy = "Pass model=, model_type= or needs_mask_2d=."
+    return CollateError(explain("BatchAdapter", "no model", rule, remedy, more="consumer"))
 
 
 def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:

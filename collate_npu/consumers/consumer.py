@@ -57,6 +57,8 @@ class Model:
     """Which token of a row its head takes."""
     labels: forwards.LabelRule | None = None
     """What its head does with labels; None where nobody can know."""
+    looks_ahead: tuple[str, ...] = ()
+    """What tells its own masks that tokens see later ones: "images", "types" (`token_type_ids`)."""
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
     None where no transformers module was there to be asked: a config does not know what this process resolved."""
@@ -83,6 +85,7 @@ class Model:
             read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
             read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
+            read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         if not asked and needs_2d and isinstance(model, torch.nn.Module):
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
@@ -176,6 +179,8 @@ class Refusal:
     when: Test
     rule: str
     remedy: str
+    more: str = ""
+    """As `errors.explain` takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +238,7 @@ class Consumer:
         for refusal in self.refuses:
             if why := refusal.when(case):
                 rule = refusal.rule.format(why=why)
-                raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy))
+                raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy, more=refusal.more))
         if case.padding_free and not self.masks_flat_row(case):
             why = "padding free: offsets carry the boundaries, and there is no padding"
             chosen = Route(form="none", keeps_mask_2d=False, why=why)
@@ -263,7 +268,8 @@ def consumer_named(name: str | Consumer) -> Consumer:
     if isinstance(name, Consumer):
         return name
     if not isinstance(name, str) or name not in consumers():
-        raise CollateError(explain("consumer", repr(name), f"Known are {', '.join(consumers())}.", "Name one of them."))
+        rule = f"Known are {', '.join(consumers())}."
+        raise CollateError(explain("consumer", repr(name), rule, "Name one of them.", more="consumer"))
     return consumers()[name]
 
 
@@ -278,6 +284,7 @@ PACKED_RECURRENT = Refusal(
     when=_packed_rows,
     rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
+    more="packed-recurrent",
 )
 
 

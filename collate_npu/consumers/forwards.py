@@ -67,6 +67,15 @@ def reads_dense_mask(model: Any) -> bool:
     return _say(_classes(unwrap(model)), "masking_utils", "_prepare_4d_causal_attention_mask_with_cache_position")
 
 
+def looks_ahead(model: Any, by: str) -> bool:
+    """Do masks that the model makes let tokens see later ones, told by its images or by `token_type_ids`?
+
+    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
+    """
+    told = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
+    return _say(_classes(unwrap(model)), *(told if by == "images" else ("torch.where(token_type_ids ==", told[-1])))
+
+
 def pooling(model: Any) -> Pooling:
     """Which token of a row a head that gives one answer a row takes; "" where every token has its own, or of a config.
 

@@ -43,6 +43,7 @@ TRANSFORMER_ENGINE = Consumer(
             rule="TransformerEngine's causal kernels, and Megatron's fused softmax, read no dense mask, and {why}.",
             remedy="Pad right with one sequence a row, use padding_free=True, or run local kernels with "
             "masked_softmax_fusion=False (consumer='megatron').",
+            more="causal-kernel",
         ),
     ),
     recurrent_scheme="head_exchange_zigzag",
@@ -64,6 +65,7 @@ TRANSFORMER_ENGINE_NPU = replace(
             when=not_exact,
             rule="TransformerEngineNPU's attention runs a compressed causal triangle, and here {why}.",
             remedy="Pad right with one sequence a row, or use padding_free=True.",
+            more="causal-kernel",
         ),
     ),
     here=lambda: npu_engine(),

@@ -63,6 +63,7 @@ NOT_EXACT = Refusal(
     rule="MindSpeed's flash kernel runs a compressed causal triangle, and here {why}.",
     remedy="Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one rank a row reads a "
     "dense mask under attention_mask_type=general (consumer='mindspeed_dense').",
+    more="causal-kernel",
 )
 
 MINDSPEED = Consumer(
@@ -102,6 +103,7 @@ _FLAT = Refusal(
     when=lambda case: case.padding_free and case.recurrent and case.segments.packed,
     rule="MindSpeed-LLM's Gated DeltaNet convolves from one sequence of a flat row into the next: it passes seq_idx=None.",
     remedy="Give each sequence its own row, padded right (padding_free=False; no reset_attention_mask).",
+    more="packed-recurrent",
 )
 _PACKED = replace(PACKED_RECURRENT, remedy=_FLAT.remedy)
 _LLM_NOT_EXACT = replace(

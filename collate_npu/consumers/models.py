@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.releases import MASK_MAPPING, ZAMBA2_MAPPING
 
 Stack = Literal["transformers", "megatron", "torchtitan"]
@@ -119,9 +121,13 @@ def needs_mask_2d(model: Any) -> bool:
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
             return family_needs_mask_2d(CONFIG_MAPPING[model]())
-        except (ImportError, KeyError):
-            rule = "A name is looked up in the config registry of the installed transformers, which has no such one."
-            raise CollateError(explain("model_type", repr(model), rule, "Pass the model or its config.")) from None
+        except (ImportError, KeyError) as error:
+            why, remedy = "has no such one", _meant(model)
+            if isinstance(error, ImportError):
+                why, remedy = "does not load here", "pip install transformers, or pass the model or its config."
+            rule = f"A name is looked up in the config registry of transformers, which {why}."
+            raise CollateError(explain("model_type", repr(model), rule, remedy)) from None
+    check_model(model, config=True)
     config = text_config(config_of(model))
     if config is None or isinstance(config, torch.nn.Module):
         arrived, rule = f"{type(config).__name__} without a config", "A model's config says which layers it has."
@@ -134,6 +140,15 @@ def needs_mask_2d(model: Any) -> bool:
     freq, variant = config.linear_attention_freq, getattr(config, "experimental_attention_variant", None) or ""
     layers = any(freq) if isinstance(freq, (list, tuple)) else bool(freq)
     return layers or bool(RECURRENT_KIND.search(variant)) or bool(getattr(config, "is_hybrid_model", False))
+
+
+def _meant(name: str) -> str:
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES as KNOWN
+    except ImportError:
+        KNOWN = {}
+    near = "".join(f"Did you mean {one}? " for one in get_close_matches(name, KNOWN, n=1))
+    return f"{near}Of a checkpoint pass the model, or AutoConfig.from_pretrained({name!r})."
 
 
 def family_needs_mask_2d(config: Any) -> bool:

@@ -1,8 +1,8 @@
 """Positions: what a consumer is given as `position_ids`, and when it is better left to count by itself.
 
-Megatron-style stacks always get them. A transformers model gets them only where its own count would be wrong (left
-padding, packing), and then as that model counts (`forwards.position_rule`). Positions that count places over padding are
-counted again; a caller's own are never replaced.
+Megatron-style stacks always get them. A transformers model gets them where its own count would be wrong (left padding,
+packing) or the batch has them, and then as that model counts (`forwards.position_rule`). Positions that count places over
+padding are counted again; a caller's own are never replaced.
 Legend: B rows, S width, T tokens of a flat row.
 """
 
@@ -46,12 +46,12 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
     if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
         padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
         foreign = bool((padding != first - 1).any())
-        return _by_ids(case, sources) if case.segments.packed or foreign else None
+        return _by_ids(case, sources) if case.segments.packed or foreign or given is not None else None
     if given is not None and first == 0:
         return given
     limit = case.model.ask(rope_limit)
     wide = limit is not None and case.segments.shape[1] > limit
-    needed = case.inside or case.segments.packed or case.padding_free or wide
+    needed = given is not None or case.inside or case.segments.packed or case.padding_free or wide
     return case.segments.position_ids.add_(first) if needed else None
 
 

@@ -17,6 +17,7 @@ from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, For
 from collate_npu.consumers.families import also_told, why_state_runs_on
 from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.releases import MISSING_KERNEL_RAISES, POSITIONS_SPLIT, SINGLE_ROW_MASKED, installed
 
@@ -190,6 +191,13 @@ def _unplaced(case: Case) -> str:
     return leaks.why_padding_leaks(case.model.config, "left") or own
 
 
+def _looks_ahead(case: Case) -> str:
+    """Where a dense mask would replace one of the model's: tokens of an image, or of a prefix, see each other."""
+    told = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
+    own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
+    return own if any(told[by] for by in case.model.looks_ahead) and _needs_dense(case) else ""
+
+
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
@@ -210,6 +218,7 @@ TRANSFORMERS = Consumer(
             remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=. A "
             "missing kernel, on CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm). Packed "
             "rows on an NPU: Megatron trainers alone (ms-swift, MindSpeed).",
+            more="packed-recurrent",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
@@ -263,8 +272,10 @@ TRANSFORMERS = Consumer(
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
-            of="dense masks and packed rows on models that take neither",
-            when=lambda case: _unplaced(case) or ("" if case.model.reads_dense else _needs_dense(case)),
+            of="dense masks and packed rows on models that take neither, or whose images see both sides",
+            when=lambda case: (
+                _unplaced(case) or _looks_ahead(case) or ("" if case.model.reads_dense else _needs_dense(case))
+            ),
             rule="This model cannot be told where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern.",
         ),

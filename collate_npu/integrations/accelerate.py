@@ -14,13 +14,15 @@ from torch import Tensor
 
 from collate_npu.collate.transport import shipped
 from collate_npu.errors import CollateError, explain
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
 PACKAGE, TESTED = "accelerate", "1.15.0"
 
 
 @dataclass(frozen=True)
 class DispatchCollator:
-    """`inner`'s batch with every value a contiguous tensor `[B, ...]`: a None mask left out, anything else refused.
+    """`inner`'s batch with every value a contiguous tensor `[B, ...]`: a None mask left out, `segment_ids` always beside a
+    2D mask, anything else refused.
 
     With `dispatch_batches=True` (the default of an IterableDataset) the first process joins batches, so they need one
     width: `padding="max_length"`. `split_batches=True` joins only a last batch that does not divide by the processes with
@@ -29,7 +31,7 @@ class DispatchCollator:
     >>> from collate_npu import PaddingCollator
     >>> collator = DispatchCollator(PaddingCollator(pad_token_id=0, attention_mask="2d"))
     >>> list(collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]))
-    ['input_ids', 'position_ids', 'attention_mask', 'attention_mask_2d']
+    ['input_ids', 'position_ids', 'attention_mask', 'attention_mask_2d', 'segment_ids']
     """
 
     inner: Callable[..., Mapping[str, Any]]
@@ -37,11 +39,13 @@ class DispatchCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The batch. Raises `CollateError` for each key that Accelerate cannot carry."""
         batch = {key: value for key, value in self.inner(features, *args, **kwargs).items() if value is not None}
+        if KEEP_KEY in batch and SEGMENT_KEY not in batch:  # the first batch's keys are those of all that it joins
+            batch[SEGMENT_KEY] = batch[KEEP_KEY].int()
         if problems := dispatch_problems(batch):
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
             rule = "Accelerate carries tensors whose first dimension is the batch."
             remedy = "Leave these keys out of the samples, or set dispatch_batches=False."
-            raise CollateError(explain("batch", listed, rule, remedy))
+            raise CollateError(explain("batch", listed, rule, remedy, more="none-dispatch"))
         return shipped({key: value.contiguous() for key, value in batch.items()})
 
 

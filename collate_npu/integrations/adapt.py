@@ -22,9 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import consumer_of, is_transformers, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.integrations.shared_rows import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
+from collate_npu.segments import Segments
 
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,6 +65,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     torch.Size([2, 2, 257])
     >>> handle.remove()
     """
+    check_model(model)
     say_outside("transformers")
     inside: dict[int, _Door] = {}
     handles: list[RemovableHandle] = []
@@ -110,7 +113,8 @@ class _Door:
         elif (ranks := sharing_ranks()) > 1:
             check_share(self._current(module), module, batch, ranks)
         else:
-            mended = self._current(module).mended(batch, padding_free=_is_flat(batch))[0]
+            mended, segments = self._current(module).mended(batch, padding_free=_is_flat(batch))
+            _check_last(batch, segments)
             out = (args[len(self.names) :], mended)
         self.inside[get_ident()] = self
         return out
@@ -132,6 +136,17 @@ def _decodes(batch: Sources) -> bool:
     mask, width = batch.get("attention_mask"), batch.shape()[1]
     cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
     return cached and (width == 1 or mask is None or mask.shape[-1] > width)
+
+
+def _check_last(batch: Sources, segments: Segments) -> None:
+    """`generate` asks a prompt for the logits of its last column alone (transformers 5.23 generation/utils.py:2953), and
+    goes on from there."""
+    padded = np.flatnonzero(segments.array[:, -1] == 0).tolist()
+    if padded and batch.get("logits_to_keep") == 1:
+        rule = "Generation goes on from the last column, which is padding there."
+        raise UnsupportedFormError(
+            explain("attention_mask", f"rows {padded} padded right", rule, 'Pad prompts left: padding_side="left".')
+        )
 
 
 def _is_flat(batch: Sources) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from collate_npu.errors import CollateError, explain
+from collate_npu.given import check_collator
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
 
@@ -47,6 +48,8 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, collator: Any = None, *, alone: bool = False) -> None:
+        if collator is not None:
+            check_collator(collator)
         self._collator = collator
         self._alone = alone
 

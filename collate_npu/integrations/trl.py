@@ -5,4 +5,14 @@ collate nothing (grpo_trainer.py:964), ORPO and CPO join rows behind the collato
 and SFT refuses a collator with `packing` or `padding_free` (sft_trainer.py:917). There the model itself is the place.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+from collate_npu.moved import moved
+
 PACKAGE, TESTED = "trl", "1.16.0"
+
+
+def __getattr__(name: str) -> Any:
+    return moved(__name__, name)

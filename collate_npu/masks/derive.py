@@ -40,14 +40,16 @@ def derive_segments(
     an additive float (blocked at or below -9984, so ALiBi and position biases pass). A `[B, S]` mask is read as keep,
     1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
-    * `polarity=None` reads a square mask both ways and takes the one that is proved; `[B,1,1,S]` must be declared.
-    * `keep`, `[B, S]`, decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
+    * `attention_mask`: of these ranks; bool, 0/1, additive, or packing ids.
+    * `polarity`: "keep", "masked" or "bias"; None: both ways are read, and the one that is proved is taken. `[B,1,1,S]` must
+      be declared.
+    * `keep`: `[B, S]`, decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
       padding. The mask must agree with it at real tokens.
-    * `batch_size` tells `[S, S]` from `[B, S]`, and repeats a shared mask.
-    * `pattern` declares the attention where two patterns would explain the mask; `chunked` also says: rows are not packed.
-    * `prove=False` takes the evidence (diagonal == columns) without rebuilding the mask: for custom attention.
-    * `unmasked_rows=True`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
-      Default: assumed only if some row of this batch shows it. All rows of a batch are padded on one side.
+    * `batch_size`: tells `[S, S]` from `[B, S]`, and repeats a shared mask.
+    * `pattern`: the attention, where two patterns would explain the mask; `chunked` also says: rows are not packed.
+    * `prove`: False takes the evidence (diagonal == columns) without rebuilding the mask: for custom attention.
+    * `unmasked_rows`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Else assumed
+      only if some row of this batch shows it. All rows of a batch are padded on one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
@@ -115,7 +117,7 @@ def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
         rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
         rule = "It disagrees with the other mask of the same batch about which tokens are real."
         remedy = "Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths."
-        raise CollateError(explain_rows(name, rows, rule, remedy))
+        raise CollateError(explain_rows(name, rows, rule, remedy, more="sources-disagree"))
 
 
 def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
@@ -129,7 +131,7 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
         if values.declared is None:
             rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
-            raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY))
+            raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
         return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
         return _repeat(values, _square(values, known, shape[0]), batch_size)
@@ -165,7 +167,7 @@ def _from_keys(values: MaskValues) -> Segments:
     if values.declared is None and not values.range[1] and values.full.numel():
         got = f"{values.got} of zeros"
         rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
-        raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY))
+        raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     return of_keep(values.read(values.declared or "keep"))
 
 
@@ -191,7 +193,7 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     if len(said) > 1 and (len(found) > 1 or isinstance(result, Reading)):
         told = "; ".join(f"as '{name}' it is {text}" for name, text in said.items())
         rule = f"Both readings are possible: {told}."
-        raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY))
+        raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
@@ -210,10 +212,10 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
         remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass polarity=. In derive_segments: if the attention is custom, "
-            "pass prove=False; if padding attends itself, pass keep=."
+            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
+            "attention is custom, pass prove=False; if padding attends itself, pass keep=."
         )
-    return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy))
+    return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy, more="mask-pattern"))
 
 
 def spelled(pattern: Pattern) -> str:

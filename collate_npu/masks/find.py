@@ -144,7 +144,8 @@ def _told(
         if wrong:
             bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
             rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
-            raise CollateError(explain_rows(each.name, bad, rule, "Keep one of them, or rebuild both from the lengths."))
+            remedy = "Keep one of them, or rebuild both from the lengths."
+            raise CollateError(explain_rows(each.name, bad, rule, remedy, more="sources-disagree"))
     return next(iter(parted or told), None)
 
 
@@ -187,9 +188,9 @@ def _with_dense(
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
         asked = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
         missing = {name: what for (name, what), said in zip(asked.items(), (polarity or truth, pattern)) if said is None}
-        rule = f"One row of keys for all queries does not say {' nor '.join(missing.values())}."
+        rule = f"One row of keys for all queries does not say {', and not '.join(missing.values())}."
         remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
-        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
+        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if full.shape[-1] != shape[1]:
         raise misfit(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
@@ -197,7 +198,7 @@ def _with_dense(
     if pattern is None and found is not None and found not in own and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
         remedy = f"Pass pattern={spelled(found)} if the model attends so."
-        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
+        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
 
 
@@ -236,11 +237,13 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = "Carry attention_mask_2d from the collator (PaddingCollator and wrap_collator emit it)."
+    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with ours."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
-        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True)."
-    return AmbiguousMaskError(explain("batch", f"keys {', '.join(map(str, sources))}", rule, remedy))
+        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True); of "
+        remedy += "one sequence alone pass attention_mask, ones [1, S]."
+    got = f"keys {', '.join(map(str, sources))}"
+    return AmbiguousMaskError(explain("batch", got, rule, remedy, more="flat-row" if padding_free else "padding-unknown"))
 
 
 def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
@@ -260,7 +263,7 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
     if bad:
         rule = "It shows no padding, and these rows look padded."
         remedy = "Carry attention_mask_2d, True where a token is real; if there is padding, leave this mask out beside it."
-        raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy))
+        raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown"))
 
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
@@ -279,4 +282,5 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
         remedy = "Invert it (== 0) or declare polarity='masked'; if it is right, carry segment_ids beside it."
-        raise CollateError(explain_rows(KEEP_KEY if KEEP_KEY in sources else MASK_KEY, bad.items(), rule, remedy))
+        key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
+        raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))

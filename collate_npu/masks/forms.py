@@ -169,8 +169,9 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
     size = math.prod(shape) * itemsize
     if size > limit:
         rule = f"The limit max_mask_bytes is {limit / 2**30:.2f} GiB."
-        remedy = "Use None where none_is_exact, varlen(), a slice of rows, or raise the limit."
-        raise UnsupportedFormError(explain(what, f"{size / 2**30:.2f} GiB ({list(shape)})", rule, remedy))
+        remedy = "Pad right, where causal attention needs no mask, or pack (offsets); else shorter rows, or raise the limit."
+        got = f"{size / 2**30:.2f} GiB ({list(shape)})"
+        raise UnsupportedFormError(explain(what, got, rule, remedy, more="mask-memory"))
 
 
 # --- predicates: BlockMask, and dense on a device

@@ -100,7 +100,8 @@ def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
         bad = [(b, text) for b, text in bad if len(rows[b]) > 1 or rows[b] != [segments.row_lengths[b]]]
         if bad:
             rule = "Lengths count the real tokens of each sequence."
-            raise CollateError(explain_rows(sources.named["lengths"][0], bad, rule, _REMEDY))
+            key = sources.named["lengths"][0]
+            raise CollateError(explain_rows(key, bad, rule, _REMEDY, more="sources-disagree"))
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
@@ -138,7 +139,7 @@ def _kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]
     for key, ends in others.items():
         if not padded or key in padded or real is None or not np.array_equal(ends, real) or len(ends) != len(physical):
             rule = f"It differs from {name}, {physical.tolist()[:8]}{f', and from {real_name}' * (key != real_name)}."
-            raise CollateError(explain(key, str(ends.tolist()[:8]), rule, _REMEDY))
+            raise CollateError(explain(key, str(ends.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
     return name, physical, real
 
 
@@ -152,7 +153,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
         padded = real is None and len(told_N) == len(held_N) and (told_N <= held_N).all()
         if not (tail or padded or np.array_equal(told_N, held_N)):
             rule = f"{name} says {held_N.tolist()[:8]}."
-            raise CollateError(explain("seq_lens", str(told_N.tolist()[:8]), rule, _REMEDY))
+            raise CollateError(explain("seq_lens", str(told_N.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
         real_N = real_N.copy()
         real_N[real_N > 0] = np.append(told_N, 0) if tail else told_N
     if (real_N > places_N).any():

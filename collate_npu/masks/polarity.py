@@ -122,7 +122,7 @@ class MaskValues:
         kind: type[CollateError] = CollateError
         if not self._float and low < 0:
             rule = "An additive mask is a float tensor; ints are 1 and 0."
-            remedy = "Convert it with .to(torch.float32), or pass the keep mask."
+            remedy = "~ of a mask of integers gives -1 and -2: build it by mask == 0. Or convert it with .to(torch.float32)."
         elif self.packing_ids and self.full.ndim != 2:
             rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
             remedy = "Convert it to bool, or pass the ids as [B, S]."

@@ -153,12 +153,12 @@ def _check(heard: Heard) -> None:
     if raised:
         listed = "; ".join(f"rank {rank} raised {text}" for rank, text in raised.items())
         rule = "Ranks that share a row go on together or not at all."
-        raise RanksApartError(explain("context parallel", listed, rule, "Mend what that rank says."))
+        raise RanksApartError(explain("context parallel", listed, rule, "Mend what that rank says.", more="ranks-apart"))
     if apart := list(_apart(heard)):
         listed = apart[0] if apart[0].startswith("call ") else "; ".join(apart)
         rule = "Ranks that share a row make the same calls and hold one batch: keys, shapes, tokens, truth and layout."
         remedy = "Give these ranks the same samples (a sampler by data-parallel rank), settings and order of calls."
-        raise RanksApartError(explain("context parallel", listed, rule, remedy))
+        raise RanksApartError(explain("context parallel", listed, rule, remedy, more="ranks-apart"))
 
 
 def _apart(said: Mapping[int, Mapping[str, str]]) -> Iterator[str]:

@@ -43,8 +43,17 @@ BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
 class ContextParallel:
     """One rank's place in a group of `size` ranks that share every row of the batch.
 
-    Without `group` it only splits (in a dataloader, say); gathering needs the process group or one-dimensional
-    DeviceMesh of these ranks. `from_group`, `from_mesh` and `from_megatron` read size and rank off it.
+    `from_group`, `from_mesh` and `from_megatron` read size and rank off a group.
+
+    * `size`: how many ranks share a row.
+    * `rank`: which of them this is.
+    * `layout`: which tokens are whose: "zigzag", "contiguous", "ulysses_ring" (for flat rows with "document_" before it), or
+      "ulysses".
+    * `tensor_parallel`: ranks that share this rank's tokens again (Megatron's sequence_parallel).
+    * `block`: tokens a rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention).
+    * `ulysses`: Ulysses ranks inside each ring, of `ulysses_ring`; rank = ring rank * ulysses + Ulysses rank.
+    * `mask_2d`: "local": a rank's own tokens of `attention_mask_2d`; "global": the row, for a layer that gathers first.
+    * `group`: their process group or DeviceMesh of one dimension; without it rows are split, and nothing is gathered.
 
     >>> cp = ContextParallel(size=2, rank=0)
     >>> token_rows(8, cp).tolist(), token_rows(8, cp.with_rank(1)).tolist()
@@ -60,14 +69,9 @@ class ContextParallel:
     _: KW_ONLY
     layout: Layout = "zigzag"
     tensor_parallel: int = 1
-    """Ranks that share this rank's tokens again (Megatron's sequence_parallel; 1 without it)."""
     block: int = 1
-    """Tokens per rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention)."""
     ulysses: int = 1
-    """Ulysses ranks inside each ring, for the layouts `*ulysses_ring`; rank = ring rank * ulysses + Ulysses rank."""
     mask_2d: Scope = "local"
-    """What a rank gets of `attention_mask_2d`: its own tokens, like every other key ("local"), or the whole row ("global")
-    for a layer that gathers the sequence first."""
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -193,6 +197,7 @@ def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         ...
     collate_npu.errors.CollateError: width: got 6 tokens. zigzag takes a width that is a multiple of 4 (2 * 2 ranks).
         Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
+    More: collate-npu guide errors#shard-width
     """
     return indices(token_runs(width, cp, cu_seqlens))
 
@@ -263,7 +268,7 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     if bad:
         rule = f"{cp.layout} over {cp.size} ranks takes documents of a multiple of {multiple} tokens."
         remedy = f"pad_documents(batch, cp) pads each to {multiple} and carries the real lengths."
-        raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, remedy))
+        raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, remedy, more="shard-width"))
     return bounds
 
 
@@ -284,7 +289,7 @@ def _check_width(width: int, cp: ContextParallel) -> None:
         rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{tp}{block})."
         to = -(-width // cp.multiple) * cp.multiple
         remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
-        raise CollateError(explain("width", f"{width} tokens", rule, remedy))
+        raise CollateError(explain("width", f"{width} tokens", rule, remedy, more="shard-width"))
 
 
 def _check(cp: ContextParallel) -> None:

@@ -174,4 +174,4 @@ def _found(store: Any, keys: list[str]) -> list[bytes]:
 def _silent(ranks: list[int], timeout: timedelta) -> RanksApartError:
     rule = f"Every rank says what it holds before data is exchanged, and these did not in {timeout}."
     remedy = "Look at what they printed: they raised, did not come to this step, or another thread of theirs gathers now."
-    return RanksApartError(explain("context parallel", f"no word of ranks {ranks}", rule, remedy))
+    return RanksApartError(explain("context parallel", f"no word of ranks {ranks}", rule, remedy, more="ranks-apart"))

@@ -36,6 +36,7 @@ from collate_npu.parallel.layout import ContextParallel, Layout, Run, row_offset
 from collate_npu.segments import Segments
 
 RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
+"""How the ranks of a row bring a recurrent layer the state of the tokens before its own."""
 Offsets = Tensor | Sequence[int]
 
 _SLICES: tuple[Layout, ...] = ("contiguous", "ulysses")

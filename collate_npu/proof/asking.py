@@ -29,6 +29,9 @@ def ways_of(run: Any, layouts: Any) -> dict[str, Ask]:
     if not callable(run):
         rule = "run(samples) returns the log-probabilities of each sample."
         raise CollateError(explain("run", f"a {type(run).__name__}", rule, "Pass a function of lists of token ids."))
+    if isinstance(run, type):
+        rule = "run(samples) returns the log-probabilities of each sample, and a class returns itself."
+        raise CollateError(explain("run", f"the class {run.__name__}", rule, f"Pass {run.__name__}(...), or its method."))
     try:
         takes = "layout" in inspect.signature(run).parameters
     except (TypeError, ValueError):  # of a class of C
@@ -51,7 +54,7 @@ def _ask(run: Run, layout: str, name: str, samples: list[Sample]) -> list[Tensor
     try:
         given = run([list(ids) for ids in samples])  # of its own: it may write in them
     except CollateError as error:
-        raise CollateError(f"{where}: {error}") from error
+        raise CollateError(f"{error} ({where})") from error
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         rule = f"It was asked for {len(samples)} samples of {[len(ids) for ids in samples]} tokens."

@@ -91,6 +91,11 @@ class Conformance:
         return f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
 
     @property
+    def legend(self) -> str:
+        """What the columns are."""
+        return "error: relative, over all tokens of a batch; largest: of one log-probability, in nats; at: where that is"
+
+    @property
     def table(self) -> list[tuple[str, ...]]:
         """A line for each batch, under the names of the columns."""
         names = ("layout", "batch", "", "error", "largest", "at", "what it means")
@@ -99,7 +104,9 @@ class Conformance:
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.table)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in self.table)
-        return printable("\n".join([self.headline, self.terms, "", *lines]))
+        return printable("\n".join([self.headline, self.terms, "", *lines, "", self.legend]))
+
+    __repr__ = __str__  # as the last line of a cell
 
 
 def _line(found: Verdict) -> tuple[str, ...]:

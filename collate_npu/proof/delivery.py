@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.checked import checked, hold_against, wrong_kind
+from collate_npu.checked import checked, hold_against
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
@@ -65,6 +66,8 @@ class Delivery:
         if not (self.layers or self.told):
             return f"collate_npu: no kernel and no layer could be judged: {said}"
         return f"collate_npu: {'these layers' if self.unseen else 'every layer'} got what the batch says: {said}"
+
+    __repr__ = __str__  # as the last line of a cell
 
 
 @checked
@@ -113,7 +116,7 @@ def guard_first_batch(
     *,
     alone: bool = False,
     report: Callable[[Delivery], object] = print,
-    only: Callable[[Mapping[str, Any]], bool] = lambda batch: True,
+    only: Callable[[Mapping[str, Any]], bool] | None = None,
     **settings: Any,
 ) -> Callable[[], None]:
     """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
@@ -144,7 +147,7 @@ def guard_first_batch(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen to this forward, or with `alone` check its batch now."""
         batch = {**dict(zip(names, args)), **kwargs}
-        if not only(batch):
+        if only is not None and not only(batch):
             return
         if alone:
             held.close()
@@ -183,8 +186,7 @@ def _check_settings(names: Collection[str]) -> None:
 
 def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
-    if not isinstance(inner, nn.Module):
-        raise wrong_kind("model", model, "A check", nn.Module)
+    check_model(inner)
     if consumer_of(model) == "megatron" and (late := start_problem()):
         rule = "Ascend's patches are in place before anybody takes Megatron's functions."
         raise CollateError(explain("start", late, rule, "Mend the order of imports, and start again."))
@@ -218,7 +220,7 @@ class _Record:
             rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads{attends}."
             remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
             remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
-            raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy))
+            raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy, more="delivery"))
         if not (readers or told or measured):
             self._refuse_nothing()
         unseen = [name for name in layers if not _among(name, {*readers, *told})]
@@ -241,7 +243,7 @@ class _Record:
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
         rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel or a layer."
         remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
-        raise CollateError(explain("delivery", got, rule, remedy))
+        raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
 
 
 def _holds(module: nn.Module, model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from collate_npu.consumers.models import needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.given import check_collator, check_model
 from collate_npu.proof.located import Located, keep_of, locate
 from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, alone, predicts_next
 from collate_npu.proof.noise import TIMES, Yardstick, measure_noise
@@ -44,10 +45,8 @@ def assert_padding_invariant(
     >>> collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
     >>> assert_padding_invariant(model, collator, samples)
     """
-    if not (isinstance(model, torch.nn.Module) and callable(collator)):
-        got = f"a {type(model).__name__} and a {type(collator).__name__}"
-        rule = "A module is run on what a function makes of features."
-        raise CollateError(explain("assert_padding_invariant", got, rule, "Pass model, collator, samples."))
+    check_model(model)
+    check_collator(collator)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
         raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     features = features_of(samples)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from collate_npu.errors import shape_of
+from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, of_kind
 
 MASK = "attention_mask"
@@ -62,6 +63,7 @@ def received_masks(model: nn.Module) -> Iterator[dict[str, list[Tensor | None]]]
     [tensor([[0, 1],
             [1, 1]])]
     """
+    check_model(model)
     masks: dict[str, list[Tensor | None]] = {}
 
     def keep(received: Received) -> None:

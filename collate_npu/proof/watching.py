@@ -204,9 +204,7 @@ class Watch:
             return f"NOTHING WAS SEEN: {seen}. This is not a pass."
         calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
         silent = sorted(self.silent)
-        lines = [
-            f"{self.steps} steps, {self._number} forwards ({self._judged} beside what their batch says), calls: {calls}"
-        ]
+        lines = [f"{self.steps} steps, {self._number} forwards ({self._judged} compared with their batch), kernels: {calls}"]
         if silent:
             lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
         if self.failed:

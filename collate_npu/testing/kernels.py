@@ -18,6 +18,7 @@ from torch import Tensor
 from collate_npu.consumers.models import unwrap
 from collate_npu.consumers.recurrent_kernels import READS, KernelCall, kernel_calls
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.kernels.breach import refuse
 from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
@@ -47,6 +48,7 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
     ...     print(model(**flat).logits.shape)
     torch.Size([1, 5, 257])
     """
+    check_model(model)
     calls = {id(call.function): call for call in kernel_calls(unwrap(model))}.values()
     if not calls:
         rule = f"transformers {KERNELS_TOLD} and later call the kernels of recurrent layers through a wrapper of their own."

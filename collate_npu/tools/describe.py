@@ -19,7 +19,16 @@ from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 
 
-def describe(batch: Mapping[str, Any]) -> str:
+class Description(str):
+    """Text, which a notebook and a prompt show as `print` does."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(batch: Mapping[str, Any]) -> Description:
     """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact, and
     hazards: what is legal and goes wrong in silence somewhere.
 
@@ -51,7 +60,7 @@ def describe(batch: Mapping[str, Any]) -> str:
         told = [f"padding: not known. {error}"]
     facts = _facts(batch, segments) if segments is not None else told
     wrong = (f"hazard: {text}" for text in hazards(batch, segments).values())
-    return printable("\n".join([*_keys(batch, segments), "", *facts, *wrong]))
+    return Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:

@@ -8,9 +8,16 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.tools.refusals import refused
 
 
+def _here() -> list[str]:
+    """Those that torch knows and finds."""
+    found = [getattr(torch, name, None) for name in ("cuda", "npu")]
+    return ["cpu", *(str(each.__name__).rpartition(".")[2] for each in found if each is not None and each.is_available())]
+
+
 def check_device(device: str, dtype: torch.dtype) -> None:
     """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
-    with refused("--device", device, f"{dtype} does not compute there.", "Name a device of this machine: cpu, cuda or npu."):
+    here = f"Name a device of this machine: {', '.join(_here())}."
+    with refused("--device", device, f"{dtype} does not compute there.", here):
         if device.startswith("npu"):
             import torch_npu  # noqa: F401
         two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()

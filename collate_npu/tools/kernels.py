@@ -104,8 +104,15 @@ def notes(found: Sequence[Run], no_card: str, *, verbose: bool) -> Iterator[tupl
         yield (state.upper() if state in ("wrong", "raised", "cannot tell") else state), f"{listed(places, 4)}: {why}"
 
 
+LEGEND = (
+    "truth: sequences and padding of the call; form: how the operator was told them; forward, backward: error of its output "
+    "and of its worst gradient, from each sequence alone; passes: the largest of the output that is right"
+)
+
+
 def tables(found: Sequence[Run]) -> Iterator[Text | Table]:
-    """A table of each operator with calls: a row a call; without numbers, calls that differ by their form share one."""
+    """A table of each operator with calls: a row a call; without numbers, calls that differ by their form share one. Then
+    what the columns mean."""
     for (operator, version), same in groupby((run for run in found if run.truth), lambda run: (run.operator, run.version)):
         told = list(same)
         yield Text(f"\n{operator} {version or '(not installed)'}", "bold")
@@ -121,6 +128,8 @@ def tables(found: Sequence[Run]) -> Iterator[Text | Table]:
             cells = ["-" if x is None else number(x) for x in numbers]
             drawn.add_row(row[0].truth, " · ".join(run.form for run in row), *cells, _marked(row[0].state))
         yield drawn
+    if any(run.truth for run in found):
+        yield Text(f"\n{LEGEND}", "dim")
 
 
 def _alike(run: Run) -> tuple[Any, ...]:

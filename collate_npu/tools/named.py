@@ -7,17 +7,18 @@ refused with its file and line.
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.refusals import did_you_mean, refused
+from collate_npu.tools.refusals import check_file, did_you_mean, refused
 
 
 def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:
@@ -28,7 +29,9 @@ def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any
     place, _, name = spec.rpartition(":")
     rule = "It is named as module:function or file.py:function."
     if not place or not name:
-        raise CollateError(explain(where, spec, rule, f"For example {example}."))
+        raise CollateError(explain(where, spec, rule, f"For example {' or '.join(_held(spec)) or example}."))
+    if place.endswith(".py") or Path(place).is_file():
+        check_file(Path(place), [".py"], "Write the path of its file, from here.")
     path = "Write the path of its file, or run where Python finds the module."
     with theirs(where, spec, "It is imported from here, and does not load.", path):
         found: Any = _module(place)
@@ -38,6 +41,15 @@ def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any
                 raise CollateError(explain(where, f"{spec}: no {part} in {place}", rule, near))
             found = getattr(found, part)
         return check_callable(where, spec, found, rule, remedy)
+
+
+def _held(spec: str) -> list[str]:
+    """The first functions and classes of a file that was named alone, as they are to be named."""
+    with suppress(OSError, SyntaxError, ValueError):
+        body = ast.parse(Path(spec).read_bytes()).body
+        names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+        return [f"{spec}:{name}" for name in names[:3]]
+    return []
 
 
 def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) -> Callable[..., Any]:

@@ -33,8 +33,8 @@ PAGE = """<!DOCTYPE html>
 <style>
 .collate-npu {{overflow-x: auto; padding: 1rem; color: {foreground}; background: {background}}}
 .collate-npu pre {{font: 14px/1.3 Menlo, "DejaVu Sans Mono", Consolas, monospace; margin: 0}}
-.collate-npu i {{display: inline-block; width: 1ch; font-style: normal}}
-.collate-npu i.wide {{width: 2ch}}
+.collate-npu bdi {{display: inline-block; width: 1ch}}
+.collate-npu bdi.wide {{width: 2ch}}
 </style></head>
 <body><div class="collate-npu"><pre>{code}</pre></div></body></html>
 """
@@ -68,7 +68,7 @@ def put(console: Console, *drawn: Text | Table) -> None:
 
 def recorder() -> Console:
     """A console that prints nowhere: what is put on it becomes a file."""
-    return Console(file=io.StringIO(), record=True, width=WIDTH)
+    return Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False)  # else a notebook shows each line
 
 
 def page(console: Console, title: str) -> str:
@@ -78,7 +78,7 @@ def page(console: Console, title: str) -> str:
 
 
 def _in_columns(found: re.Match[str]) -> str:
-    return ("", "<i>{}</i>", "<i class=wide>{}</i>")[cell_len(found[0])].format(found[0]) or found[0]
+    return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
 def check_place(path: Path) -> None:
@@ -98,7 +98,7 @@ def check_figure(path: Path) -> None:
         raise CollateError(explain(str(path), repr(path.suffix), rule, "End the name with one of them."))
     if path.suffix == ".png" and find_spec("matplotlib") is None:
         rule = "A PNG is drawn by matplotlib, which is not installed."
-        raise CollateError(explain(str(path), "no matplotlib", rule, "pip install 'collate-npu[plots]'."))
+        raise CollateError(explain(str(path), "no matplotlib", rule, "pip install matplotlib."))
     check_place(path)
 
 

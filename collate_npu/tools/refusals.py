@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -33,12 +33,17 @@ def line_in(error: BaseException, folders: Iterable[str]) -> str:
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places += [(error.filename or "", error.lineno)] if isinstance(error, SyntaxError) else []
     held = {Path(folder).resolve() for folder in folders}
-    mine = [(name, line) for name, line in places if held & {*Path(name).resolve().parents} and not _installed(name)]
-    return f"{mine[-1][0]}, line {mine[-1][1]}: " if mine else ""
+    written = [(Path(name).resolve(), line) for name, line in places if not name.startswith("<")]  # Python's own
+    mine = [(path, line) for path, line in written if held & {*path.parents} and not _installed(path)]
+    return f"{_near(mine[-1][0])}, line {mine[-1][1]}: " if mine else ""
 
 
-def _installed(name: str) -> bool:
-    path = Path(name).resolve()
+def _near(path: Path) -> Path:
+    """As one would type it here."""
+    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+
+
+def _installed(path: Path) -> bool:
     return _PACKAGE in path.parents or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
@@ -46,15 +51,33 @@ def _installed(name: str) -> bool:
 def refused(where: str, what: str, rule: str, remedy: str, *, folders: Sequence[str] = ()) -> Iterator[None]:
     """Whatever is raised here, an exit from Python too, becomes a `CollateError` of one line; an interrupt stays one.
 
-    `what` was asked for, and may be empty. What a file in `folders` raises is told with that line.
+    `what` was asked for, and may be empty. What a file in `folders` raises stands first, with that line.
     """
     try:
         yield
     except (CollateError, KeyboardInterrupt):
         raise
     except BaseException as error:  # packages raise classes of their own, and some end the process
-        why = f"{line_in(error, folders)}{said(error)}"
+        why = said(error)
+        if place := line_in(error, folders):
+            raise CollateError(f"{printable(place + why).rstrip('.')}. {explain(where, what, rule, remedy)}") from None
         raise CollateError(explain(where, f"{what} ({why})" if what else why, rule, remedy)) from None
+
+
+def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
+    """Refuse a name with nothing behind it, a folder, and a file that ends otherwise, and name one that lies near."""
+    named = [*filter(None, endings)]
+    known = f"Such files end with {', '.join(named)}."
+    if path.is_dir():
+        held = sorted(each for each in path.iterdir() if each.suffix in named)
+        raise CollateError(explain(str(path), "a folder", known, f"Name one file in it: {held[0]}." if held else remedy))
+    if not path.exists():
+        held = [each for each in path.parent.iterdir() if each.suffix in named] if path.parent.is_dir() else []
+        near = sorted(each.name for each in held if get_close_matches(path.stem, [each.stem]))[:2]
+        got = "no such file" if path.parent.is_dir() else f"no such folder as {path.parent}"
+        raise CollateError(explain(str(path), got, known, f"Did you mean {' or '.join(near)}?" if near else remedy))
+    if path.is_file() and path.suffix not in endings:
+        raise CollateError(explain(str(path), f"a file that ends with {path.suffix!r}", known, remedy))
 
 
 def did_you_mean(names: Sequence[str], known: Iterable[str], otherwise: str) -> str:

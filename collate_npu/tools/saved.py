@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.masks.derive import MASK_KEY
-from collate_npu.tools.refusals import said
+from collate_npu.tools.refusals import check_file, said
 
 MOST_BYTES = 1 << 30
 RECIPE = (
@@ -47,12 +47,10 @@ def mask_of_file(path: Path) -> Tensor:
 
 
 def _loaded(path: Path) -> Any:
-    if path.suffix not in _LOADERS:
-        rule = f"Files of tensors end with {', '.join(_LOADERS)}."
-        raise CollateError(explain(str(path), repr(path.suffix), rule, RECIPE))
+    check_file(path, [*LOADERS], RECIPE)
     try:
         _check_size(path, sum(each.file_size for each in ZipFile(path).infolist()) if is_zipfile(path) else 0)
-        held = _LOADERS[path.suffix](path)
+        held = LOADERS[path.suffix](path)
         _check_size(path, sum(x.numel() * x.element_size() for x in _tensors(held)))
         return held
     except CollateError:
@@ -85,7 +83,7 @@ def _arrays(path: Path) -> Any:
 
 
 _TORCH = partial(torch.load, map_location="cpu", weights_only=True)
-_LOADERS: dict[str, Callable[[Path], Any]] = {
+LOADERS: dict[str, Callable[[Path], Any]] = {
     ".pt": _TORCH,
     ".pth": _TORCH,
     ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),

@@ -13,5 +13,5 @@ from collate_npu.collate import Layout
 )
 def test_a_wrapped_collator_lays_nothing_out(asked):
     with pytest.raises(CollateError, match=f"layout.{next(iter(asked))}: got .*as the inner one lays them out"):
-        wrap_collator(dict, layout=Layout(**asked))
-    wrap_collator(dict, layout=Layout(labels_shifted=True, max_mask_bytes=8))
+        wrap_collator(dict.fromkeys, layout=Layout(**asked))
+    wrap_collator(dict.fromkeys, layout=Layout(labels_shifted=True, max_mask_bytes=8))

@@ -135,6 +135,7 @@ def tokens(*lengths, **columns):
         ([[1, 2]], "features: 1 bad row.\n  row 0: got a list"),
         ([{"x": 1}], "input_ids: got samples of x."),
         ([{"prompt_ids": [1], "chosen_ids": [2]}], "Wrap the collator that makes rows of these columns"),
+        ([{"text": "a"}], "Tokenise first: [tokenizer(text)"),
         ([{"input_ids": [1]}, {"x": 1}], "input_ids: 1 bad row.\n  row 1: got nothing"),
         ([{"input_ids": "text"}], "row 0: got str []"),
         ([{"input_ids": 3}, {"input_ids": torch.zeros(1, 2)}], "row 0: got int []\n  row 1: got float32 [1, 2]"),

@@ -90,6 +90,18 @@ def test_settings_that_contradict_each_other(mode):
             collator(attention_mask=mode, consumer="verl")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_decides_the_form_as_its_consumer_does(mode):
+    """Beside a model "4d" was taken, and another form sent."""
+    pytest.importorskip("transformers")
+    made = Emitter(attention_mask=mode)
+    if mode in ("auto", "omit"):
+        made._settle(None, "qwen3_next")
+    else:
+        with pytest.raises(CollateError, match="decides the form of its mask"):
+            made._settle(None, "qwen3_next")
+
+
 @pytest.mark.parametrize("mode", ["3d", None])
 def test_modes_nobody_knows(mode):
     with pytest.raises(CollateError, match="attention_mask is 'auto'"):

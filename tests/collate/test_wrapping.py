@@ -318,3 +318,32 @@ def test_the_label_after_padding_or_a_neighbour_is_ignored(segments):
 )
 def test_labels_that_stay(settings, labels, left):
     assert labels_of(Segments.from_lengths([1, 2], side="left"), labels, **settings).tolist() == left
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_labels_of_a_decoder_are_padded_behind(wrapped):
+    """T5's decoder attends what stands before its labels: the loss was that of other samples, and nothing said so."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    samples = [{"input_ids": [5, 6], "labels": [8, 9]}, {"input_ids": [7, 5, 6], "labels": [3, 4, 5]}]
+
+    def theirs(samples, side):
+        padded = PaddingCollator(pad_token_id=0, padding_side=side)
+        return {key: padded([{"input_ids": row[key]} for row in samples])["input_ids"] for key in ("input_ids", "labels")}
+
+    def collator(side):
+        def inner(samples):
+            batch = theirs(samples, side)
+            return {key: ids.masked_fill(ids == 0, -100 * (key == "labels")) for key, ids in batch.items()}
+
+        own = PaddingCollator(pad_token_id=0, padding_side=side, model=model)
+        return wrap_collator(inner, model=model) if wrapped else own
+
+    with torch.no_grad():
+        alone = [float(model(**{key: torch.tensor([row[key]]) for key in row}).loss) * len(row["labels"]) for row in samples]
+        assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
+    with pytest.raises(CollateError, match="attends what stands before its labels"):
+        collator("left")(samples)

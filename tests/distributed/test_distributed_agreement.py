@@ -80,6 +80,7 @@ def test_gradients_that_one_rank_asks_for_in_another_order(pool):
     assert set(pool(work.backwards, [0, 1])) == {str([[1.0 * pool.size], [2.0 * pool.size]])}
 
 
+@pytest.mark.long
 def test_torchrun_ends_within_the_step_at_which_a_rank_skips_a_sample():
     """By hand: torchrun --nproc_per_node 2 tests/distributed/skipped_sample.py 500."""
     script, step = Path(__file__).with_name("skipped_sample.py"), 20

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 from accelerate.utils import concatenate, find_batch_size, slice_tensors
+from hypothesis import given, strategies as st
 from text import sample_ids
+from transformers import DataCollatorForSeq2Seq
 
-from collate_npu import CollateError, PaddingCollator
+from collate_npu import CollateError, PaddingCollator, wrap_collator
 from collate_npu.integrations.accelerate import DispatchCollator, dispatch_problems
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 
@@ -29,6 +32,8 @@ ONE_WIDTH = {
     "split_drop_last longest": {"shapes": [[3, 6]]},
 }
 """By what two processes need one width, and the remedies that are named."""
+MODELS = ("gpt2", "llama", "opt", "roberta", NAMES[0])
+model_of = cache(partial(tiny_model, vocab_size=257))
 FEATURES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
 
 
@@ -61,6 +66,7 @@ def losses_alone(name, ids):
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
@@ -94,6 +100,31 @@ def test_the_batch_survives_concatenate_slice_and_find_batch_size(side, settings
     assert shape is None or both["attention_mask"].shape == shape
     for key, value in slice_tensors(both, slice(2, 4)).items():
         assert torch.equal(value, batch[key])
+
+
+ROWS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=2), min_size=1, max_size=3)
+
+
+def samples_of(rows, packed):
+    """A sample a row: its sequences one behind the other."""
+    made = [{"input_ids": list(range(1, 1 + sum(row))), "labels": [3] * sum(row)} for row in rows]
+    return [sample | {"seq_lengths": row} for sample, row in zip(made, rows)] if packed else made
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("who", ["2d, DispatchCollator", *MODELS, *(f"wrapped, {name}" for name in MODELS)])
+@given(one=ROWS, other=ROWS)
+def test_which_keys_a_batch_has_does_not_depend_on_its_rows(who, side, one, other):
+    """The dispatcher takes the keys of the first process's batch for those of all: another's are lost in silence."""
+    neutral, tokenizer = who.startswith("2d"), byte_tokenizer(padding_side=side)
+    if neutral:
+        collator = DispatchCollator(PaddingCollator(tokenizer, attention_mask="2d"))
+    elif who.startswith("wrapped"):
+        collator = wrap_collator(DataCollatorForSeq2Seq(tokenizer), model=model_of(who.partition(", ")[2]))
+    else:
+        collator = PaddingCollator(tokenizer, model=model_of(who), pad_token_id=7)  # not the id that RoBERTa does not count
+    first, second = (collator(samples_of(rows, neutral)) for rows in (one, other))
+    assert set(first) == set(second)
 
 
 def test_what_accelerate_cannot_carry_is_named():

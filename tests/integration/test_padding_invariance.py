@@ -40,12 +40,12 @@ def samples_of(lengths, seed):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", rotating(GDN, slow=1))
+@pytest.mark.parametrize("name", rotating(GDN, slow=0))
 @settings(deadline=None)
 @given(
     lengths=lengths,
     side=st.sampled_from(["left", "right"]),
-    column=st.sampled_from(["collator", "adapter"]),
+    column=st.sampled_from(["collator", "collator + adapter"]),
     seed=st.integers(0, 99),
 )
 def test_any_batch_gives_what_its_samples_give_alone(name, attn, lengths, side, column, seed):
@@ -75,6 +75,8 @@ def test_every_hybrid_family_both_sides_with_gradients(name, attn):
     )
     ours = [finding for finding in findings if finding.whose == "ours"]
     assert all(finding.within(TOLERANCE) for finding in ours), ours
-    assert sum(finding.logits is not None for finding in ours) >= 6  # collator, adapter and wrapped 4D, left and right
-    astray = [f for f in findings if f.whose != "ours" and f.side == "left"]
+    assert sum(finding.logits is not None for finding in ours) >= 6  # those of the collator, left and right
+    others = [f for f in findings if f.whose != "ours" and f.side == "left"]
+    astray = [f for f in others if f.column != "tokenizer's 2D mask"]  # its logits are right
     assert all(finding.logits is None or finding.logits > 0.1 for finding in astray), "this batch hides mistakes"
+    assert not any(f.right for f in others), "nor is the first label taught from padding"

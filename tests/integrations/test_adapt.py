@@ -158,6 +158,7 @@ def test_a_flat_row_of_a_hybrid_without_kernels_is_refused_with_a_remedy(layout)
         model(**LAYOUTS[layout]())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["adapt first", "wrapper first", "on the model inside"])
 @pytest.mark.parametrize("in_place", [True, False])
@@ -249,6 +250,15 @@ def test_generation_is_as_without_it(way):
     before = [said(), said(keep=False)]
     with adapt(model):
         assert all(map(torch.equal, before, [said(), said(keep=False)]))
+
+
+def test_prompts_padded_right_are_refused_since_generation_goes_on_behind_padding():
+    model, prompt = model_of(), {key: value for key, value in padded("right").items() if key != "labels"}
+    with adapt(model):
+        with pytest.raises(UnsupportedFormError, match=r"rows \[0, 2\] padded right") as error:
+            model.generate(**prompt, max_new_tokens=2, do_sample=False)
+        assert "padding_side" in str(error.value)
+        model(**prompt, logits_to_keep=2)  # a trainer's, of completions
 
 
 # --- what is left of it

@@ -55,6 +55,6 @@ def test_the_command_names_pretended_devices_and_what_runs_there(
     environment = {"LD_LIBRARY_PATH": str(stand_ins[0].parent), cann_stub.DEVICES: "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     said = without_cann(COMMAND, **environment)
     assert "- devices: npu x 2 (Ascend910B1)" in said
-    assert "- NPU: torch_npu loads" in said
+    assert "- npu: torch_npu loads" in said
     assert "flash_attention_2 (npu_fusion_attention)" in said
     assert "chunk_gated_delta_rule: plain torch" in said

@@ -1,9 +1,13 @@
-"""The built wheel, as a user gets it: the nox session `package` installs it and runs this; elsewhere it is skipped.
+"""The built wheel, as a user gets it: the nox session `package` installs it, and what it asks for, into an environment with
+nothing else, and runs this from another; elsewhere it is skipped.
 
-Runs in a folder of its own, so that the source tree cannot stand in for what the wheel forgot.
+What runs there runs in a folder of its own, so that the source tree cannot stand in for what the wheel forgot.
 """
 
+import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -11,11 +15,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from blocks import assert_shown, shown_in
 
 ROOT = Path(__file__).parents[2]
 WHEELS = os.environ.get("WHEELS")
 pytestmark = pytest.mark.skipif(WHEELS is None, reason="nothing is built: nox -s package")
-BIN = Path(sys.executable).parent
+BIN = Path(os.environ.get("AS_USER", "."))
+"""The commands of that environment."""
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TERMINAL = {"COLUMNS": "100", "TERM": "dumb", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
 
 USER = """
 import torch
@@ -31,9 +39,8 @@ masks: torch.Tensor = PaddingCollator(pad_token_id=0)([])["attention_mask_2d"]
 
 
 def run(*command, cwd, **env):
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, cwd=cwd, env={**os.environ, **env}, timeout=300
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | env
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd, env=env, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -60,7 +67,14 @@ def test_the_source_archive_can_be_tested():
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(["--version"], "collate-npu "), (["env"], "- torch: "), (["show", "--lengths", "3,5"], "■"), (["--help"], "audit")],
+    [
+        (["--version"], "collate-npu "),
+        (["env"], "- torch: "),
+        (["show", "--lengths", "3,5"], "■"),
+        (["--help"], "audit"),
+        (["guide"], "`errors`"),
+        (["guide", "errors#polarity"], "PolarityError"),
+    ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_the_installed_command_runs(tmp_path, args, said):
@@ -70,9 +84,58 @@ def test_the_installed_command_runs(tmp_path, args, said):
 
 
 def test_the_installed_package_is_the_wheels(tmp_path):
-    code, out, err = run(sys.executable, "-c", "import collate_npu; print(collate_npu.__file__)", cwd=tmp_path)
+    code, out, err = run(BIN / "python", "-c", "import collate_npu; print(collate_npu.__file__)", cwd=tmp_path)
     assert code == 0, err
     assert str(ROOT / "collate_npu") not in out
+
+
+CLOSURE = """
+import json, re, sys
+from importlib.metadata import distributions, requires
+def named(text): return re.sub(r"[-_.]+", "-", re.match(r"[\\w.-]+", text)[0]).lower()
+there, todo, asked = {named(each.name) for each in distributions()}, ["collate-npu"], set()
+while todo:
+    name = todo.pop()
+    if name in there and name not in asked:
+        asked.add(name)
+        todo += [named(need) for need in requires(name) or () if "extra ==" not in need]
+print(json.dumps(sorted(there - asked)))
+"""
+
+
+def test_the_environment_is_what_the_install_line_of_the_readme_makes(tmp_path):
+    """No extra is asked for, and nothing is there that nobody asked for."""
+    lines = [line for code, *_ in shown_in(README, "console") for line in code.splitlines()]
+    assert "pip install ." in lines
+    code, out, err = run(BIN / "python", "-c", CLOSURE, cwd=tmp_path)
+    assert code == 0, err
+    assert set(json.loads(out)) <= {"pip", "setuptools"}
+
+
+@pytest.mark.parametrize(("block", "output"), [(code, output) for code, output, _ in shown_in(README, "python")])
+def test_the_blocks_of_the_readme_run_there(tmp_path, block, output):
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    code, out, err = run(BIN / "python", "block.py", cwd=tmp_path, **TERMINAL)
+    assert code == 0, err[-2000:]
+    if output:
+        assert_shown(output, out)
+
+
+@pytest.mark.parametrize(("line", "output"), [(code, output) for code, output, _ in shown_in(README, "console") if output])
+def test_the_commands_of_the_readme_print_there_what_is_shown(tmp_path, line, output):
+    name, *words = shlex.split(line)
+    code, out, err = run(BIN / name, *words, cwd=tmp_path, **TERMINAL)
+    assert code == 0, err
+    assert_shown(output, out)
+
+
+def test_addresses_of_the_package_are_one():
+    """Whoever publishes it replaces one address."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = text.partition("[project.urls]\n")[2].partition("\n\n")[0]
+    home, *others = re.findall(r'^\w+ = "(https://.+)"$', table, flags=re.M)
+    assert len(others) == 3
+    assert all(other.startswith(f"{home}/") for other in others)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +143,8 @@ def test_the_installed_package_is_the_wheels(tmp_path):
 )
 def test_a_type_checker_knows_the_names_of_consumers(tmp_path, consumer, right):
     (tmp_path / "user.py").write_text(USER.format(consumer=consumer), encoding="utf-8")
-    code, out, _ = run(sys.executable, "-m", "mypy", "--strict", "user.py", cwd=tmp_path)
+    there = ("--python-executable", BIN / "python")
+    code, out, _ = run(sys.executable, "-m", "mypy", "--strict", *there, "user.py", cwd=tmp_path)
     assert code == (0 if right else 1), out
     if not right:
         assert out.count('incompatible type "Literal[') == 0 or "megatorn" in out

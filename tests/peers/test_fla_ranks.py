@@ -5,6 +5,8 @@ from processes import found_by
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 
+pytestmark = pytest.mark.long("fla on two ranks")
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -23,6 +23,7 @@ from collate_npu import PaddingCollator, testing
 from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
 
+pytestmark = pytest.mark.long("fla under transformers")
 PAD = 256
 IDS = [[5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]

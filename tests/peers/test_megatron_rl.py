@@ -89,7 +89,7 @@ def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_it
         apart = gaps(found, by_itself["native"])
         assert max(apart.values()) <= EXACT, apart
         assert len(found["told"]) == 1, found["told"]
-        assert "(1 beside what their batch says)" in found["told"][0]
+        assert "(1 compared with their batch)" in found["told"][0]
 
 
 @needs_native
@@ -158,7 +158,7 @@ def test_a_right_run_is_told_in_one_line_and_runs_as_it_did(kind, capsys, proces
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.count("\n") == 1
-    assert said.out.startswith("collate_npu: 1 steps, 3 forwards (3 beside what their batch says), calls: ")
+    assert said.out.startswith("collate_npu: 1 steps, 3 forwards (3 compared with their batch), kernels: ")
     assert said.out.endswith("no fault in what was looked at\n")
     assert torch.nn.Module._call_impl is plain
     assert process.watch.forwards == []

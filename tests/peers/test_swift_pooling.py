@@ -80,6 +80,7 @@ def test_a_rank_that_holds_part_of_a_row_is_not_pooled_by_its_part_of_the_mask(w
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
+@pytest.mark.long("two ranks pool")
 @pytest.mark.parametrize("backend", ["flash", "local"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend):

@@ -53,6 +53,7 @@ def test_swift_sft_trains_each_sample_as_alone(here):
 # --- Megatron
 
 
+@pytest.mark.long
 def test_megatron_sft_on_two_ranks_gives_none_and_the_routers_their_padding(here):
     """ms-swift's defaults: flash attention, Megatron's own Gated DeltaNet; two workers a rank."""
     folder, data = here

@@ -179,5 +179,5 @@ def test_a_structured_array_is_columns():
 
 @pytest.mark.parametrize("emitted", [[1], None, "x", np.zeros(2), torch.ones(2, 2), [{"input_ids": [1]}]])
 def test_a_collator_that_returns_no_mapping_is_told_so(emitted):
-    with pytest.raises(CollateError, match="batch: got a"):
+    with pytest.raises(CollateError, match="A collator returns a batch, a dict of tensors"):
         wrap_collator(lambda _: emitted)([{"input_ids": [1]}])

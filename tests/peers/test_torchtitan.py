@@ -206,10 +206,10 @@ def test_layers_are_read_off_the_model(qwen3):
     from torchtitan.models.qwen3 import qwen3_configs
 
     assert torchtitan.layers_of(qwen3) == "causal"
-    plain = type("Plain", (), {"get_attention_masks": type(qwen3).get_attention_masks})()
+    plain = type("Plain", (torch.nn.Module,), {"get_attention_masks": type(qwen3).get_attention_masks})()
     plain.config = qwen3_configs["debugmodel"]("varlen")
     assert torchtitan.layers_of(plain) == "varlen"
-    own = type("GptOss", (), {"get_attention_masks": lambda self, positions: {}, "config": qwen3.config})()
+    own = type("GptOss", (torch.nn.Module,), {"get_attention_masks": lambda self, positions: {}, "config": qwen3.config})()
     with pytest.raises(UnsupportedFormError, match=r"GptOss.*Pass layers="):
         torchtitan.layers_of(own)
 

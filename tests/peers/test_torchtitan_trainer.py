@@ -17,7 +17,10 @@ from processes import found_by
 from rotation import part
 
 NEEDS = ("torchtitan", "torchdata")
-pytestmark = pytest.mark.skipif(bool(importlib.util.find_spec("fla")), reason="fla is installed: it would be dispatched to")
+pytestmark = [
+    pytest.mark.long("torchtitan's trainer"),
+    pytest.mark.skipif(bool(importlib.util.find_spec("fla")), reason="fla is installed: it would be dispatched to"),
+]
 EXACT, WITHOUT = 5e-6, 0.1
 FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
 STACK = Stack("torchtitan", ("torchtitan",), "peers_misc")

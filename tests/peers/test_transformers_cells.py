@@ -122,6 +122,7 @@ def test_transformers_trainer_where_kernels_take_boundaries(family, tmp_path):
     test_transformers_trainer(family, "packed, kernels there", tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ from cells import Stack, verdict, worst_of
 from processes import found_by
 
 NEEDS = ("twinkle", "mcore_bridge", "megatron", "ray")
+pytestmark = pytest.mark.long("twinkle's models")
 
 
 HERE = Path(__file__).parent

@@ -11,6 +11,7 @@ from rotation import part
 from transformers import AutoModelForCausalLM
 
 NEEDS = ("verl", "hydra")
+pytestmark = pytest.mark.long("two ranks of FSDP")
 
 STACK = Stack("verl FSDP", ("verl", "transformers"), "peers_misc")
 FAMILIES = ("qwen3_next", "qwen3", *part(("qwen3_5_text", "lfm2"), 1))

@@ -15,6 +15,7 @@ def found(tmp_path_factory):
     return found_by("verl_queue_work", folder, folder, variants=({**os.environ, **local},))[0]
 
 
+@pytest.mark.long
 def test_rows_of_the_queue_are_as_alone(found):
     print(found)
     assert found["layout"] == "torch.jagged"

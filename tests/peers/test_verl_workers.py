@@ -97,6 +97,7 @@ def cluster():
         process.communicate("\n", timeout=60)
 
 
+@pytest.mark.long
 def test_ray_workers_of_verls_own_run_ppo(tmp_path):
     """Exported where the job is started, the variable reaches no worker of a cluster that stands; both settings do."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))

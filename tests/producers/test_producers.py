@@ -53,7 +53,7 @@ def cases(name: str) -> list[Case]:
     return [case for case in made if case is not None]
 
 
-@pytest.mark.parametrize("name", rotating(AVAILABLE, 3))
+@pytest.mark.parametrize("name", rotating(AVAILABLE, 3, slow=45))
 def test_right_or_refused(name):
     """The emission is what its row says, and so is what every entry makes of it, or it is refused with a reason."""
     made = cases(name)

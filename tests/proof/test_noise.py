@@ -70,6 +70,7 @@ def deafen(monkeypatch, model):
     monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", GDN)
@@ -80,8 +81,8 @@ def test_right_passes_and_a_layer_that_ignores_its_mask_fails(name, machine, mon
         right = audited(model)
         assert right.yardstick().tells()
         assert right.finding("left", "collator").right
-        assert right.finding("right", "adapter").right
-        assert not right.finding("left", "None").right
+        assert right.finding("right", "collator + adapter").right
+        assert not right.finding("left", "no mask").right
         deafen(monkeypatch, model)
         deaf = audited(model)
         assert deaf.yardstick().tells()

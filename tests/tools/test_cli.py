@@ -31,8 +31,8 @@ def test_the_verdict_comes_first_then_a_table():
     assert re.match(
         r"✔ PASS: (\d) of \1 cases of ours are right: they give the numbers of each sample alone\.\n", result.stdout
     )
-    assert "3 of 6 are wrong without an error, by up to " in result.stdout
-    assert re.search(r"✔ +qwen3_next +sdpa +left, right +(\d) of \1 +\S+e-06 +3 of 6\n", result.stdout)
+    assert "4 of 8 are wrong without an error, by up to " in result.stdout
+    assert re.search(r"✔ +qwen3_next +sdpa +left, right +(\d) of \1 +\S+e-06 +4 of 8\n", result.stdout)
     assert "handed over by" not in result.stdout
     assert re.fullmatch(r"\[1/1\] qwen3_next \(sdpa\): .* s\n", result.stderr)
 
@@ -64,13 +64,15 @@ def files(tmp_path):
     [
         (["--model", "qwen3_nxt", "--model", "no_such_model"], "got qwen3_nxt, no_such_model"),
         (["--model", "qwen3_nxt"], "Did you mean"),
-        (["--model", "{}/folder"], "a folder with a config.json"),
-        (["--model", "{}/absent"], "a folder with a config.json"),
+        (["--model", "{}/folder"], "a folder without config.json. A checkpoint is named by its folder"),
+        (["--model", "{}/absent"], "no folder here"),
+        (["--model", "Qwen/Qwen3-Next"], "hf download Qwen/Qwen3-Next --local-dir FOLDER"),
+        (["--model", "{}/broken/config.json"], "a file. A checkpoint is named by its folder"),
         (["--model", "{}/broken"], "It does not load"),
-        (["--data", "{}/folder"], "Is a directory"),
+        (["--data", "{}/folder"], "got a folder"),
         (["--data", "{}/bad.jsonl"], "line 2: got no JSON"),
-        (["--tokenizer", "{}/absent"], "It does not load"),
-        (["--tokenizer", "{}/folder"], "It does not load"),
+        (["--tokenizer", "{}/absent"], "no folder. A tokenizer is named by its folder"),
+        (["--tokenizer", "{}/folder"], "a folder without its files"),
         (["--device", "cuda:99"], "Name a device of this machine"),
         (["--html", "{}/absent/report.html"], "Name a file in a folder that exists"),
         (["--tolerance", "nan"], "An error is 0 or more"),
@@ -130,9 +132,9 @@ def test_a_recurrent_family_without_kernels_is_not_run_and_not_wrong():
     report = json.loads(result.stdout)
     assert report["verdict"] == "NOT PROVED"
     lacking = {f["column"] for f in report["findings"] if f["no_kernel"] and f["whose"] == "ours"}
-    assert lacking == {"collator", "adapter", "wrapped"}
+    assert lacking == {"collator", "collator + adapter", "wrapped collator"}
     cost = {f["column"]: f["logits"] for f in report["findings"] if f["side"] == "packed"}
-    assert min(cost["positions"], cost["nothing"]) > 1
+    assert min(cost["positions"], cost["no boundaries"]) > 1
     assert set(report["kernels"]["qwen3_next"].values()) == {"torch"}
     said = "NOT RUN +qwen3_next, flat rows \\(collator, collator \\+ adapter, wrapped collator\\): no kernel here"
     assert re.search(said, run("--model", "qwen3_next", *PACKED).stdout)
@@ -149,7 +151,8 @@ def test_a_page_is_written_beside_the_report(tmp_path):
     result = run("--model", "qwen3_next", "--html", str(tmp_path / "report.html"), "--json", *QUICK)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["passed"]
+    assert f"wrote {tmp_path / 'report.html'}" in result.stderr
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "</i> PASS: " in text
+    assert "</bdi> PASS: " in text
     assert "padded on the left, of qwen3_next" in text
     assert "elsewhere, the worst: " in text

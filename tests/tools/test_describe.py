@@ -21,6 +21,13 @@ def test_padding_and_its_side(side):
     assert "hazard" not in text
 
 
+def test_a_notebook_and_a_prompt_show_lines():
+    text = describe(PaddingCollator(pad_token_id=0)(FEATURES))
+    assert repr(text) == str(text) != str.__repr__(text)
+    assert type(str(text)) is str
+    assert len(repr(text).splitlines()) > 5
+
+
 def test_a_flat_row():
     text = describe(PaddingCollator(padding_free=True)(FEATURES))
     for said in ("2 sequences, 4 real tokens of 4", "1 row of 4, 2 sequences; no padding", "cu_seq_lens_q: says all of it"):

@@ -1,6 +1,7 @@
 """`collate-npu guide`: what people read in a terminal is what ships."""
 
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,14 @@ import pytest
 
 pytest.importorskip("typer")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from collate_npu.__main__ import main
-from collate_npu.tools.cli import app, guide
+from collate_npu.errors import CollateError
+from collate_npu.tools import guide
+from collate_npu.tools.cli import app
+from collate_npu.tools.cli.guide import Page
 
 
 def run(*args: str):
@@ -25,9 +30,10 @@ def test_the_list_has_every_page_with_a_line():
     assert done.exit_code == 0
     named = dict(line.removeprefix("* `").split("`: ") for line in done.output.splitlines() if line.startswith("* "))
     pages = {path.relative_to(guide.GUIDE).with_suffix("").as_posix() for path in guide.GUIDE.rglob("*.md")}
+    pages |= {path.stem for path in guide.GUIDE.glob("*.ipynb")}
     assert set(named) == pages - {"index"}
     assert all(len(line) > 10 for line in named.values())
-    assert done.output.startswith("## Your trainer\n")
+    assert done.output.startswith("## Start\n")
 
 
 @pytest.mark.parametrize("name", ["ms-swift.md", "MS-Swift", "zh/ascend", "index"])
@@ -37,13 +43,32 @@ def test_a_page_is_plain_text_where_it_is_piped(name):
     assert (done.exit_code, done.output) == (0, path.read_text(encoding="utf-8"))
 
 
+def test_a_notebook_is_a_page_and_says_where_it_lies():
+    done = run("try-it")
+    assert done.exit_code == 0
+    assert "```python\nimport torch\n\n" in done.output
+    assert "```text\nlogits are off by 4\n```" in done.output
+    assert Path(done.output.rsplit("To run it: ", 1)[1].strip()).is_file()
+
+
 def test_on_a_terminal_markdown_is_drawn(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    drawn = run("polarity")
+    drawn = run("masks")
     assert drawn.exit_code == 0
     assert "\x1b[" in drawn.output
-    assert "# Polarity" not in drawn.output
-    assert "Polarity: what True means" in drawn.output
+    assert "# Which mask" not in drawn.output
+    assert "Which mask does my stack want?" in drawn.output
+
+
+def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
+    with Console(width=50, record=True, file=io.StringIO()) as console:
+        console.print(Page(guide.page("consumers")))
+    assert "…" not in console.export_text()
+
+
+@pytest.mark.parametrize("typed", ["Can only concatenate tensors but got NoneType", "can’t keep packed sequences apart"])
+def test_an_error_is_found_as_somebody_types_it(typed):
+    assert run(*typed.split()).output.startswith("# errors\n")
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("ms-swfit", "ms-swift"), ("zh/asend", "zh/ascend"), ("../../secrets", "")])
@@ -53,6 +78,41 @@ def test_a_wrong_name_ends_with_2_and_the_nearest(wrong, near):
     assert (f"Did you mean {near}?" in done.output) == bool(near)
     assert "`collate-npu guide` lists them" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("errors#polarity", "### `PolarityError`", "```"),
+        ("zh/errors#polarity", "### `PolarityError`", "```"),
+        ("errors.md#refused-here", "## Refused here", "```"),
+        ("ascend#versions", "## ", ""),
+    ],
+)
+def test_a_section_is_shown_alone(name, first, last):
+    lines = guide.page(name).splitlines()
+    assert lines[0].startswith(first)
+    assert lines[-1].endswith(last)
+    assert "<a id=" not in "".join(lines)
+    level = lines[0].partition(" ")[0]
+    assert [line for line in lines[1:] if line.startswith("#") and not line.startswith(f"{level}#")] == []
+    whole = guide.page(name.partition("#")[0])
+    assert guide.page(name) in re.sub(r'<a id="[\w-]+"></a>', "", whole)
+
+
+def test_sections_of_a_page_are_the_page():
+    text = guide.page("errors")
+    names = re.findall(r'<a id="([\w-]+)">', text)
+    parts = {name: guide.page(f"errors#{name}") for name in names}
+    assert len(parts) > 20
+    for name, part in parts.items():
+        assert part in re.sub(r'<a id="[\w-]+"></a>', "", text), name
+        assert part.count("\n### ") == 0
+
+
+def test_a_section_that_is_not_there_is_told_with_the_nearest():
+    with pytest.raises(CollateError, match=r"Did you mean polarity[?] `collate-npu guide errors` shows"):
+        guide.page("errors#polaritty")
 
 
 def test_a_terminal_of_another_encoding_ends_no_command(monkeypatch):

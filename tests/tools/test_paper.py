@@ -55,10 +55,17 @@ def test_a_file_says_all_and_loads_nothing(tmp_path, ending, monkeypatch):
     assert ending == "txt" or text.count("#800000")  # red
 
 
+def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):
+    """rich shows each line by itself where it finds a kernel."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert Console().is_jupyter
+    assert not paper.recorder().is_jupyter
+
+
 def test_letters_of_a_page_keep_their_columns():
     page = shown().html
-    assert {"<i>■</i>", "<i>⬚</i>", "<i class=wide>中</i>"} <= set(re.findall(r"<i[^>]*>.</i>", page))
-    assert not re.search(r"[^\x00-\x7f]", re.sub(r"<i( class=wide)?>.</i>", "", page))
+    assert {"<bdi>■</bdi>", "<bdi>⬚</bdi>", "<bdi class=wide>中</bdi>"} <= set(re.findall(r"<bdi[^>]*>.</bdi>", page))
+    assert not re.search(r"[^\x00-\x7f]", re.sub(r"<bdi( class=wide)?>.</bdi>", "", page))
 
 
 def test_a_png_has_cells_as_squares_and_leaves_no_setting_behind(monkeypatch, tmp_path):
@@ -98,7 +105,7 @@ def test_a_place_that_is_no_figure_is_refused_with_what_is_one(monkeypatch, tmp_
         with pytest.raises(CollateError, match="Name a file in a folder that exists"):
             shown().save(path)
     monkeypatch.setattr(paper, "find_spec", lambda name: None)
-    with pytest.raises(CollateError, match=r"pip install 'collate-npu\[plots\]'"):
+    with pytest.raises(CollateError, match="pip install matplotlib"):
         paper.check_figure(tmp_path / "a.png")
     paper.check_figure(tmp_path / "b.svg")
 

@@ -46,13 +46,13 @@ class Anything:
 @pytest.mark.parametrize(
     ("name", "write", "said"),
     [
-        ("x.pkl", lambda path: path.write_bytes(b""), "Files of tensors end with"),
+        ("x.pkl", lambda path: path.write_bytes(b""), "Such files end with"),
         ("x.pt", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
         ("x.pt", lambda path: torch.save({"a": Anything()}, path), "without running anything"),
         ("x.pt", lambda path: torch.save([1], path), "a dict of tensors"),
         ("x.npz", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
         ("x.npz", lambda path: np.savez(path, a=np.array([{}], dtype=object)), "allow_pickle=False"),
-        ("x.pt", lambda path: None, "No such file"),
+        ("x.pt", lambda path: None, "no such file"),
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):

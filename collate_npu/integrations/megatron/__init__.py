@@ -22,6 +22,7 @@ from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_hea
 from collate_npu.consumers.positions import kind_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
@@ -84,6 +85,7 @@ def gpt_batch(
     >>> inputs, segments = gpt_batch(batch, model)  # doctest: +SKIP
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
+    check_model(model, config=True)
     config = config_of(model)
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so

@@ -18,6 +18,7 @@ from collate_npu import debug
 from collate_npu.arrays import Array
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.given import check_model
 from collate_npu.keys import SEGMENT_KEY
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
@@ -64,6 +65,7 @@ def layers_of(model: Any) -> Layers:
 
     >>> layers_of(model)  # doctest: +SKIP
     """
+    check_model(model)
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
 

@@ -47,6 +47,7 @@ Kernel = Literal[
     "transformers", "fla", "fla_conv", "causal_conv1d", "fla_npu", "fla_npu_cumsum", "fla_npu_flash", "fla_npu_conv",
     "fla_npu_recurrent", "torch_npu", "megatron", "fla_cp",
 ]  # fmt: skip
+"""Who reads the arguments, in which spelling."""
 
 
 @checked

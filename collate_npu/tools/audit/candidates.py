@@ -72,6 +72,8 @@ def check_named(
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    for name in names:
+        _check_place(name)
     if unknown := [name for name in names if name not in CONFIG_MAPPING_NAMES and not is_checkpoint(name)]:
         rule = f"A model is a model type of transformers {transformers.__version__}, or a folder with a config.json."
         remedy = did_you_mean(unknown, CONFIG_MAPPING_NAMES, f"Name one, for example {hybrid_model_types()[-1]}.")
@@ -119,6 +121,25 @@ def is_checkpoint(name: str) -> bool:
     return (Path(name) / "config.json").is_file()
 
 
+def _check_place(name: str) -> None:
+    """Refuse a path that is no folder of a checkpoint, and a name of the hub, from which nothing is fetched here."""
+    rule, place = "A checkpoint is named by its folder, in which config.json lies; nothing is downloaded.", Path(name)
+    if place.is_file():
+        whole = is_checkpoint(str(place.parent))
+        remedy = f"Name its folder: {place.parent}." if whole else "Name the folder that save_pretrained wrote."
+        raise CollateError(explain("--model", f"{name}, a file", rule, remedy))
+    if place.is_dir() and not is_checkpoint(name):
+        held = sorted(each.parent for each in place.glob("*/config.json"))
+        remedy = f"Name the one in it: {held[0]}." if held else "Name the folder that save_pretrained wrote."
+        raise CollateError(explain("--model", f"{name}, a folder without config.json", rule, remedy))
+    if not place.exists() and "/" in name:
+        there = name.startswith((".", "/", "~")) or name.count("/") > 1
+        remedy = (
+            "Look at its spelling." if there else f"Download it: hf download {name} --local-dir FOLDER, and name FOLDER."
+        )
+        raise CollateError(explain("--model", f"{name}, no folder here", rule, remedy))
+
+
 def check_checkpoint(name: str, *, trust: bool) -> None:
     """Refuse, in one line, a folder whose config does not load, or whose own code nobody said to trust."""
     import transformers
@@ -161,9 +182,12 @@ def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
+    if not _has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
+        got = f"{where}, {'a folder without its files' if where.is_dir() else 'a file' if where.is_file() else 'no folder'}"
+        rule = "A tokenizer is named by its folder; nothing is downloaded."
+        saved = f"Write it into one: AutoTokenizer.from_pretrained({str(where)!r}).save_pretrained(FOLDER)."
+        raise CollateError(explain("--tokenizer", got, rule, remedy if where.exists() else saved))
     with refused(f"tokenizer {where}", "", "It does not load.", remedy):
-        if not _has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
-            raise FileNotFoundError("no file of a tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

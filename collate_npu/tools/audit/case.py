@@ -20,6 +20,7 @@ from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.given import check_model
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault
@@ -30,7 +31,7 @@ from collate_npu.proof.noise import Yardstick, measure_noise
 from collate_npu.proof.recording import heard
 from collate_npu.proof.said import listed
 from collate_npu.segments import Segments
-from collate_npu.tools.audit.handover import FLAT, WAYS, Layout, Subject
+from collate_npu.tools.audit.handover import DENSE_ALONE, FLAT, NO_BOUNDARIES, NO_MASK, WAYS, Layout, Subject
 from collate_npu.tools.refusals import first_line, said
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Finding:
     """
 
     model: str
-    attn_implementation: str
+    attention: str
     side: Layout
     column: str
     whose: Whose
@@ -74,10 +75,10 @@ class Finding:
     """The largest difference of a logit at each token of each sample."""
 
     @property
-    def told(self) -> tuple[str, str]:
-        """The title and the meaning of its way; what is yours goes by the name it was given by."""
+    def meaning(self) -> str:
+        """What is handed over that way."""
         way = WAYS[self.side].get(self.column) if self.whose != "yours" else None
-        return (way.title, way.meaning) if way else (self.column, "as you gave it to the audit")
+        return way.meaning if way else "as you gave it to the audit"
 
     def within(self, tolerance: float | None) -> bool:
         """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
@@ -96,6 +97,7 @@ class Audit:
         self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int, gradients: bool,
         sides: Sequence[Layout] = ("left", "right"),
     ) -> None:  # fmt: skip
+        check_model(model)
         invariance.check_one_stack(model)
         self._batches = batches_of(samples, batch_size, sides)
         invariance.check_vocabulary(model, self._batches)
@@ -118,10 +120,10 @@ class Audit:
         """
         if side == "packed":
             others = [column for column, way in FLAT.items() if not way.ours]
-            columns = [column for column in others if column == "nothing" or not self.finding(side, column).right]
+            columns = [column for column in others if column == NO_BOUNDARIES.name or not self.finding(side, column).right]
         else:
             bare = needs_mask_2d(self.subject.model) and self.subject.reads_dense
-            columns = ["None", *(["bare 4D"] if bare else [])]
+            columns = [NO_MASK.name, *([DENSE_ALONE.name] if bare else [])]
             side = "right" if self.subject.pattern else "left"
         wrong = [found.worst for column in columns if isinstance(found := self._compared(side, column), Compared)]
         return Yardstick(self._noise, min(wrong, key=lambda found: size(found.logits), default=None))
@@ -188,7 +190,7 @@ class Audit:
         return measure(self.subject.model, batch, rows, self._gradients)
 
     def _judged(self, side: Layout, column: str, whose: Whose, found: Compared | Exception) -> Finding:
-        where: dict[str, Any] = {"model": self.name, "attn_implementation": self.subject.attn_implementation}
+        where: dict[str, Any] = {"model": self.name, "attention": self.subject.attn_implementation}
         where |= {"side": side, "column": column, "whose": whose}
         if isinstance(found, Exception):
             return Finding(**where, **raised(found, self.subject.model.device.type))
@@ -270,8 +272,8 @@ def audit(
     >>> from collate_npu.testing import tiny_model
     >>> samples = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
     >>> found = audit(tiny_model("llama", vocab_size=257), samples, pad_token_id=256, sides=["left"])
-    >>> [(finding.column, finding.right) for finding in found if finding.column in ("collator", "None")]
-    [('collator', True), ('None', False)]
+    >>> [(finding.column, finding.right) for finding in found if finding.column in ("collator", "no mask")]
+    [('collator', True), ('no mask', False)]
     """
     settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides}
     case = Audit(model, samples, name=name, pad_token_id=pad_token_id, **settings)

@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, cast
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.measure import Batch
 from collate_npu.tools.bounded import bounded
-from collate_npu.tools.refusals import refused
+from collate_npu.tools.refusals import check_file, refused
+from collate_npu.tools.saved import LOADERS
 
 Row = str | list[dict[str, str]] | Batch
 """Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
@@ -41,6 +42,8 @@ _LETTERS = 1024
 _SECONDS, _MEMORY = 5, 1 << 29
 """Of a chat template, for one conversation."""
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
+_LINES = (".txt", ".log", ".jsonl", ".ndjson")
+_READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
 _RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
 
 
@@ -52,6 +55,10 @@ def shipped_text() -> list[Row]:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file, or of standard input (`-`). Raises `CollateError` with the file and the row that is bad."""
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if str(path) != "-":
+        piped = f"If it is text, one sample a line: --data - < {path}. {_READ}" if path.is_file() else _READ
+        remedy = "A saved batch goes to --batch." if path.suffix in LOADERS else piped
+        check_file(path, [*_LINES, *TABLES, ".gz", *[""] * (not kind)], remedy)
     rows = list(_table(path, TABLES[kind]) if kind in TABLES else _lines(path, jsonl=kind in (".jsonl", ".ndjson")))
     if not rows:
         raise CollateError(explain(str(path), "no rows", _RULE, "Name a file that has some."))
@@ -60,7 +67,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
-    with refused(name, "", _RULE, "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."):
+    with refused(name, "", _RULE, _READ):
         held = sys.stdin.buffer.read(MOST_BYTES) if name == "standard input" else _unpacked(path, MOST_BYTES)
         whole = held if len(held) < MOST_BYTES else held[: held.rfind(b"\n") + 1]
         lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST))

@@ -22,6 +22,7 @@ from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.proof.measure import Batch
 from collate_npu.segments import Segments
+from collate_npu.testing import byte_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,9 +76,9 @@ Hand = Callable[[Subject, list[Batch]], Batch]
 
 
 class Way(NamedTuple):
-    """A way of handing over. Findings carry its short name, which does not change; people read its title."""
+    """A way of handing over. Its name is the same in tables, in JSON and in `Finding.column`."""
 
-    title: str
+    name: str
     """At most 20 letters."""
     meaning: str
     hand: Hand
@@ -127,6 +128,15 @@ def _plain(subject: Subject, features: list[Batch]) -> Batch:
     return {key: value for key, value in batch.items() if key != "attention_mask_2d"}
 
 
+def _by_tokenizer(subject: Subject, features: list[Batch]) -> Batch:
+    """As its collator for language models has it too, with mlm=False. Samples come as a tokenizer makes them."""
+    from transformers import DataCollatorForSeq2Seq
+
+    batch: Batch = dict(DataCollatorForSeq2Seq(byte_tokenizer(padding_side=subject.side))(features))
+    real_BS = batch["attention_mask"].bool()
+    return {**batch, "input_ids": batch["input_ids"].where(real_BS, subject.pad_token_id)}
+
+
 def _flattened(subject: Subject, features: list[Batch], **told: bool) -> Batch:
     from transformers import DataCollatorWithFlattening
 
@@ -139,22 +149,32 @@ _ADAPTER = Way("collator + adapter", "a neutral batch, then BatchAdapter at the 
 _WRAPPED = Way("wrapped collator", "one of 4D masks alone, or of flat rows, inside wrap_collator", _by_wrapping, ours=True)
 _MAPPING = Way("mask per layer kind", "a dict: 4D for attention layers, 2D for recurrent ones", _by_mapping, ours=True)
 _OFFSETS, _INDEX = partial(_flattened, return_flash_attn_kwargs=True), partial(_flattened, return_seq_idx=True)
-PADDED = {
-    "collator": _COLLATOR,
-    "adapter": _ADAPTER,
-    "wrapped 4D": _WRAPPED,
-    "mapping": _MAPPING,
-    "bare 4D": Way("4D mask alone", "a correct 4D mask, and no 2D for the recurrent layers", _bare_4d, dense=True),
-    "None": Way("no mask", "attention_mask is left out", _plain),
-    "4D + 2D keyword": Way("4D + 2D keyword", "attention_mask_2d too, which need not be read", _with_keyword, dense=True),
-}
-FLAT = {
-    "collator": _COLLATOR,
-    "adapter": _ADAPTER,
-    "wrapped": _WRAPPED,
-    "positions": Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened),
-    "cu_seq_lens_q": Way("positions + offsets", "cu_seq_lens_q too, for kernels of attention and scans", _OFFSETS),
-    "seq_idx": Way("positions + seq_idx", "seq_idx too, for the convolution of recurrent layers", _INDEX),
-    "nothing": Way("no boundaries", "the tokens alone", partial(_flattened, return_position_ids=False)),
-}
+NO_MASK = Way("no mask", "attention_mask is left out", _plain)
+DENSE_ALONE = Way("4D mask alone", "a correct 4D mask, and no 2D for the recurrent layers", _bare_4d, dense=True)
+NO_BOUNDARIES = Way("no boundaries", "the tokens alone", partial(_flattened, return_position_ids=False))
+
+
+def _by_name(*ways: Way) -> dict[str, Way]:
+    return {way.name: way for way in ways}
+
+
+PADDED = _by_name(
+    _COLLATOR,
+    _ADAPTER,
+    _WRAPPED,
+    _MAPPING,
+    DENSE_ALONE,
+    NO_MASK,
+    Way("4D + 2D keyword", "attention_mask_2d too, which need not be read", _with_keyword, dense=True),
+    Way("tokenizer's 2D mask", "DataCollatorForSeq2Seq: on the left first tokens are taught from padding", _by_tokenizer),
+)
+FLAT = _by_name(
+    _COLLATOR,
+    _ADAPTER,
+    _WRAPPED,
+    Way("positions", "DataCollatorWithFlattening: position_ids that restart alone", _flattened),
+    Way("positions + offsets", "cu_seq_lens_q too, for kernels of attention and scans", _OFFSETS),
+    Way("positions + seq_idx", "seq_idx too, for the convolution of recurrent layers", _INDEX),
+    NO_BOUNDARIES,
+)
 WAYS: dict[Layout, dict[str, Way]] = {"left": PADDED, "right": PADDED, "packed": FLAT}

@@ -32,7 +32,7 @@ _TAILS = {
     INTERRUPTED: ", as far as it came",
 }  # fmt: skip
 _NEXT = {
-    0: "nothing to do; --verbose shows every case, --html FILE writes a page with pictures",
+    0: "nothing to do; --verbose shows every case",
     2: "each line NOT RUN or CANNOT TELL says what to change; then run it again",
     INTERRUPTED: "run it again for the rest; --model NAME, --batches 1 or --no-gradients take less time",
 }
@@ -166,7 +166,7 @@ def facts(report: Report) -> Iterator[Told]:
     """What the verdict rests on, and what to do next."""
     for whose, name in _judged(report):
         if wrong := report.astray(whose):
-            ways, models = listed(f.told[0] for f in wrong), listed((shortened(f.model) for f in wrong), _MOST)
+            ways, models = listed(f.column for f in wrong), listed((shortened(f.model) for f in wrong), _MOST)
             yield "wrong", f"{name} ({ways}) on {models}: {_off(wrong)}"
     others, astray = report.measured("elsewhere"), report.astray("elsewhere")
     if others:
@@ -174,7 +174,7 @@ def facts(report: Report) -> Iterator[Told]:
         yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
     settings = report.settings
     if report.operators:
-        yield "kernels", _of_kernels(report)
+        yield "operators", _of_kernels(report)
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
     limit = f"{TIMES} times the rounding noise measured on each model"
@@ -207,7 +207,7 @@ def _off(wrong: Sequence[Finding]) -> str:
 def notes(report: Report, *, verbose: bool) -> Iterator[Told]:
     """What was refused, raised, left out or not proved, and why: a line a reason, in full where `verbose`."""
     for (label, why), found in _grouped(((_label(f), _why(f, verbose)), f) for f in report.findings if f.note):
-        where, ways = listed(KINDS[f.side] for f in found), listed(f.told[0] for f in found)
+        where, ways = listed(KINDS[f.side] for f in found), listed(f.column for f in found)
         models = listed((shortened(f.model) for f in found), 0 if verbose or label == "NOT RUN" else _MOST)
         yield label, f"{models}, {where} ({ways}): {why}"
     for why, places in _grouped((why, place) for place, why in report.not_run.items()):

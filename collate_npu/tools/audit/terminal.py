@@ -27,9 +27,11 @@ from collate_npu.tools.show.drawing import lines
 from collate_npu.tools.show.sheet import Panel, Sheet
 
 MEASURES = {
-    "logits": ("logit", "largest difference of a logit, at a real token, from the same sample alone"),
-    "gradient": ("gradient", "relative error of the gradient, over all parameters at once"),
+    "logits": "largest difference of a logit, at a real token, from the same sample alone",
+    "loss": "relative error of the loss",
+    "gradient": "relative error of the gradient, over all parameters at once",
 }
+"""Of a table the first, and the gradient, or the loss where no gradient was measured."""
 WHOSE: dict[Whose, tuple[str, str]] = {
     "ours": ("ours", "batches made by collate_npu"),
     "yours": ("YOURS", "batches of your own collator, or your own batch"),
@@ -37,6 +39,7 @@ WHOSE: dict[Whose, tuple[str, str]] = {
 }
 SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
 """Sign and style."""
+SUMMED_UP = "right, wrong: cases, of all that ran; worst: the largest difference of a logit; elsewhere: as other code does"
 _BARS = "▁▂▃▄▅▆▇█"
 _READ = (
     "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
@@ -52,7 +55,7 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
     sign, style = SIGNS[state]
     put(console, Text(f"{sign} {headline(report)}", f"bold {style}"), terms(facts(report)))
     if report.findings or report.not_run:
-        put(console, Text(), summary(report), Text())
+        put(console, Text(), summary(report), Text(SUMMED_UP, "dim"), Text())
     put(console, terms(notes(report, verbose=verbose)))
     put(console, *tables([run for run in report.operators if verbose or run.state == "wrong"]))
     shown = looked_at(report, every=verbose)
@@ -70,14 +73,14 @@ def terms(told: Iterable[tuple[str, str]]) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in told:
-        grid.add_row(Text(f"  {label}", "bold yellow" if label[:4].isupper() else "dim"), Text(text))
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
     return grid
 
 
 def summary(report: Report) -> Table:
     """A line a model: how much of ours, and of yours, is right; the worst of both; how much of what others make is wrong."""
     whose: list[Whose] = ["ours", "yours"] if report.measured("yours") else ["ours"]
-    drawn = _empty("", "model", "attention", "padding")
+    drawn = _empty("", "model", "attention", "side")
     for title in (*(f"{WHOSE[one][0]}\nright" for one in whose), "worst", "elsewhere\nwrong"):
         drawn.add_column(title, justify="right", no_wrap=True)
     for model, state in report.states().items():
@@ -85,7 +88,7 @@ def summary(report: Report) -> Table:
         shares = [_share([f.within(report.tolerance) for f in report.measured(one) if f.model == model]) for one in whose]
         judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
         wrong = [not f.within(report.tolerance) for f in report.measured("elsewhere") if f.model == model]
-        attns, sides = listed(f.attn_implementation for f in found), listed(f.side for f in found)
+        attns, sides = listed(f.attention for f in found), listed(f.side for f in found)
         shares += [number(largest(judged)) if judged else "-", _share(wrong)]
         drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), Text(attns), sides, *shares)
     return drawn
@@ -111,35 +114,40 @@ def looked_at(report: Report, *, every: bool) -> dict[tuple[str, str, str], list
     states, out = report.states(), dict[tuple[str, str, str], list[Finding]]()
     for f in report.findings:
         if every or states[f.model] != "right" or f.model == last:
-            out.setdefault((f.model, f.attn_implementation, KINDS[f.side]), []).append(f)
+            out.setdefault((f.model, f.attention, KINDS[f.side]), []).append(f)
     ran = {place: any(f.logits is not None for f in found if f.whose != "elsewhere") for place, found in out.items()}
     return {place: found for place, found in out.items() if every or ran[place]}
 
 
 def table(found: Sequence[Finding], tolerance: float | None) -> Table:
     """What one model gives with one attention: a number, marked where it is wrong, or the word that stands in its place."""
-    measures = [m for m in MEASURES if any(getattr(f, m) is not None for f in found)] or ["logits"]
+    measures = _measures(found)
     columns = [(m, side) for m in measures for side in dict.fromkeys(f.side for f in found)]
     drawn, last = _empty("", "handed over by"), ""
     for m, side in columns:
-        drawn.add_column(f"{MEASURES[m][0]}\n{side}", justify="right", no_wrap=True)
+        drawn.add_column(f"{m}\n{side}", justify="right", no_wrap=True)
     at = {(f.whose, f.column, f.side): f for f in found}
     for whose, column in dict.fromkeys((one, f.column) for one in WHOSE for f in found if f.whose == one):
-        cells = [_cell(at.get((whose, column, side)), m, tolerance) for m, side in columns]
-        title = next(f.told[0] for f in found if (f.whose, f.column) == (whose, column))
-        drawn.add_row(WHOSE[whose][0] if whose != last else "", Text(shortened(title, 29)), *cells)
+        cells = [_cell(at.get((whose, column, side)), m, measures, tolerance) for m, side in columns]
+        drawn.add_row(WHOSE[whose][0] if whose != last else "", Text(shortened(column, 29)), *cells)
         last = whose
     return drawn
 
 
-def _cell(finding: Finding | None, measure: str, tolerance: float | None) -> Text:
+def _measures(found: Sequence[Finding]) -> list[str]:
+    if not any(f.logits is not None for f in found):
+        return ["logits"]
+    return ["logits", "gradient" if any(f.gradient is not None for f in found) else "loss"]
+
+
+def _cell(finding: Finding | None, measure: str, measures: Sequence[str], tolerance: float | None) -> Text:
     if finding is None:
         return Text()
     error: float | None = getattr(finding, measure)
     if error is None:
         word = "no kernel" if finding.no_kernel else "refused" if finding.refused else "raises" if finding.note else "-"
         return Text(word, "dim")
-    shown = {*finding.astray} & {*MEASURES}  # where the loss alone is wrong, which has no column, both are marked
+    shown = {*finding.astray} & {*measures}  # where the loss alone is wrong and has no column, both are marked
     wrong = (not shown or measure in shown) if tolerance is None else not error <= tolerance
     if finding.within(tolerance) or not wrong:
         return Text(number(error), SIGNS["right"][1])
@@ -148,11 +156,11 @@ def _cell(finding: Finding | None, measure: str, tolerance: float | None) -> Tex
 
 def legend(found: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     """What each word of these tables means, once."""
-    yield from (told for measure, told in MEASURES.items() if any(getattr(f, measure) is not None for f in found))
+    yield from ((measure, MEASURES[measure]) for measure in _measures(found))
     for whose, said in WHOSE.items():
         if of := [f for f in found if f.whose == whose]:
             yield said
-            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys(f.told for f in of))
+            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys((f.column, f.meaning) for f in of))
     if any(f.refused for f in found):
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
 
@@ -184,8 +192,8 @@ def errors(report: Report) -> Iterator[Text]:
         finding = report.worst(whose)
         if finding is None or not finding.by_position:
             continue
-        where = f"{shortened(finding.model, 40)}, {finding.attn_implementation}, {finding.side}"
-        yield Text(f"\n{name}, the worst: {finding.told[0]} on {where}", "bold")
+        where = f"{shortened(finding.model, 40)}, {finding.attention}, {finding.side}"
+        yield Text(f"\n{name}, the worst: {finding.column} on {where}", "bold")
         largest = [max(row, key=size, default=0.0) for row in finding.by_position]
         worst = max(range(len(largest)), key=lambda n: size(largest[n]))
         block = block_for(max(map(len, finding.by_position)), _MOST)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from collate_npu.errors import printable
 from collate_npu.tools.cli.console import Side, needs
 
 EXAMPLES = (
@@ -28,7 +29,7 @@ of_model, of_data, of_run = (partial(Option, rich_help_panel=panel) for panel in
 """Options by the panels of the help."""
 HELP = {
     "model": "A model type (tiny, random), or the folder of a checkpoint. Repeatable; default: all hybrids.",
-    "data": "Your data: .txt (one sample a line), .jsonl, .json, .parquet, .csv, each also as .gz, or - (standard input). "
+    "data": ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
     "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours.",
     "batch": "A batch dumped from your trainer, .pt or .safetensors, compared with each of its samples alone.",
     "collator": "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
@@ -36,7 +37,7 @@ HELP = {
     "tokenizer": "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.",
     "trust": "Run Python code that these folders bring, else they are refused.",
     "attn": "Attention, by transformers' name. Repeatable; default: sdpa and eager.",
-    "kernels": "What recurrent layers run on; reference is slow.",
+    "kernels": "What recurrent layers run on: what is installed, or reference, which is slow.",
 }
 """Of the options that take many words."""
 
@@ -49,12 +50,12 @@ def audit_command(
     collator: Annotated[list[str] | None, of_run(help=HELP["collator"])] = None,
     tokenizer: Annotated[Path | None, of_model(help=HELP["tokenizer"])] = None,
     trust_remote_code: Annotated[bool, of_model("--trust-remote-code", help=HELP["trust"])] = False,
-    side: Annotated[Side | None, of_run(help="Padding side. Default: both.")] = None,
+    side: Annotated[Side | None, of_run(help="left or right. Default: both.")] = None,
     attn: Annotated[list[str] | None, of_run(help=HELP["attn"])] = None,
     packed: Annotated[bool, of_run("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
     kernels: Annotated[Literal["installed", "reference"], of_run(help=HELP["kernels"])] = "installed",
     device: Annotated[str, of_model(help="cpu, cuda, npu, or any torch device.")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="In which dtype.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, of_data(min=2, help="Samples in a batch, or in a flat row.")] = 4,
     batches: Annotated[int, of_data(min=1, help="Batches per model and side.")] = 2,
     max_length: Annotated[int, of_data(min=2, max=1 << 20, help="Longest sample of text, in tokens.")] = 96,
@@ -93,6 +94,7 @@ def audit_command(
     )  # fmt: skip
     if html:
         html.write_text(page(report), encoding="utf-8")
+        typer.echo(f"collate-npu: wrote {printable(str(html))}", err=True)
     if as_json_:
         typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:

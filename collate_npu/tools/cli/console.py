@@ -53,7 +53,9 @@ def _import(packages: Sequence[str]) -> None:
         try:
             import_module(package)
         except (Exception, SystemExit) as error:  # torch raises RuntimeError where it cannot load torch_npu
-            stop(f"{package} does not load: {said(error)} `collate-npu env` says more.")
+            absent = isinstance(error, ModuleNotFoundError) and error.name == package
+            remedy = f"pip install {package}." if absent else "`collate-npu env` says more."
+            stop(f"{package} does not load: {said(error)}. {remedy}")
 
 
 def stop(message: str, code: int = 2) -> NoReturn:

@@ -113,4 +113,4 @@ def _summary(records: list[dict[str, Any]]) -> str:
     faults = f"{wrong} of {len(records)} forwards with a fault" if wrong else f"no fault in {len(records)} forwards"
     said = dict.fromkeys(f"{each['layer']}, {each['kernel']}" for record in records for each in record["faults"])
     where = f" ({'; '.join([*said][:_MOST])}{'; ...' * (len(said) > _MOST)})" * bool(said)
-    return f"{processes} processes, {faults}{where}; calls: {told}"
+    return f"{processes} processes, {faults}{where}; kernels: {told}"

@@ -81,7 +81,7 @@ def _markdown(found: Environment) -> Iterator[str]:
     yield f"- system: {found.system}"
     yield from (f"- {name}: {value}" for name, value in found.packages.items())
     yield from (f"- {name}={value}" for name, value in found.settings.items())
-    yield from (f"- devices: {found.devices}", f"- NPU: {found.npu}", f"- CANN: {found.cann}")
+    yield from (f"- devices: {found.devices}", f"- npu: {found.npu}", f"- cann: {found.cann}")
     yield from (f"- runs: {stack}: {what}" for stack, what in found.runs.items())
     yield from (f"- hazard: {text}" for text in found.hazards)
     if found.refused:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from collate_npu import releases
 from collate_npu.integrations import trainers
-from collate_npu.releases import DISTRIBUTIONS, Since, numbers, post
+from collate_npu.releases import DISTRIBUTIONS, Since, numbers
 from collate_npu.tools.env.machine import Environment
 
 
@@ -18,7 +18,8 @@ class Hazard:
 
     packages: str
     text: str
-    """A package in braces stands for its version, `{cann}` for the toolkit, `{wanted}` for the one torch_npu is made for."""
+    """A package in braces stands for its version, `{cann}` for the toolkit, `{wanted}` for the one torch_npu is made for,
+    `{made}` for the torch_npu that is made for the toolkit."""
     when: Callable[[Environment], object] = lambda here: True
     """What else must be so."""
 
@@ -26,10 +27,11 @@ class Hazard:
 def hazards(here: Environment) -> Iterator[str]:
     """A line for each row of the table, for each fault of the table of releases that is here, and for each trainer whose
     release was not run."""
+    named = {"cann": here.cann, "wanted": releases.cann_of(here.packages.get("torch_npu", "")), "made": _made_for(here)}
     for hazard in HAZARDS:
         fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
         if fits and hazard.when(here):
-            yield hazard.text.format_map({**here.packages, "cann": here.cann, "wanted": _wanted_cann(here)})
+            yield hazard.text.format_map({**here.packages, **named})
     for fact in vars(releases).values():
         if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
@@ -44,21 +46,22 @@ def _name(here: Environment, package: str) -> str:
     return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in here.packages), "")
 
 
-def _wanted_cann(here: Environment) -> str:
-    """The release of CANN that the installed torch_npu is made for, "" where the table does not say."""
-    ours = here.packages.get("torch_npu", "").partition("+")[0]
-    return next((cann for cann, made in releases.CANN_OF_TORCH_NPU.items() if ours in made), "")
+def _series(cann: str) -> str:
+    """`9.1` of `9.1.0 in /usr/local/Ascend`, "" where none is told."""
+    found = re.match(r"\d+\.\d+", cann)
+    return found[0] if found else ""
 
 
 def _other_cann(here: Environment) -> bool:
     """Is the toolkit of another release, as far as both are told?"""
-    wanted, found = _wanted_cann(here), re.match(r"\d+\.\d+", here.cann)
-    return bool(wanted and found) and not wanted.startswith(f"{found[0]}.")  # type: ignore[index]
+    wanted = releases.cann_of(here.packages["torch_npu"])
+    return bool(wanted and _series(here.cann)) and _series(wanted) != _series(here.cann)
 
 
-def _streams_differ(here: Environment) -> bool:
-    ours = here.packages["torch_npu"]
-    return any(numbers(ours) == numbers(first) and post(ours) < post(first) for first in releases.TORCH_NPU_STREAMS)
+def _made_for(here: Environment) -> str:
+    """Each torch_npu of the table that is made for the toolkit here."""
+    made = [names for cann, names in releases.CANN_OF_TORCH_NPU.items() if _series(cann) == _series(here.cann)]
+    return f"torch_npu {' or '.join(made[0])}" if made else "the one made for this CANN"
 
 
 def _no_megatron_layer(here: Environment) -> bool:
@@ -70,8 +73,8 @@ HAZARDS = (
     Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same release of "
            "both, the one made for this machine's CANN.",
            lambda here: numbers(here.packages["torch"]) != numbers(here.packages["torch_npu"])),
-    Hazard("torch_npu", "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install the one made for this "
-           "CANN, or that CANN (COMPATIBILITY.md of Ascend/pytorch).", _other_cann),
+    Hazard("torch_npu", "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install {made}, or CANN "
+           "{wanted} (COMPATIBILITY.md of Ascend/pytorch).", _other_cann),
     Hazard("torch_npu", "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh. transformers imports it too "
            "when it builds a model, and fails: uninstall torch_npu for that.", lambda here: "does not load" in here.npu),
@@ -81,8 +84,12 @@ HAZARDS = (
     Hazard("torch_npu transformers", "transformers' flash attention on NPU drops sliding windows without an error "
            "(integrations/npu_flash_attention.py:54-104): use sdpa for models that have them."),
     Hazard("torch_npu fla_npu", "fla_npu beside torch_npu {torch_npu}: numbers may be wrong (streams out of step) before "
-           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade, to the post release that is made for your CANN: of 2.7.1 "
-           "those are made for CANN 9.1.", _streams_differ),
+           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade. {releases.TORCH_NPU_STREAMS[0]} is made for CANN "
+           f"{releases.cann_of(releases.TORCH_NPU_STREAMS[0])}.",
+           lambda here: releases.precedes(here.packages["torch_npu"], releases.TORCH_NPU_STREAMS)),
+    Hazard("torch_npu", "torch_npu {torch_npu} has no npu_fusion_attention_v3, which begins with "
+           f"{', '.join(releases.ATTENTION_V3)} (CANN {releases.cann_of(releases.ATTENTION_V3[0])}): call "
+           "npu_fusion_attention.", lambda here: releases.precedes(here.packages["torch_npu"], releases.ATTENTION_V3)),
     Hazard("torch_npu triton !triton-ascend", "triton is installed without triton-ascend: an NPU needs the latter, which "
            "takes its place (fla's INSTALL.md)."),
     Hazard("fla triton", "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers "

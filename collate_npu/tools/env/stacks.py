@@ -74,5 +74,5 @@ def _refusal(consumer: Consumer, model: Model, kind: str) -> str:
     try:
         consumer.route(Case(segments=_BATCHES[kind], model=model, padding_free=kind == _FLAT))
     except CollateError as error:  # the batch here is made up: what it was says nothing
-        return str(error).partition(". ")[2]
+        return str(error).partition("\n")[0].partition(". ")[2]
     return ""

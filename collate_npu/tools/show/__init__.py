@@ -17,11 +17,15 @@ from torch import Tensor
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.segments import Segments
+from collate_npu.tools.describe import Description
 from collate_npu.tools.show.attention import SIGNS, Cell, Grid, block_for, row_grid
-from collate_npu.tools.show.sheet import Panel, Sheet, sheet_of
+from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers, sheet_of
+
+NOTEBOOK = 88
+"""Columns of a page in a notebook, which fit beside its prompt: behind an edge nobody looks for tokens."""
 
 
-class Picture(str):
+class Picture(Description):
     """Text to print; in a notebook a page in colours, which `html` holds and `save` writes."""
 
     __slots__ = ("sheet",)
@@ -38,7 +42,7 @@ class Picture(str):
 
     def _repr_html_(self) -> str | None:
         """For notebooks; without rich they show the text."""
-        return self.html if find_spec("rich") else None
+        return str(_drawing().html_of(self.sheet, columns=NOTEBOOK)) if find_spec("rich") else None
 
 
 def picture(
@@ -71,6 +75,8 @@ def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:
         yield f"refused: {panel.refused}"
     if panel.heading:
         yield panel.heading
+    if panel.numbers is not None:
+        yield from (row_of_numbers(row_S, 2 * limit) for row_S in panel.numbers)
     if panel.ids is not None:
         block = block_for(panel.ids.shape[1], limit)
         yield from (_cells(row_grid(ids_S, block), 0, sheet.packed) for ids_S in panel.ids)
@@ -91,4 +97,4 @@ def _drawing() -> Any:
         return import_module("collate_npu.tools.show.drawing")
     except ImportError:
         rule = "Pages and figures are drawn by rich, which is not installed."
-        raise CollateError(explain("picture", "no rich", rule, "pip install 'collate-npu[plots]'.")) from None
+        raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None

@@ -17,7 +17,7 @@ from rich.text import Text
 from collate_npu.arrays import Array
 from collate_npu.tools import paper
 from collate_npu.tools.show.attention import SIGNS, Attention, Grid, block_for, row_grid, sign_of
-from collate_npu.tools.show.sheet import Panel, Sheet
+from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers
 
 TITLE = "collate-npu show"
 NAMED = "italic dim"
@@ -35,9 +35,9 @@ def lines(sheet: Sheet, width: int) -> list[Text]:
     return _Drawing(sheet, width).lines()
 
 
-def html_of(sheet: Sheet) -> str:
+def html_of(sheet: Sheet, *, columns: int = paper.WIDTH) -> str:
     """As one page that loads nothing."""
-    return paper.written(lines(sheet, paper.WIDTH), TITLE, ".html")
+    return paper.written(lines(sheet, columns), TITLE, ".html")
 
 
 def save(sheet: Sheet, path: Path) -> None:
@@ -64,7 +64,10 @@ class _Drawing:
     def _panel(self, panel: Panel) -> list[Text]:
         refused = self._words(f"refused: {panel.refused}", "bold red") if panel.refused else []
         block, drawn = 1, list[Text]()
-        if panel.ids is not None:
+        if panel.numbers is not None:
+            drawn = [Text(row_of_numbers(row_S, self.width)) for row_S in panel.numbers[:MOST_ROWS]]
+            drawn += _more(len(panel.numbers) - MOST_ROWS, "row")
+        elif panel.ids is not None:
             block, drawn = self._rows(panel.ids, panel.labels)
         elif panel.squares:
             block, drawn = self._squares(panel.squares)
@@ -98,12 +101,13 @@ class _Drawing:
         """Places a cell, and for each row its cells, share of padding, and the beginning of its text; its labels below."""
         B, S = ids.shape
         tokens = self.sheet.tokens if self.width > 60 else None
-        block = block_for(S, max((self.width - len("  0   40% padding") - (20 if tokens else 0)) // 2, 6))
+        of = " padding" if self.width >= 40 else ""
+        block = block_for(S, max((self.width - len(f"  0   40%{of}") - (20 if tokens else 0)) // 2, 4))
         out = []
         for b, ids_S in enumerate(ids[:MOST_ROWS]):
             grid = row_grid(ids_S, block)
             cells = self._cells(grid.signs(0, numbered=self.sheet.packed))
-            out.append(Text.assemble((f"{b:>3} ", "dim"), cells, (f" {percent(grid.share):>4} padding", "dim")))
+            out.append(Text.assemble((f"{b:>3} ", "dim"), cells, (f" {percent(grid.share):>4}{of}", "dim")))
             left = self.width - out[-1].cell_len - 2
             if tokens is not None and left > 6:
                 text = tokens.text(b, np.flatnonzero(ids_S > 0)[:left].tolist())

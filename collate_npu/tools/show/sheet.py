@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, whole_number
 from collate_npu.consumers.routes import shape_said
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.given import check_tokenizer
 from collate_npu.keys import KEEP_KEY, with_role
 from collate_npu.masks.derive import MASK_KEY, derive_segments
 from collate_npu.masks.find import segments_from_batch
@@ -71,6 +73,8 @@ class Panel:
     """The rows of the batch: int32 `[B, S]`, 0 is padding, n the n-th sequence of the row."""
     labels: Array | None = None
     """int8 `[B, S]`: a `Cell` of labels, 0 for none."""
+    numbers: Array | None = None
+    """Whole numbers `[B, S]` that are no mask, to be read as they stand."""
     squares: tuple[Attention, ...] = ()
     derived: bool = False
     """Was it made from the truth, and did not come with the batch?"""
@@ -107,6 +111,8 @@ def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = 
 
 
 def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, does="decode")
     ids = next((batch[key] for key in with_role(batch, "tokens") if key != "inputs_embeds"), None)
     if tokenizer is None or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
@@ -180,6 +186,9 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     """A mask without its batch: as a padding mask where it is one, else as it stands, with what speaks against it."""
     if not 2 <= x.ndim <= 4:
         raise CollateError(explain("mask", shape_of(x), "Masks have two to four dimensions.", "Pass one of them."))
+    if _are_numbers(x):
+        yield Panel(heading="numbers, not a mask; picture(batch) draws all of it", facts=shape_of(x), numbers=x.numpy())
+        return
     try:
         segments = derive_segments(x)
     except CollateError as error:
@@ -191,7 +200,26 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     yield Panel(facts=f"found: {shape_said(segments)}", ids=segments.array, derived=x.ndim > 2)
 
 
+def _are_numbers(x: Tensor) -> bool:
+    """Are they token ids, or labels? No row has as many sequences as it has tokens, and one more."""
+    whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
+
+
+def row_of_numbers(row_S: Array, columns: int) -> str:
+    """So many columns of them: both ends where not all fit, for padding stands at either.
+
+    >>> row_of_numbers(np.arange(10, 20), 18)
+    '10 11 ... 18 19'
+    """
+    whole = " ".join(map(str, row_S[: columns + 1].tolist()))
+    if len(whole) <= columns:
+        return whole
+    end, half = " ".join(map(str, row_S[-columns:].tolist())), (columns - 5) // 2 + 1
+    return f"{whole[:half].rpartition(' ')[0]} ... {end[-half:].partition(' ')[2]}"
+
+
 def _attends(segments: Segments) -> Panel:
     """By the truth."""
     squares = tuple(attention_of(segments, b) for b in range(segments.shape[0]))
-    return Panel(heading="causal attention", facts="no mask came", squares=squares, derived=True)
+    return Panel(heading="causal attention", facts="no 4D mask came", squares=squares, derived=True)

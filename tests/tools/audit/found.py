@@ -11,7 +11,7 @@ SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "
 NOISE = Errors(1e-6, 1e-6, 1e-6, 1e-6)
 SEEN = {"m (sdpa)": Yardstick(NOISE, Errors(4.0, 0.5, 0.1, 0.9))}
 UNSEEN = {"m (sdpa)": Yardstick(NOISE, NOISE)}
-PLACE = {"model": "m", "attn_implementation": "sdpa", "side": "left"}
+PLACE = {"model": "m", "attention": "sdpa", "side": "left"}
 MINE = {"column": "my_package.data:make_collator", "whose": "yours"}
 CHECKPOINT = "/home/somebody/models/2026-11-20/a-folder-with-a-long-name/checkpoint-12000-of-qwen3-next"
 
@@ -23,11 +23,11 @@ def finding(right=True, *, logits=1e-6, column="collator", whose=None, **more):
 
 
 def refused(note="no mapping", **more):
-    return Finding(**{**PLACE, "column": "mapping", "whose": "ours", "refused": True, "note": note, **more})
+    return Finding(**{**PLACE, "column": "mask per layer kind", "whose": "ours", "refused": True, "note": note, **more})
 
 
 def raised(**more):
-    return Finding(**{**PLACE, "column": "adapter", "whose": "ours", "note": "RuntimeError: no", **more})
+    return Finding(**{**PLACE, "column": "collator + adapter", "whose": "ours", "note": "RuntimeError: no", **more})
 
 
 def lacking(column="collator", *, whose="ours", **more):
@@ -42,11 +42,11 @@ def report(*findings, yardsticks=SEEN, **more):
 
 def wide_report():
     """All kinds of cases, three attentions, a collator of yours that is wrong, and a checkpoint in a deep folder."""
-    cases = [("collator", "ours"), ("mapping", "ours"), (MINE["column"], "yours"), ("None", "elsewhere")]
+    cases = [("collator", "ours"), ("mask per layer kind", "ours"), (MINE["column"], "yours"), ("no mask", "elsewhere")]
     cases = [(side, *case) for side in ("left", "right") for case in cases]
-    cases += [("packed", "collator", "ours"), ("packed", "positions", "elsewhere"), ("packed", "nothing", "elsewhere")]
+    cases += [("packed", "collator", "ours"), ("packed", "positions", "elsewhere"), ("packed", "no boundaries", "elsewhere")]
     found = [
-        finding((side, whose) != ("left", "elsewhere"), column=c, whose=whose, side=side, model=model, attn_implementation=a)
+        finding((side, whose) != ("left", "elsewhere"), column=c, whose=whose, side=side, model=model, attention=a)
         for model in ("m", CHECKPOINT)
         for a in ("sdpa", "eager", "flash_attention_2")
         for side, c, whose in cases

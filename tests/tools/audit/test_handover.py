@@ -27,8 +27,8 @@ def flat():
 @pytest.mark.parametrize("ways", [PADDED, FLAT], ids=["padded", "flat"])
 def test_every_way_has_a_title_of_its_own(ways):
     assert [way.ours for way in ways.values()] == sorted((way.ours for way in ways.values()), reverse=True)
-    assert len({way.title for way in ways.values()}) == len(ways) == 7
-    assert all(len(way.title) <= 20 for way in ways.values())
+    assert len({way.name for way in ways.values()}) == len(ways)
+    assert all(len(way.name) <= 20 for way in ways.values())
 
 
 @pytest.mark.usefixtures("newest_transformers")
@@ -36,15 +36,16 @@ def test_every_way_has_a_title_of_its_own(ways):
 def test_every_way_pads_the_same_tokens(padded, column):
     batch = PADDED[column].hand(padded, FEATURES)
     assert batch["input_ids"].tolist() == [[1, 2, 3], [7, 4, 5]]
-    assert batch["labels"].tolist() == [[1, 2, 3], [-100, -100, 5]]  # no padding predicts a token
+    first = 4 if column == "tokenizer's 2D mask" else -100  # else no padding predicts a token
+    assert batch["labels"].tolist() == [[1, 2, 3], [-100, first, 5]]
 
 
 def test_the_others_hand_over_what_their_names_say(padded):
-    made = {column: PADDED[column].hand(padded, FEATURES) for column in ("None", "bare 4D", "4D + 2D keyword")}
-    assert "attention_mask" not in made["None"]
-    assert "attention_mask_2d" not in made["None"]
-    assert torch.equal(made["bare 4D"]["attention_mask"], padded.dense(FEATURES))
-    assert "attention_mask_2d" not in made["bare 4D"]
+    made = {column: PADDED[column].hand(padded, FEATURES) for column in ("no mask", "4D mask alone", "4D + 2D keyword")}
+    assert "attention_mask" not in made["no mask"]
+    assert "attention_mask_2d" not in made["no mask"]
+    assert torch.equal(made["4D mask alone"]["attention_mask"], padded.dense(FEATURES))
+    assert "attention_mask_2d" not in made["4D mask alone"]
     assert torch.equal(made["4D + 2D keyword"]["attention_mask_2d"], padded.truth(FEATURES).keep)
 
 
@@ -57,7 +58,7 @@ def test_no_dense_mask_goes_to_attention_that_does_not_read_one():
     subject = Subject(model=model, side="left", pad_token_id=7)
     for name in ("flash_attention_2", "kernels-community/flash-attn2", "mine"):
         model.config._attn_implementation = name
-        assert set(PADDED) - set(case.columns("left")) == {"bare 4D", "4D + 2D keyword"}
+        assert set(PADDED) - set(case.columns("left")) == {"4D mask alone", "4D + 2D keyword"}
         for column in case.columns("left"):
             mask = PADDED[column].hand(subject, FEATURES).get("attention_mask", torch.ones(1, 1))
             masks = mask.values() if isinstance(mask, dict) else [mask]
@@ -77,7 +78,7 @@ def test_the_other_rows_tell_what_their_names_say(flat):
     told = {column: set(way.hand(flat, FEATURES)) - {"input_ids", "labels"} for column, way in FLAT.items() if not way.ours}
     assert told == {
         "positions": {"position_ids"},
-        "cu_seq_lens_q": {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"},
-        "seq_idx": {"position_ids", "seq_idx"},
-        "nothing": set(),
+        "positions + offsets": {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"},
+        "positions + seq_idx": {"position_ids", "seq_idx"},
+        "no boundaries": set(),
     }

@@ -17,7 +17,7 @@ from collate_npu.tools.audit.report import WORDS, facts, headline, listed, notes
     [
         (report(finding()), 0),
         (report(finding(), refused()), 0),
-        (report(finding(), finding(False, column="None")), 0),
+        (report(finding(), finding(False, column="no mask")), 0),
         (report(finding(), left_out={"rwkv (sdpa)": "never reads it"}), 0),
         (report(finding(**MINE)), 0),
         (report(finding(), finding(False)), 1),
@@ -29,7 +29,7 @@ from collate_npu.tools.audit.report import WORDS, facts, headline, listed, notes
         (report(finding(), yardsticks=UNSEEN), 2),
         (report(finding(), yardsticks={"m (sdpa)": Yardstick(NOISE)}), 2),
         (report(refused()), 2),
-        (report(finding(column="None")), 2),
+        (report(finding(column="no mask")), 2),
         (report(), 2),
         (report(finding(), lacking()), 2),
         (report(finding(False), lacking()), 1),
@@ -56,12 +56,14 @@ def test_a_wrong_kernel_fails_the_audit_whatever_its_models_say():
     made = report(finding(), operators=[right, wrong])
     assert (made.exit_code, headline(made)) == (1, "FAIL: 1 of 1 cases of ours are right; 1 calls of kernels are wrong.")
     said = dict(facts(made))
-    assert said["kernels"].startswith("1 of 2 calls of 1 operators are right; a.kernel, window (TND, mode 4) wrong: out of")
+    assert said["operators"].startswith(
+        "1 of 2 calls of 1 operators are right; a.kernel, window (TND, mode 4) wrong: out of"
+    )
     assert "collate-npu kernels" in said["next"]
     assert json.loads(json.dumps(made.as_json(), allow_nan=False))["operators"][1]["forward"] == "nan"
     assert report(finding(), operators=[right]).exit_code == 0
     missing = report(finding(), operators=[Run(operator="a.kernel", state="not installed")])
-    assert (missing.exit_code, dict(facts(missing))["kernels"][:11]) == (0, "no operator")
+    assert (missing.exit_code, dict(facts(missing))["operators"][:11]) == (0, "no operator")
 
 
 def test_json_is_strict():
@@ -158,7 +160,7 @@ def test_a_reason_is_said_once_and_briefly():
 
 
 def test_what_lacks_a_kernel_names_every_model_and_the_remedy():
-    found = report(*(lacking(c, model=f"m{n}") for n in range(7) for c in ("collator", "adapter")))
+    found = report(*(lacking(c, model=f"m{n}") for n in range(7) for c in ("collator", "collator + adapter")))
     models = "m0, m1, m2, m3, m4, m5, m6, flat rows (collator, collator + adapter)"
     assert said(found) == [f"NOT RUN: {models}: no kernel here (try --kernels reference)"]
     assert said(found, verbose=True)[0].endswith("f is plain torch")

@@ -147,7 +147,7 @@ def test_labels_that_are_not_the_samples_own_are_wrong(tmp_path, mine):
     [
         ([], "Name the model that it was made for"),
         (["--model", "llama", "--data", "a.txt"], "Leave --data out"),
-        (["--model", "llama"], "Carry attention_mask_2d from the collator"),
+        (["--model", "llama"], "Pass attention_mask [B, S]"),
     ],
 )
 def test_a_dump_that_says_too_little_or_comes_with_too_much(tmp_path, args, said):
@@ -169,7 +169,7 @@ def test_an_encoder_is_audited_on_both_sides():
     ended, _, report = told("--model", "bert")
     assert ended == 0
     wrong = {(f["side"], f["column"]) for f in report["findings"] if f["right"] is False}
-    assert {("left", "None"), ("right", "None")} <= wrong
+    assert {("left", "no mask"), ("right", "no mask")} <= wrong
 
 
 def test_a_side_that_raises_whatever_is_handed_over_did_not_run(monkeypatch):

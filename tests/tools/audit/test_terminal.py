@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from found import MINE, NAN, finding, lacking, raised, refused, report, wide_report
 from rich.console import Console
 
-from collate_npu.tools.audit.terminal import errors, legend, looked_at, page, pictures, print_report, summary, table
+from collate_npu.tools.audit.terminal import errors, legend, looked_at, page, pictures, print_report, summary, table, terms
 
 ROWS = ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
 
@@ -75,7 +75,7 @@ def test_a_table_holds_each_finding_once():
     shown = looked_at(wide_report(), every=True)
     assert list(shown)[:2] == [("m", "sdpa", "padded batches"), ("m", "sdpa", "flat rows")]
     titles, sides, _, first, second, yours, elsewhere = rows_of(table(shown["m", "sdpa", "padded batches"], None))
-    assert (titles, sides[1:]) == (["logit", "logit", "gradient", "gradient"], ["left", "right"] * 2)
+    assert (titles, sides[1:]) == (["logits", "logits", "gradient", "gradient"], ["left", "right"] * 2)
     assert first == ["ours", "collator", *["1.0e-06"] * 2, *["0.0e+00"] * 2]
     assert second[0] == "mask per layer kind"
     assert yours[:3] == ["YOURS", MINE["column"], "4.00 ✘"]
@@ -112,7 +112,7 @@ def test_models_that_are_right_need_no_table():
 
 
 def test_the_summary_of_a_model():
-    others = [finding(False, logits=3.0, column="None"), finding(column="bare 4D")]
+    others = [finding(False, logits=3.0, column="no mask"), finding(column="4D mask alone")]
     *_, row = rows_of(summary(report(finding(), finding(side="packed", logits=2e-6), refused(), *others)))
     assert row[-6:] == ["m", "sdpa", "left, packed", "2 of 2", "2.0e-06", "1 of 2"]
     titles, _, _, row = rows_of(summary(report(finding(), finding(False, logits=7.0, **MINE))))
@@ -123,7 +123,7 @@ def test_the_summary_of_a_model():
 def test_the_legend_explains_each_word_of_the_tables():
     made = wide_report()
     explained = [word.strip() for word, _ in legend(made.findings)]
-    assert {"logit", "gradient", "ours", "YOURS", "elsewhere", "refused", MINE["column"], "no mask"} <= set(explained)
+    assert {"logits", "gradient", "ours", "YOURS", "elsewhere", "refused", MINE["column"], "no mask"} <= set(explained)
     assert len(explained) == len(set(explained))
     assert "positions" not in [word.strip() for word, _ in legend([f for f in made.findings if f.side != "packed"])]
 
@@ -158,8 +158,10 @@ def test_names_are_escaped_in_a_page():
 
 
 def test_a_line_a_sample_of_the_worst_case_of_each_kind():
-    other = finding(False, logits=4.0, column="None", by_position=((4.0, 3.0), (0.1, 0.02)))
-    found = errors(report(finding(by_position=ROWS), finding(logits=1e-7, column="mapping", whose="ours"), other))
+    other = finding(False, logits=4.0, column="no mask", by_position=((4.0, 3.0), (0.1, 0.02)))
+    found = errors(
+        report(finding(by_position=ROWS), finding(logits=1e-7, column="mask per layer kind", whose="ours"), other)
+    )
     assert [(line.plain.strip(), str(line.style)) for line in found] == [
         ("ours, the worst: collator on m, sdpa, left", "bold"),
         ("sample 1   ·▃▃ 2.0e-06", ""),
@@ -176,3 +178,8 @@ def test_a_bar_shows_the_worst_of_its_block_and_what_is_not_finite():
     assert second.plain == "  sample 2   ██ 2.00"
     *_, line = errors(report(finding(by_position=((*[1e-9] * 148, 1.0, 1e-9),))))
     assert line.plain == f"  sample 1   {'▁' * 74}█ 1.00"
+
+
+def test_a_note_is_marked_and_a_name_that_begins_with_a_number_is_not():
+    labels = terms([("NOT RUN", "a"), ("YOURS is wrong", "b"), ("  4D mask alone", "c"), ("refused", "d")]).columns[0].cells
+    assert [label.style for label in labels] == ["bold yellow", "bold yellow", "dim", "dim"]

@@ -47,6 +47,7 @@ def train(tmp_path):
     return str(tmp_path / "train.py")
 
 
+@pytest.mark.long
 def test_both_processes_of_a_torchrun(train, tmp_path):
     out = tmp_path / "seen.jsonl"
     run = watched(
@@ -63,6 +64,7 @@ def test_both_processes_of_a_torchrun(train, tmp_path):
     assert set(faults) == {"model.layers.0.linear_attn"}
 
 
+@pytest.mark.long
 def test_a_right_run_ends_as_it_would(train):
     run = watched(sys.executable, train, "three")
     assert run.returncode == 3, run.stderr
@@ -70,6 +72,7 @@ def test_a_right_run_ends_as_it_would(train):
     assert "1 processes, no fault in 2 forwards" in run.stderr
 
 
+@pytest.mark.long
 def test_stop_ends_the_run(train):
     run = watched(sys.executable, train, "fault", options=["--stop"])
     assert run.returncode == 1
@@ -104,6 +107,7 @@ def test_another_sitecustomize_runs_too(tmp_path, train):
     assert "mine\nhello" in run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_interrupt_is_the_runs_own(tmp_path):
     script = tmp_path / "saves.py"

@@ -35,6 +35,7 @@ def until_a_model_is_done(process):
 TWO = ["--model", "llama", "--attn", "sdpa", "--attn", "eager", "--batches", "8", "--batch-size", "3", "--max-length", "48"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_audit_says_what_it_found(name):
     """What it says in words: test_report."""
@@ -61,6 +62,7 @@ def test_before_there_is_anything_to_report_nothing_was_measured(monkeypatch, ca
     assert "INTERRUPTED: nothing was measured" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_reader_who_leaves_does_not_make_it_fail():
     """`collate-npu audit | head -1` under pipefail: the exit code stays the audit's."""
     with started(

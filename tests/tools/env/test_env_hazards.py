@@ -65,14 +65,36 @@ def test_a_hazard_is_told_where_it_is_and_nowhere_else(text, here, elsewhere):
         ("2.7.1.post4", "9.0.0 in /opt", ""),
         ("2.7.1.post4", "9.1.0 in /opt", "9.0.0"),
         ("2.7.1.post3", "9.1.0 in /opt", ""),
+        ("2.7.1.post5", "9.0.0 in /opt", "9.1.0"),
+        ("2.7.1.post7+cpu", "9.0.0 in /opt", "9.1.0"),
+        ("2.7.1.post9", "9.0.0 in /opt", ""),
+        ("2.12.0rc1", "9.0.0 in /opt", ""),
+        ("2.7.1.post5", "9.1.0 in /opt", ""),
         ("2.12.0", "none: ASCEND_HOME_PATH is not set", ""),
         ("2.12.0", "version not told in /opt", ""),
     ],
 )
 def test_cann_is_compared_with_the_table_of_torch_npu(torch_npu, cann, wanted):
-    said = told({"torch": torch_npu[:6].rstrip("."), "torch_npu": torch_npu}, cann=cann)
+    said = told({"torch": torch_npu[:6].rstrip(".r"), "torch_npu": torch_npu}, cann=cann)
     assert (f"is made for CANN {wanted}, and here is {cann}" in said) == bool(wanted)
     assert ("COMPATIBILITY.md" in said) == bool(wanted)
+
+
+def test_the_torch_npu_that_is_made_for_the_toolkit_is_named():
+    here = {"torch": "2.7.1", "torch_npu": "2.7.1"}
+    said = told(here, cann="8.5.0 in /opt")
+    assert "and here is 8.5.0 in /opt: install torch_npu 2.6.0.post5 or 2.7.1.post2 or 2.8.0.post2 or 2.9.0, or " in said
+    assert "install the one made for this CANN, or CANN 8.3.RC1" in told(here, cann="7.0.0 in /opt")
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "older"),
+    [("2.6.0.post5", 1), ("2.7.1", 1), ("2.7.1.post2", 1), ("2.9.0", 1), ("2.7.1.post4", 0), ("2.10.0", 0), ("2.13.0", 0)],
+)
+def test_the_newer_operator_of_attention(torch_npu, older):
+    said = told({"torch": torch_npu[:6].rstrip("."), "torch_npu": torch_npu})
+    assert ("has no npu_fusion_attention_v3, which begins with 2.7.1.post4" in said) == bool(older)
+    assert ("(CANN 9.0.0): call npu_fusion_attention." in said) == bool(older)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +126,11 @@ def test_faults_of_releases_name_the_one_that_mends_them():
 
 @pytest.mark.parametrize(
     ("torch_npu", "wrong"),
-    [("2.7.1", 1), ("2.7.1.post2", 1), ("2.9.0.post1", 1), ("2.9.0.post3", 0), ("2.10.0.post5", 0), ("2.13.0", 0)],
+    [("2.7.1", 1), ("2.7.1.post2", 1), ("2.6.0", 1), ("2.9.0.post1", 1), ("2.9.0.post3", 0), ("2.13.0", 0)],
 )
 def test_torch_npu_beside_fla_npu(torch_npu, wrong):
     said = told({"torch": torch_npu[:6], "flash-linear-attention-npu": "26.9.1", "torch_npu": torch_npu})
-    assert ("streams out of step" in said) == (TORCH_NPU_STREAMS[0] in said) == bool(wrong)
+    assert ("streams out of step" in said) == (f"{TORCH_NPU_STREAMS[0]} is made for CANN 9.1.0" in said) == bool(wrong)
     assert "streams" not in told({"torch_npu": torch_npu})
 
 

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 
 from collate_npu.tools.show.drawing import fitted, lines, percent
 
-WIDTHS = st.integers(40, 200)
+WIDTHS = st.integers(20, 200)
 
 
 def drawn(sheet, width=80):
@@ -92,7 +92,7 @@ def test_packed_rows_are_numbered_and_coloured():
     assert "the first, the second sequence" in drawn(sheet)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("width", [20, 31, 60, 80, 100])
 @pytest.mark.parametrize("lengths", [[2, 3], [4096, 3000, 100, 7]])
 def test_tokens_are_named_and_fitted(width, lengths):
     out = lines(named(lengths, "中文😀", labels=torch.ones(len(lengths), max(lengths)).long()), width)

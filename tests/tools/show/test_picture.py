@@ -1,6 +1,8 @@
 """Pictures of a batch say what its masks say."""
 
 import pickle
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,9 +78,33 @@ def test_it_is_text_and_knows_its_page(tmp_path):
     drawn = picture(PaddingCollator(pad_token_id=0, padding_side="left")(FEATURES))
     assert pickle.loads(pickle.dumps(str(drawn))) == drawn
     pytest.importorskip("rich")
-    assert drawn._repr_html_() == drawn.html
+    assert repr(drawn) == str(drawn)  # what a cell or a prompt shows
     drawn.save(tmp_path / "a.html")
     assert (tmp_path / "a.html").read_text(encoding="utf-8") == drawn.html
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_notebook_shows_each_token_without_scrolling(side):
+    """What rich prints by itself in a kernel, line by line, stays away."""
+    pytest.importorskip("rich")
+    rows = [{"input_ids": [65] * 300}, {"input_ids": [66, 67]}]
+    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(rows)
+    drawn = picture(batch, tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(chr, ids))))
+    text = re.sub(r"<style>.*?</style>|<[^>]+>", "", drawn._repr_html_(), flags=re.S)
+    row = next(line for line in text.splitlines() if line.startswith("  1 "))
+    assert row.rstrip().endswith("BC")
+    assert max(map(len, text.splitlines())) <= 88
+
+
+def test_token_ids_are_shown_as_numbers_and_not_as_a_mask():
+    ids = torch.tensor([[256, 256, 72], [1, 0, 1]])
+    assert picture(ids) == "numbers, not a mask; picture(batch) draws all of it\n256 256 72\n1 0 1"
+    assert picture(torch.tensor([[-100, 7]])).endswith("\n-100 7")
+    wide = torch.cat([torch.full((1, 200), 256), torch.tensor([[72, 101]])], 1)
+    row = picture(wide, limit=20).splitlines()[1]
+    assert " 256 ... 256 " in row
+    assert row.endswith(" 256 72 101")
+    assert picture(torch.tensor([[0, 1, 1], [1, 1, 1]])) == "⬚ ■ ■\n■ ■ ■"
 
 
 def test_without_rich_a_notebook_shows_the_text(monkeypatch):
@@ -89,5 +115,5 @@ def test_without_rich_a_notebook_shows_the_text(monkeypatch):
     monkeypatch.setattr("collate_npu.tools.show.import_module", lost)
     drawn = picture(Segments.from_lengths([1, 2]))
     assert drawn._repr_html_() is None
-    with pytest.raises(CollateError, match=r"pip install 'collate-npu\[plots\]'"):
+    with pytest.raises(CollateError, match="pip install rich"):
         drawn.html  # noqa: B018

@@ -1,0 +1,141 @@
+"""What is no model and no tokenizer is refused at every public door, in words that say what to pass instead."""
+
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import collate_npu
+from collate_npu import CollateError, PaddingCollator, testing
+from collate_npu.integrations.megatron import gpt_batch
+from collate_npu.integrations.torchtitan import masks_in_forward
+from collate_npu.integrations.transformers import DeliveryCallback
+from collate_npu.proof.received import received_masks
+from collate_npu.testing import byte_tokenizer, tiny_config, tiny_model
+from collate_npu.tools.audit import audit
+from collate_npu.tools.show import picture
+
+pytestmark = pytest.mark.models
+TOKENIZER = byte_tokenizer()
+BATCH = PaddingCollator(TOKENIZER)([{"input_ids": [1, 2]}])
+COLLATOR = {"consumer": "transformers"}
+DOORS = {
+    "PaddingCollator": lambda x: PaddingCollator(TOKENIZER, model=x, **COLLATOR),
+    "wrap_collator": lambda x: collate_npu.wrap_collator(PaddingCollator(TOKENIZER), model=x, **COLLATOR),
+    "BatchAdapter": lambda x: collate_npu.BatchAdapter(x, needs_mask_2d=True, **COLLATOR),
+    "adapt": collate_npu.adapt,
+    "check_delivery": lambda x: collate_npu.check_delivery(x, BATCH),
+    "guard_first_batch": collate_npu.guard_first_batch,
+    "assert_padding_invariant": lambda x: testing.assert_padding_invariant(x, PaddingCollator(TOKENIZER), [[1], [2, 3]]),
+    "audit": lambda x: list(audit(x, [[1], [2, 3]], pad_token_id=0)),
+    "needs_mask_2d": collate_npu.needs_mask_2d,
+    "gpt_batch": lambda x: gpt_batch(BATCH, x),
+    "masks_in_forward": masks_in_forward,
+    "reference_kernels": lambda x: testing.reference_kernels(x).__enter__(),
+    "received_masks": lambda x: received_masks(x).__enter__(),
+}
+NEED_A_STACK = {"gpt_batch", "masks_in_forward"}
+TAKES_A_CONFIG = {"PaddingCollator", "wrap_collator", "BatchAdapter", "needs_mask_2d"}
+NO_MODELS = {
+    "a name": ("Qwen/Qwen3-Next", "from_pretrained('Qwen/Qwen3-Next')"),
+    "a folder": (Path("checkpoint"), "Load it: AutoModelForCausalLM.from_pretrained('checkpoint')"),
+    "a class": (LlamaForCausalLM, "Make one of it: LlamaForCausalLM.from_pretrained(...)"),
+    "a module's class": (nn.Linear, "Make one of it: Linear(...)"),
+    "a tokenizer": (TOKENIZER, "That is a tokenizer: pass the model"),
+    "a number": (3, "Pass the model"),
+    "a list": ([3], "Pass the model"),
+}
+
+
+def refusal(call, given):
+    with pytest.raises(CollateError) as error:
+        call(given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", NO_MODELS)
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_no_model_is_told_what_to_pass(door, kind):
+    given, said = NO_MODELS[kind]
+    assert said in refusal(DOORS[door], given)
+
+
+@pytest.mark.parametrize("door", sorted({*DOORS} - NEED_A_STACK))
+def test_a_config_where_one_is_enough(door):
+    config = tiny_config("llama", vocab_size=8)
+    if door in TAKES_A_CONFIG:
+        DOORS[door](config)
+    else:
+        assert "build the model, AutoModelForCausalLM.from_config(config)." in refusal(DOORS[door], config)
+        assert isinstance(AutoModelForCausalLM.from_config(config), nn.Module)
+
+
+NO_TOKENIZERS = {
+    "a name": ("gpt2", "Load it: AutoTokenizer.from_pretrained('gpt2')."),
+    "a class": (type(TOKENIZER), "Make one of it: "),
+    "a number": (0, "Pass the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TOKENIZERS)
+@pytest.mark.parametrize("read", [PaddingCollator, lambda x: picture(BATCH, tokenizer=x)], ids=["collator", "picture"])
+def test_what_is_no_tokenizer_is_told_what_to_pass(read, kind):
+    given, said = NO_TOKENIZERS[kind]
+    assert said in refusal(read, given)
+
+
+def test_a_model_and_a_processor_in_the_place_of_a_tokenizer():
+    assert "pass the tokenizer first, and model= by its name" in refusal(PaddingCollator, tiny_model("llama", vocab_size=8))
+    processor = type("Processor", (), {"tokenizer": TOKENIZER})()
+    assert "Pass processor.tokenizer." in refusal(PaddingCollator, processor)
+
+
+def test_a_model_type_alone_and_one_that_is_none():
+    assert "BatchAdapter(model_type=)" in refusal(DOORS["PaddingCollator"], "qwen3_next")
+    assert "Did you mean qwen3_next?" in refusal(collate_npu.needs_mask_2d, "qwen3_nxt")
+
+
+def test_every_public_function_that_takes_a_model_is_asked_here():
+    public = {name: getattr(collate_npu, name) for name in collate_npu.__all__}
+    calls = {name: inspect.signature(x).parameters for name, x in public.items() if name != "CollateError"}
+    taking = {name for name, parameters in calls.items() if "model" in parameters}
+    assert taking <= {*DOORS}
+    assert {name for name, parameters in calls.items() if "tokenizer" in parameters} == {"PaddingCollator"}
+
+
+def broken(features):
+    return None
+
+
+COLLATES = {
+    "wrap_collator": collate_npu.wrap_collator,
+    "DeliveryCallback": DeliveryCallback,
+    "assert_padding_invariant": lambda x: testing.assert_padding_invariant(nn.Linear(1, 1), x, [[1], [2, 3]]),
+}
+
+
+@pytest.mark.parametrize("door", COLLATES)
+def test_what_is_no_collator_is_told_what_to_pass(door):
+    assert "Make one of it: PaddingCollator(...)." in refusal(COLLATES[door], PaddingCollator)
+    for given in ("my.py:collate", 3):
+        assert "Pass that function." in refusal(COLLATES[door], given)
+
+
+def test_a_collator_that_returns_no_batch_is_named_by_its_line():
+    line = broken.__code__.co_firstlineno
+    for inner in (broken, partial(broken), type("Mine", (), {"__call__": lambda self, features: broken(features)})()):
+        said = refusal(collate_npu.wrap_collator(inner), [{"input_ids": [1]}])
+        assert re.match(rf"{re.escape(__file__)}, line \d+: got a NoneType from ", said)
+    assert f"{__file__}, line {line}: " in refusal(collate_npu.wrap_collator(broken), [{"input_ids": [1]}])
+
+
+def test_what_a_collator_raises_is_left_as_it_is():
+    with pytest.raises(KeyError, match="theirs") as error:
+        collate_npu.wrap_collator(lambda features: features[0]["theirs"])([{"input_ids": [1]}])
+    assert error.traceback[-1].path == Path(__file__)

@@ -1,0 +1,42 @@
+"""`help()` reads as a reference: every option is said, two or three screens hold it, and no default fills one by itself."""
+
+import inspect
+import pydoc
+import re
+
+import lists
+import pytest
+
+import collate_npu
+from collate_npu.collate import Layout
+
+OPTIONS = {
+    "PaddingCollator": "options", "wrap_collator": "options", "BatchAdapter": "options", "ContextParallel": "options",
+    "Layout": "options", "derive_segments": "masks-4d",
+}  # fmt: skip
+"""A name whose docstring lists its options, and the page of the guide that is written from it."""
+
+
+def named(name):
+    return Layout if name == "Layout" else getattr(collate_npu, name)
+
+
+@pytest.mark.parametrize("name", collate_npu.__all__)
+def test_what_help_prints_is_short(name):
+    printed = pydoc.plain(pydoc.render_doc(getattr(collate_npu, name)))
+    assert len(printed) < 8000
+    assert max(map(len, printed.splitlines())) < 640
+    assert not re.search(r"\bat 0x|<lambda>|Key\(kind", printed)
+
+
+@pytest.mark.parametrize(("name", "page"), OPTIONS.items())
+def test_every_option_of_a_signature_stands_in_the_table_and_no_other(name, page):
+    text = (lists.PACKAGE / "guide" / f"{page}.md").read_text("utf-8")
+    text = text.partition(f"## {name}\n")[2].partition("\n## ")[0] if page == "options" else text
+    rows = re.findall(r"^\| `(\w+)` \| (?:`.*`|required) \| .+ \|$", text, flags=re.M)
+    assert rows == [*inspect.signature(named(name)).parameters]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_docstring_lists_no_option_that_is_gone(name):
+    assert lists.bullets(named(name)).keys() <= inspect.signature(named(name)).parameters.keys()

@@ -1,0 +1,110 @@
+"""Refusals: what is theirs stands first, a file that is not there has a neighbour, and an advice can be followed here."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+import typer
+from house import PACKAGE, tree_of
+
+from collate_npu import CollateError
+from collate_npu.tools.cli import app
+from collate_npu.tools.refusals import check_file, refused
+
+COMMANDS = typer.main.get_command(app).commands
+TOOLS = sorted((PACKAGE / "tools").rglob("*.py"))
+
+
+def said(call, *args):
+    with pytest.raises(CollateError) as error:
+        call(*args)
+    return str(error.value)
+
+
+def test_file_and_line_of_theirs_come_first_and_ours_after(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("def deep(): return {}['key']\ndef run(): return deep()\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CollateError) as error, refused("run", "theirs.py:run", "It is run.", "Mend it.", folders=["."]):
+        __import__("theirs").run()
+    del sys.modules["theirs"]
+    assert str(error.value) == "theirs.py, line 1: KeyError: 'key'. run: got theirs.py:run. It is run. Mend it."
+    with (
+        pytest.raises(CollateError, match=r"^run: got it \(KeyError: 3\)\. "),
+        refused("run", "it", "A.", "B.", folders=["."]),
+    ):
+        raise KeyError(3)
+
+
+def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
+    for name in ("rows.jsonl", "rows.py"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    for name, words in {
+        "": f"got a folder. Such files end with .jsonl. Name one file in it: {tmp_path / 'rows.jsonl'}.",
+        "row.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl?",
+        "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
+        "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
+    }.items():
+        assert said(check_file, tmp_path / name, [".jsonl"], "Name one.").endswith(words)
+    check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
+
+
+def texts(path):
+    docs = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)}
+    nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant) and id(node) not in docs)
+    return [node.value for node in nodes if isinstance(node.value, str)]
+
+
+NOT_OURS = {"--", "--local-dir", "--config", "--nproc-per-node"}
+"""Of hf, of a training script, of torchrun."""
+
+
+def test_every_option_that_a_text_names_is_one():
+    known = {
+        option for each in COMMANDS.values() for param in each.params for option in (*param.opts, *param.secondary_opts)
+    }
+    named = {option for path in TOOLS for text in texts(path) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+    assert named - known - NOT_OURS - {"--version"} == set()
+    assert {"--verbose", "--kernels", "--batches"} <= named
+
+
+BEHIND_A_CHECK = {"matplotlib": "check_figure", "torch_npu": "check_device"}
+"""Who refuses in words where it is not installed."""
+BROUGHT = {"pyarrow": "datasets", "safetensors": "transformers"}
+"""By which package of the extra."""
+
+
+def test_what_an_advice_needs_the_extra_installs():
+    """What an advice names runs: the command line imports nothing that its extra does not bring."""
+    found = set()
+    for path in TOOLS:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                found |= {name.name.partition(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).partition(".")[0])
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+                found |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    lists = re.findall(r"^(?:dependencies|audit) = \[(.*?)\]", project, flags=re.M | re.S)
+    extra = {name for text in lists for name in re.findall(r'"([\w-]+)', text)}
+    assert len(lists) == 2
+    foreign = found - {*sys.stdlib_module_names, "collate_npu"}
+    assert foreign - extra - {*BEHIND_A_CHECK} - {name for name, by in BROUGHT.items() if by in extra} == set()
+    source = "".join(path.read_text(encoding="utf-8") for path in TOOLS)
+    assert all(f"{name}(" in source for name in BEHIND_A_CHECK.values())
+
+
+def test_a_device_that_is_advised_is_here():
+    torch = pytest.importorskip("torch")
+    from collate_npu.tools.device import check_device
+
+    words = said(check_device, "nonsense", torch.float32)
+    advised = re.search(r"Name a device of this machine: ([\w, ]+)\.", words)[1].split(", ")
+    assert advised[0] == "cpu"
+    for device in advised:
+        check_device(device, torch.float32)
