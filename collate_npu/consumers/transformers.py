@@ -193,9 +193,11 @@ def _unplaced(case: Case) -> str:
 
 def _looks_ahead(case: Case) -> str:
     """Where a dense mask would replace one of the model's: tokens of an image, or of a prefix, see each other."""
+    if not case.model.looks_ahead or not _needs_dense(case):
+        return ""
     told = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
-    return own if any(told[by] for by in case.model.looks_ahead) and _needs_dense(case) else ""
+    return own if any(told[by] for by in case.model.looks_ahead) else ""
 
 
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
