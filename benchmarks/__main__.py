@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ def main(given: list[str] | None = None) -> None:
     if options.against:
         editions.show(editions.compare(options.against, options.only or GROUPS, options.rounds))
         return
+    os.environ["COLLATE_NPU_BENCH_DEVICE"] = options.device  # read by the processes of groups
     pace = QUICK if options.quick else Pace(options.rounds, min(options.rounds, 5))
     start = perf_counter()
     rows: list[Row] = []
@@ -51,6 +53,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=GROUPS, metavar="GROUP", help="one of " + ", ".join(GROUPS))
     parser.add_argument("--rounds", type=int, default=15, help="at most; slow cases get fewer, never under 5")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--device", default="cpu", help="where steps run: cpu, cuda, npu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure, and where it was measured")
     parser.add_argument("--against", type=Path, metavar="DIR", help="our own times beside those of another checkout")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")

@@ -16,7 +16,10 @@ import torch
 from benchmarks import report
 from benchmarks.timing import Absent, Pace, Row, race
 
-GROUPS = ("collate", "dataloader", "loaders", "wire", "dense", "derive", "parallel", "adapter", "watch", "neutral", "growth")
+GROUPS = (
+    "step", "collate", "dataloader", "loaders", "wire", "dense", "derive", "parallel", "adapter", "proof", "neutral",
+    "growth",
+)  # fmt: skip
 Found = tuple[list[Row], list[Absent]]
 
 

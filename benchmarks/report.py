@@ -51,7 +51,8 @@ def show(result: Result, console: Console | None = None) -> None:
     console = console or Console(width=100 if not sys.stdout.isatty() else None, highlight=False)
     console.print(_where(result), markup=False)
     for group, rows in groupby(result["rows"], key=lambda row: row["group"]):
-        console.print(_table(group, list(rows)))
+        found = list(rows)
+        console.print(_steps(found) if group == "step" else _table(group, found))
     _verdict(result["rows"], console)
     _absent(result["absent"], console)
 
@@ -65,6 +66,27 @@ def _table(group: str, rows: list[dict[str, Any]]) -> Table:
     for case, lines in groupby(rows, key=lambda row: row["case"]):
         _add_case(table, case, list(lines))
     return table
+
+
+def _steps(rows: list[dict[str, Any]]) -> Table:
+    """Ways to train on the same rows; `sent` are the bytes of the batches, `memory` what a pass adds at its peak."""
+    table = Table(title="step", title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    table.add_column("", width=38, no_wrap=True)
+    for name in ("a pass", "tokens/s", "times ours", "sent", "memory"):
+        table.add_column(name, justify="right", width=10)
+    for case, lines in groupby(rows, key=lambda row: row["case"]):
+        found = list(lines)
+        table.add_row(f"[cyan]{case}[/]")
+        table.add_row("  ours, adapted", *_step(found[0]["ours"], found[0]["facts"][0], found[0]["made"][0]))
+        for row in found:
+            slower = "" if row["ratio"] is None else times(row["ratio"])
+            table.add_row(f"  {row['name']}", *_step(row["theirs"], row["facts"][1], row["made"][1], slower))
+    return table
+
+
+def _step(seconds: float, facts: dict[str, float], made: int, slower: str = "") -> tuple[str, ...]:
+    speed = f"{facts['tokens'] / seconds:,.0f}"
+    return time(seconds), speed, slower, f"{made / 1e6:.2f} MB", f"{facts['peak'] / 1e6:.0f} MB"
 
 
 def _add_case(table: Table, case: str, rows: list[dict[str, Any]]) -> None:

@@ -67,6 +67,8 @@ class Row:
     rounds: int = 0
     made: tuple[int, int] = (0, 0)
     """Bytes of the tensors in both outputs."""
+    facts: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    """What else both measured of themselves."""
 
     @property
     def met(self) -> bool | None:
@@ -89,6 +91,7 @@ class Case:
     limit: float | None = None
     absent: list[Absent] = field(default_factory=list)
     made: dict[Contestant, int] = field(default_factory=dict)
+    facts: dict[Contestant, dict[str, float]] = field(default_factory=dict)
 
     def ready(self) -> list[Contestant]:
         """Everyone who can run, after one call each; an output that differs from ours is an error, not a figure."""
@@ -109,6 +112,7 @@ class Case:
         except Exception as error:  # it does not take this input
             return self.gone(one.name, first_line(error))
         self.made[one] = size_of(output)
+        self.facts[one] = getattr(output, "facts", {})
         return output
 
     def gone(self, name: str, why: str) -> None:
@@ -124,7 +128,8 @@ class Case:
         for rival in rivals:
             pairs = zip(mine, seconds[rival]) if rival.against == "floor" else zip(seconds[rival], mine)
             one = row(self.group, self.name, rival, mine, seconds[rival], list(starmap(truediv, pairs)))
-            found.append(replace(one, made=(self.made[ours], self.made[rival])))
+            facts = self.facts.get(ours, {}), self.facts.get(rival, {})
+            found.append(replace(one, made=(self.made[ours], self.made[rival]), facts=facts))
         return found
 
 

@@ -285,7 +285,7 @@ class Segments:
         """True where some row holds more than one sequence."""
         return max(map(len, self.lengths), default=0) > 1
 
-    @property
+    @once
     def longest_span(self) -> int:
         """Places from the first to the last token of the widest sequence, holes counted."""
         return max((end - start for _, start, end in self.spans), default=0)
@@ -337,7 +337,9 @@ def of_keep(keep_BS: Array) -> Segments:
     real, sides = np.count_nonzero(keep_BS), get_args(Side)
     for side in sides:
         if real == sum(lengths := arrays.one_run(keep_BS, side)):
-            return of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+            segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
+            segments._keep_BS = keep_BS.copy()  # whose it is may write to it
+            return segments
     return _built(keep_BS)
 
 

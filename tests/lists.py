@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,6 +165,42 @@ def reads(consumer: str, batch: dict, model_type: str) -> str:
     return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else type(found).__name__
 
 
+SPEED = ("collate", "dense", "derive", "parallel", "neutral")
+TOLD = re.compile(r"4x512$|32x4096(, left|, flat row)?$|64x32768|4x4096|cp 8|8x4096, ")
+"""Cases of the page; the others are in the file alone."""
+
+
+def measured() -> list[dict]:
+    """The rows of the bench's last whole run."""
+    return json.loads((ROOT / "benchmarks" / "results.json").read_text("utf-8"))["rows"]
+
+
+def speed_table(rows: list[dict]) -> str:
+    """A line a case: ours, and how many times faster it is than the fastest and the slowest peer."""
+    lines = ["| what | case | ours, ms | peers | times faster |", "|---|---|---|---|---|"]
+    peers = [row for row in rows if row["against"] == "peer" and row["group"] in SPEED and TOLD.search(row["case"])]
+    for (group, case), found in groupby(peers, key=lambda row: (row["group"], row["case"])):
+        same = list(found)
+        ratios = [row["ratio"] for row in same]
+        times = f"{min(ratios):.1f} to {max(ratios):.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
+        lines.append(f"| {group} | {case} | {same[0]['ours'] * 1e3:.3g} | {len(ratios)} | {times} |")
+    return "\n".join(lines)
+
+
+def step_table(rows: list[dict]) -> str:
+    """A line a way to train on the same rows."""
+    lines = ["| a step of | way | tokens a second | times as long | sent, MB | memory, MB |", "|---|---|---|---|---|---|"]
+    of_steps = [row for row in rows if row["group"] == "step"]
+    for case, found in groupby(of_steps, key=lambda row: row["case"]):
+        same, name = list(found), case.removesuffix(", cpu")
+        ways = [("ours, `adapt(model)`", same[0]["ours"], 1.0, same[0]["facts"][0], same[0]["made"][0])]
+        ways += [(row["name"], row["theirs"], row["ratio"], row["facts"][1], row["made"][1]) for row in same]
+        for way, seconds, ratio, facts, made in ways:
+            speed, memory = facts["tokens"] / seconds, facts["peak"] / 1e6
+            lines.append(f"| {name} | {way} | {speed:,.0f} | {ratio:.2f} | {made / 1e6:.2f} | {memory:.0f} |")
+    return "\n".join(lines)
+
+
 COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
 
 
@@ -191,6 +228,7 @@ def written() -> dict[Path, str]:
         **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **between("options", options=options()),
+        **between("speed", step=step_table(measured()), speed=speed_table(measured())),
         **between("masks-4d", derive=options_of(derive_segments)),
         **between("masks", given=given()),
         **{path: text for name in COMMANDS for path, text in between(name, options=command(name)).items()},

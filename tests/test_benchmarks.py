@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as command, agreement, editions, measure, page_of_stacks, peers, report, timing
-from benchmarks.groups import collate, dataloader, derive, growth
+from benchmarks.groups import collate, dataloader, derive, growth, step
 from benchmarks.timing import Case, Contestant, Pace, Row
 
 TINY = ((2, 8),)
@@ -116,6 +116,26 @@ def test_a_dataloader_of_tiny_rows():
     pytest.importorskip("transformers")
     case = dataloader.case("numpy", 16, 8, "left", 0)
     assert [one.name for one in case.ready()][:2] == ["ours", "transformers Seq2Seq"]
+
+
+@pytest.mark.slow
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")  # the peers'
+def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
+    pytest.importorskip("trl")
+    case = step.case("llama", 2, 32, 2)
+    found = case.ready()
+    assert [one.name for one in found][:2] == ["ours, adapted", "ours, the 2D mask"]
+    assert len(found) == 7
+    rows = case.rows({one: [1.0, 1.0, 1.0] for one in found})
+    tokens = {facts["tokens"] for row in rows for facts in row.facts}
+    assert tokens == {sum(len(row["input_ids"]) for row in step.instruction_rows(2, 32, 2))}
+    report.show(report.result(rows, [], threads=1, seconds=1, quick=True))
+    assert max(map(len, (out := capsys.readouterr().out).splitlines())) <= 100
+    assert "a dense 4D mask, by arithmetic" in out
+    wrong = step.Pass(found[0].work(None).loss * 1.01, 0, {})
+    with pytest.raises(AssertionError, match="the loss differs"):
+        found[1].agrees(found[0].work(None), wrong)
 
 
 NAPS = """

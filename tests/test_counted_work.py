@@ -30,15 +30,20 @@ def size(batch):
     return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
 
 
+LLAMA = SimpleNamespace(layer_types=["full_attention"], model_type="llama", _attn_implementation="flash_attention_2")
 SETTINGS = {
-    "right": ({}, 200, 18),
-    "left": ({"padding_side": "left", "attention_mask": "2d"}, 220, 24),
-    "flat": ({"padding_free": True}, 270, 22),
-    "megatron": ({"consumer": "megatron", "model": SimpleNamespace(layer_types=["linear_attention"])}, 250, 18),
+    "right": ({}, 200, 13),
+    "left": ({"padding_side": "left", "attention_mask": "2d"}, 200, 12),
+    "flat": ({"padding_free": True}, 235, 11),
+    "megatron": ({"consumer": "megatron", "model": SimpleNamespace(layer_types=["linear_attention"])}, 260, 13),
+    "transformers": ({"consumer": "transformers", "model": LLAMA, "padding_side": "left"}, 315, 13),
+    "transformers, flat": ({"consumer": "transformers", "model": LLAMA, "padding_free": True}, 365, 11),
 }
 """Settings of the collator, and of lists: calls of a batch, and of each of its rows."""
-MORE = {"lists": (0, 0), "arrays": (60, 3), "tensors": (60, 11)}
-"""More for what holds the rows."""
+PASSES = {"flat": 4, "transformers": 1, "transformers, flat": 4}
+"""In torch: offsets are a few small ones, and a model's 2D mask is int64."""
+MORE = {"lists": (0, 0), "arrays": (16, -7), "tensors": (24, -7)}
+"""More, or less, for what holds the rows."""
 
 
 def counted(work_of):
@@ -60,13 +65,13 @@ def test_calls_of_the_collator_follow_the_rows_and_not_the_tokens(setting, holde
 def test_calls_of_the_adapter_follow_neither_rows_nor_tokens():
     adapter, collate = BatchAdapter(needs_mask_2d=True, consumer="megatron"), PaddingCollator(pad_token_id=0)
     found = counted(lambda rows, width: partial(adapter, collate(samples(rows, width))))
-    assert np.less_equal(found, (310, 3, 8)).all(), found
+    assert np.less_equal(found, (250, 5, 8)).all(), found
 
 
 def test_calls_of_a_wrapped_collator_follow_the_rows_and_not_the_tokens():
     wrapped = wrap_collator(PaddingCollator(pad_token_id=0, attention_mask="2d"))
     found = counted(lambda rows, width: partial(wrapped, samples(rows, width)))
-    assert np.less_equal(found, (1180, 105, 64)).all(), found  # masks are read in blocks
+    assert np.less_equal(found, (840, 90, 64)).all(), found  # masks are read in blocks
 
 
 @by_holder
@@ -77,7 +82,7 @@ def test_the_collator_makes_no_pass_in_torch(setting, holder):
     features = samples(4, 64, holder)
     found = counting.operations(lambda: collate(features))
     passes = [name for name in found if name not in ("aten.lift_fresh.default", "aten.detach.default")]
-    assert len(passes) <= (4 if setting == "flat" else 0)
+    assert len(passes) <= PASSES.get(setting, 0), passes
 
 
 @pytest.mark.parametrize("holder", ["lists", "arrays"])
@@ -86,7 +91,7 @@ def test_what_a_batch_takes_is_what_goes_out(setting, holder):
     collate = PaddingCollator(pad_token_id=0, **SETTINGS[setting][0])
     features = samples(8, 4096, holder)
     batch = collate(features)
-    assert live_bytes.peak_bytes(lambda: collate(features)) <= (1.2 if setting == "flat" else 1.1) * size(batch)
+    assert live_bytes.peak_bytes(lambda: collate(features)) <= (1.2 if "flat" in setting else 1.1) * size(batch)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

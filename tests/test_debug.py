@@ -59,7 +59,9 @@ def test_a_route_is_said_once_with_its_reasons():
         assert "attention_mask_2d: stays (recurrent layers read it)" in route
         assert f"2 rows of 4, one sequence each; padding on the {side}, 3 of 8 places (38%)" in route
         exact = "attention_mask: None (causal attention, padding on the right only"
-        assert (exact if side == "right" else "attention_mask: 4D, True is blocked (padding stands on the left") in route
+        assert (
+            exact if side == "right" else "attention_mask: 4D, True is blocked, 32 bytes (padding stands on the left"
+        ) in route
         assert "context parallelism: none" in route
     assert said(ROUTES, False) == [], "without the variable"
 

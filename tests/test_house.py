@@ -14,19 +14,19 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1735, 1250),
-    "masks": (2540, 2400),
+    "masks": (2555, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2525, 1950),
-    "collate": (1710, 1500),
+    "consumers": (2670, 1950),
+    "collate": (1750, 1500),
     "proof": (4540, 1900),
     "integrations": (3290, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
-    "tests": (46090, 33000),
+    "tests": (46260, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (12870, 12000)}
+WORDS = {"guide": (13010, 12000)}
 """Words of the guide's English pages, without tables that the code writes; likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""

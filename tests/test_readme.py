@@ -2,13 +2,11 @@
 one that exists, every link leads somewhere, every picture and table is what the library says."""
 
 import ast
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from itertools import groupby
 from pathlib import Path
 
 import lists
@@ -175,33 +173,10 @@ def test_lists_are_what_the_code_says_of_itself():
     assert [path.name for path, text in lists.written().items() if path.read_text("utf-8") != text] == []
 
 
-def test_the_table_of_speed_is_what_the_bench_measured():
-    """Where it differs, put what this expects between the two comments."""
-    results = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
-    assert between(GUIDE / "speed.md", "speed") == speed_table(results["rows"])
-
-
 def between(page: Path, name: str) -> str:
     found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", TEXT[page], flags=re.S)
     assert found is not None
     return found[1]
-
-
-SPEED = ("collate", "dense", "derive", "parallel", "neutral")
-SHOWN = re.compile(r"4x512$|32x4096(, left|, flat row)?$|64x32768|4x4096|cp 8|8x4096, ")
-"""Cases of the page; the others are in the file alone."""
-
-
-def speed_table(rows: list[dict]) -> str:
-    """A line a case: ours, and how many times faster it is than the fastest and the slowest peer."""
-    lines = ["| what | case | ours, ms | peers | times faster |", "|---|---|---|---|---|"]
-    peers = [row for row in rows if row["against"] == "peer" and row["group"] in SPEED and SHOWN.search(row["case"])]
-    for (group, case), found in groupby(peers, key=lambda row: (row["group"], row["case"])):
-        same = list(found)
-        ratios = [row["ratio"] for row in same]
-        times = f"{min(ratios):.1f} to {max(ratios):.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
-        lines.append(f"| {group} | {case} | {same[0]['ours'] * 1e3:.3g} | {len(ratios)} | {times} |")
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)

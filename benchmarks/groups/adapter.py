@@ -12,7 +12,7 @@ from benchmarks.inputs import rows_of
 from benchmarks.timing import Case, Contestant
 from collate_npu import BatchAdapter, PaddingCollator
 
-LIMIT = 50
+LIMIT = 40
 """Microseconds."""
 
 

@@ -1,9 +1,14 @@
-"""A 2D mask [B, S] to a dense causal one [B, 1, S, S], as a model of transformers, verl or a Megatron script makes it."""
+"""A 2D mask [B, S] to a dense causal one [B, 1, S, S], as a model of transformers, verl or a Megatron script makes it.
+
+Memory of each mask comes fresh from the system, page by page, as in a loader whose masks are above glibc's 32 MiB; cases
+with `reused` in their names write to memory that the mask before gave back.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,13 +27,25 @@ OVER_FULL = dict(zip(SIZES, (4.5, 1.15, 1.15)))
 
 
 def cases(quick: bool) -> Iterator[Case]:
+    take("fresh")
     for side in ("right", "left"):
         for size in SIZES[: 1 if quick else 3]:
             yield of_lengths(*size, side)
             yield of_2d(*size, side)
+    take("reused")
+    for size in SIZES[: 1 if quick else 3]:
+        yield of_lengths(*size, "right", ", reused")
 
 
-def of_lengths(B: int, S: int, side: Any) -> Case:
+def take(memory: Literal["fresh", "reused"]) -> None:
+    """From now on (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD; nothing where there is no glibc)."""
+    most, trim, mapped = (65536, 1 << 17, 1 << 16) if memory == "fresh" else (0, (1 << 31) - 1, 1 << 25)
+    if tune := getattr(ctypes.CDLL(None), "mallopt", None):
+        for option, value in ((-4, most), (-1, trim), (-3, mapped)):
+            tune(option, value)
+
+
+def of_lengths(B: int, S: int, side: Any, memory: str = "") -> Case:
     """Ours from lengths, which is what a collator has; the peers from a 2D mask, which they ask for."""
     lengths = lengths_of(B, S)
     shape, judged = (B, 1, S, S), side == "right"
@@ -38,7 +55,8 @@ def of_lengths(B: int, S: int, side: Any) -> Case:
         Contestant("torch.zeros, then fill_", lambda _: torch.zeros(shape, dtype=torch.bool).fill_(True), against="floor"),
     ]
     ours = Contestant("ours", dense, lambda: Segments.from_lengths(lengths, S, side))
-    return Case("dense", f"{B}x{S}, {side}, from lengths", ours, [*builders(lengths, S, side, faster), *floors])
+    rivals = [*builders(lengths, S, side, None if memory else faster), *floors]
+    return Case("dense", f"{B}x{S}, {side}, from lengths{memory}", ours, rivals)
 
 
 def of_2d(B: int, S: int, side: Any) -> Case:

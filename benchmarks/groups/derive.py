@@ -26,11 +26,15 @@ def cases(quick: bool) -> Iterator[Case]:
             targets = (DECLARED[size], PROVED[size]) if side == "right" else (None, None)
             for polarity, target in zip(("masked", None), targets):
                 yield case(masked, polarity, side, target)
+            if side == "right":
+                yield case(masked, "masked", "right", None, anew=True)
 
 
-def case(masked: Tensor, polarity: Any, side: str, target: float | None) -> Case:
+def case(masked: Tensor, polarity: Any, side: str, target: float | None, *, anew: bool = False) -> Case:
+    """`anew`: a mask of its own for each call, as from a loader, in memory that was just written."""
+
     def given() -> Tensor:
-        return masked
+        return masked.clone() if anew else masked
 
     bytes_ = masked.numpy().reshape(-1).view(np.uint64)
     rivals = [
@@ -39,7 +43,8 @@ def case(masked: Tensor, polarity: Any, side: str, target: float | None) -> Case
     ]
     ours = Contestant("ours", lambda mask: derive_segments(mask, polarity=polarity).keep, given)
     how = "declared" if polarity else "polarity proved"
-    return Case("derive", f"{masked.shape[0]}x{masked.shape[-1]}, {how}, {side}", ours, rivals)
+    name = f"{masked.shape[0]}x{masked.shape[-1]}, {how}, {side}{', a mask of its own' * anew}"
+    return Case("derive", name, ours, rivals[: 1 if anew else 2])
 
 
 def column_sum(masked: Tensor) -> Tensor:

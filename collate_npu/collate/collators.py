@@ -21,7 +21,7 @@ from torch import Tensor
 from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.checked import check_fields
 from collate_npu.collate.features import Features, Samples, read_features
-from collate_npu.collate.padding import concatenate_values, flatten_rows, pad_rows, stack_values
+from collate_npu.collate.padding import Rows, concatenate_values, flatten_rows, pad_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -109,7 +109,8 @@ class PaddingCollator(Emitter):
             raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        return shipped(self._finished(batch, segments, padding_free=self.padding_free))
+        made = "position_ids" not in samples.columns
+        return shipped(self._finished(batch, segments, padding_free=self.padding_free, counted=made))
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
@@ -144,7 +145,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
 
 
 def _laid_out(
-    collator: PaddingCollator, samples: Samples, columns: Mapping[str, list[Any]], lay: Callable[..., Tensor]
+    collator: PaddingCollator, samples: Samples, columns: Mapping[str, Rows], lay: Callable[..., Tensor]
 ) -> dict[str, Any]:
     """Each key as one tensor, what has one value a token by `lay`: positions of several axes `[axes, L]` too."""
     batch: dict[str, Any] = {}
@@ -157,7 +158,7 @@ def _laid_out(
             batch[key] = lay(key, column, fill=fill, whole=rule.whole)
         elif kind == "axes":
             rows = [np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1)) for row in column]
-            batch[key] = lay(key, rows, whole=True).movedim(-1, 0).contiguous()
+            batch[key] = lay(key, Rows(rows), whole=True).movedim(-1, 0).contiguous()
         elif kind == "vision":
             batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit)
         elif kind == "targets":
@@ -173,7 +174,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     if ids is not None:
         lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
         by_token = {key: column for key, column in columns.items() if samples.kinds[key] in ("tokens", "axes")}
-        real = {key: [np.asarray(row)[..., i > 0] for row, i in zip(column, ids)] for key, column in by_token.items()}
+        real = {key: Rows(np.asarray(row)[..., i > 0] for row, i in zip(column, ids)) for key, column in by_token.items()}
         columns = columns | real
     _check_max_length(collator, samples.lengths)
     places, width = _places(collator, lengths)

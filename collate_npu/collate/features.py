@@ -20,16 +20,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
 from collate_npu.collate.own_masks import dimensions, joined_segment_ids, own_segments
-from collate_npu.collate.padding import (
-    are_flat,
-    are_lists,
-    are_ragged,
-    check_lengths,
-    is_ragged,
-    on_host,
-    rank_of,
-    whole_rows,
-)
+from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 
@@ -38,12 +29,14 @@ Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any
 ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 
 _KEYS = methodcaller("keys")
+_NONE = type(None)
 _RULE = "A batch is built from a list of one or more dicts of features, a dict of columns, or an Arrow table."
 _FLAT = "Flat tokens are one row of values a key, and seq_lengths, the tokens of each sample."
 _OF_TOKENS = (
     "Rename the column to input_ids; rows of one length, as Megatron's, keep their names, and labels that stand with the "
     "token before, under wrap_collator(torch.utils.data.default_collate)."
 )
+_BOOL = "values that are true or false"
 _BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
 """How many values of a long list of labels tell whether they are floats; the rest is checked where it is packed."""
@@ -52,7 +45,7 @@ _LOOKED_AT = 8
 class Samples(NamedTuple):
     """The columns of a batch of features, sorted by what becomes of them."""
 
-    columns: dict[str, list[Any]]
+    columns: dict[str, Rows]
     kinds: dict[str, ColumnKind]
     lengths: list[int]
     """Tokens of each sample, padding inside it included."""
@@ -65,7 +58,7 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     columns = _columns(features, keys)
     lengths = _lengths(columns)
     truth = {key: column for key, column in columns.items() if key in keys and keys[key].kind == "truth"}
-    positions = columns.get("position_ids", [])
+    positions = columns.get("position_ids", Rows())
     segment_ids = own_segments(truth, lengths, positions) if truth or positions else None
     real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
     if 0 in real and not allow_empty:
@@ -74,8 +67,7 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
         remedy = "Drop the samples, or pass layout=Layout(allow_empty=True)."
         raise CollateError(explain_rows("input_ids", rows, rule, remedy))
     held = {key: column for key, column in columns.items() if key not in truth} if truth else columns
-    ragged = {key: are_ragged(column) for key, column in held.items()}
-    kinds = {key: _kind(key, column, ragged[key], lengths, keys) for key, column in held.items()}
+    kinds = {key: _kind(key, column, lengths, keys) for key, column in held.items()}
     for key, kind in kinds.items():
         if kind == "tokens":
             check_lengths(key, held[key], lengths)
@@ -97,7 +89,7 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     name = held[0][1]
     named = [row for row, each in held if each == name]
     tokens = [feature[name] for feature in named]
-    lengths = _lengths({"input_ids": tokens})
+    lengths = _lengths({"input_ids": Rows(tokens)})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
         told = [feature.get(key) for feature in named]
@@ -118,12 +110,12 @@ def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
     return {"input_ids": np.concatenate(ids), "attention_mask": joined_segment_ids(own or list(map(np.ones_like, ids)))}
 
 
-def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
+def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
     held = columns_of(features, keys)
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(["input_ids", *held]):
         column, key = held.get(name, []), "labels" if name in ("label", "label_ids") else name
-        missing = [b for b, value in enumerate(column) if value is None]
+        missing = [b for b, value in enumerate(column) if value is None] if _NONE in set(map(type, column)) else []
         if len(missing) == len(column):
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
@@ -148,20 +140,21 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, list[Any]
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
     return {
-        key: on_host(key, column) if keys.get(key, SAMPLE).kind in _BY_TOKEN else column for key, column in columns.items()
+        key: on_host(key, column) if keys.get(key, SAMPLE).kind in _BY_TOKEN else Rows(column)
+        for key, column in columns.items()
     }
 
 
-def _lengths(columns: dict[str, list[Any]]) -> list[int]:
+def _lengths(columns: dict[str, Rows]) -> list[int]:
     rows = columns["input_ids"]
-    at_a_glance = are_lists(rows) or are_flat(rows)
-    if bad := [] if at_a_glance else [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]:
+    if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
-    if bad := [(b, "values that are true or false") for b, row in enumerate(rows) if len(row) and _is_bool(row)]:
+    bools = bool in rows.firsts if rows.lists else not rows.flat or any(dtype.kind == "b" for dtype in rows.flat)
+    if bad := [(b, _BOOL) for b, row in enumerate(rows) if len(row) and _is_bool(row)] if bools else []:
         rule = "input_ids are whole numbers; a mask of them goes under attention_mask."
         raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
-    return [len(row) for row in rows]
+    return rows.lengths
 
 
 def _is_bool(row: Any) -> bool:
@@ -172,14 +165,14 @@ def _is_flat(row: Any) -> bool:
     return is_ragged(row) and getattr(row, "ndim", 1) == 1 and not (len(row) and is_ragged(row[0]))
 
 
-def _kind(key: str, column: list[Any], ragged: bool, lengths: list[int], keys: Mapping[str, Key]) -> ColumnKind:
+def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -> ColumnKind:
     known = keys.get(key)
     if known is None:
         _refuse_unlisted_tokens(key, column, lengths)
         return "sample"
     if known.kind == "vision":
         return "vision"
-    if known.or_sample and not ragged:
+    if known.or_sample and not column.ragged:
         if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(column) if not _is_numeric(row)]:
             remedy = "Give each class a number where the sample is built."
             rule = f"{key} of a sample is a number, or one for each token."
@@ -196,7 +189,7 @@ def _kind(key: str, column: list[Any], ragged: bool, lengths: list[int], keys: M
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):
         _check_axes(key, column, lengths)
         return "axes"
-    if not ragged:
+    if not column.ragged:
         bad = [(b, repr(row)[:40]) for b, row in enumerate(column) if not is_ragged(row)]
         rule = f"{key} has one value for each token of its row."
         raise CollateError(explain_rows(key, bad, rule, "Pass a list, an array or a tensor."))
@@ -214,9 +207,11 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
         raise CollateError(explain_rows(key, bad, rule, "Build them with the tokens, before collation."))
 
 
-def _is_targets(column: list[Any], lengths: list[int]) -> bool:
+def _is_targets(column: Rows, lengths: list[int]) -> bool:
     """Float labels are one vector of targets a sample (multi-label classification), not labels of tokens."""
-    looked_at = slice(_LOOKED_AT if list(map(len, column)) == lengths else None)
+    if column.flat:
+        return all(column.lengths) and all(dtype.kind == "f" for dtype in column.flat)
+    looked_at = slice(_LOOKED_AT if column.lengths == lengths else None)
     return all(len(row) and _holds_floats(row[looked_at]) for row in column)
 
 
@@ -272,9 +267,9 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
     if not isinstance(samples, Sequence) or isinstance(samples, (str, bytes)) or not samples:
         got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
         raise CollateError(explain("features", got, _RULE, "Check the dataset and the sampler."))
-    if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, (dict, Mapping))]:
-        raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
     if set(map(type, samples)) != {dict}:
+        if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
+            raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
         samples = list(map(entries, samples))
     first = samples[0].keys()
     same = all(map(first.__eq__, map(_KEYS, samples)))

@@ -9,9 +9,10 @@ Legend: B batch rows, S width, T tokens, F trailing dimensions of a token's valu
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import methodcaller
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,12 @@ Filler = float | Literal["last"]
 """What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
+_ARRAYS, _INTS = {np.ndarray}, {int}
+_NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
+_NUMPY = methodcaller("numpy")
+_KINDS = {True: set("ib"), False: set("ibf")}
+"""Kinds of dtype that need no second look, for whole numbers and for others."""
 STRUCT_LIMIT = 1 << 14
 """Longest list packed in one call: beyond it the argument tuple may be a fresh mapping, and page faults take over."""
 
@@ -47,33 +53,53 @@ def rank_of(row: Any) -> int:
     return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 1 + int(bool(len(row)) and is_ragged(row[0]))
 
 
-def are_ragged(column: Sequence[Any]) -> bool:
-    """`is_ragged` of every value; lists and flat arrays are told at a glance."""
-    return set(map(type, column)) <= _LISTS or are_flat(column) or all(map(is_ragged, column))
+class Rows(list[Any]):
+    """The values of one key, a sample each, and what they are: looked at once, whoever asks."""
+
+    __slots__ = ("firsts", "flat", "lengths", "lists", "ragged", "types")
+    types: set[type]
+    lengths: list[int]
+    """Of values with a length; none where some have none."""
+    firsts: set[type]
+    """Types of the first value of each list that has one."""
+    lists: bool
+    """Is each a plain list or tuple of values, none of which is a list or an array itself?"""
+    flat: set[Any]
+    """The dtypes, where each is an array `[L]` of numbers."""
+    ragged: bool
+    """May each be one value a token?"""
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        super().__init__(values)
+        types = self.types = set(map(type, self))
+        self.firsts, self.flat, self.lists = _NO_TYPES, _NO_TYPES, False
+        if types == _ARRAYS:
+            seen = {(row.ndim, row.dtype) for row in self}
+            if all(n == 1 and dtype.kind in "iubf" for n, dtype in seen):
+                self.flat = {dtype for _, dtype in seen}
+        elif types <= _LISTS:
+            self.firsts = {type(row[0]) for row in self if row}
+            self.lists = self.firsts <= _INTS or not any(row and is_ragged(row[0]) for row in self)
+        self.ragged = bool(self.flat) or types <= _LISTS or all(map(is_ragged, self))
+        self.lengths = list(map(len, self)) if self.ragged else []
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> Rows:
+        """These rows; a record of them as it is."""
+        return rows if type(rows) is cls else cls(rows)
 
 
-def are_lists(rows: Sequence[Any]) -> bool:
-    """Is every row a plain list or tuple of values, none of which is a list or an array itself?"""
-    if not set(map(type, rows)) <= _LISTS:
-        return False
-    return {type(row[0]) for row in rows if row} <= {int} or not any(row and is_ragged(row[0]) for row in rows)
-
-
-def are_flat(rows: Sequence[Any]) -> bool:
-    """Is every row an array `[L]` of numbers?"""
-    arrays = set(map(type, rows)) == {np.ndarray}
-    return arrays and {row.ndim for row in rows} == {1} and {row.dtype.kind for row in rows} <= set("iubf")
-
-
-def on_host(key: str, rows: list[Any]) -> list[Any]:
+def on_host(key: str, values: Sequence[Any]) -> Rows:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
-    kinds = set(map(type, rows))
-    if kinds <= _LISTS or not any(issubclass(kind, Tensor) for kind in kinds):
-        return rows
+    types = set(map(type, values))
+    if types <= _LISTS or types == _ARRAYS or not any(issubclass(kind, Tensor) for kind in types):
+        return Rows.of(values)
     try:
-        return [row.numpy() if isinstance(row, Tensor) else row for row in rows]
+        if types == {Tensor}:
+            return Rows(map(_NUMPY, values))
+        return Rows([row.numpy() if isinstance(row, Tensor) else row for row in values])
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
-        return [host_array(key, row) if isinstance(row, Tensor) else row for row in rows]
+        return Rows([host_array(key, row) if isinstance(row, Tensor) else row for row in values])
 
 
 def pad_rows(
@@ -83,25 +109,29 @@ def pad_rows(
 
     int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
-    starts = [b * width + (width - len(row) if side == "left" else 0) for b, row in enumerate(rows)]
+    rows = Rows.of(rows)
+    starts = [*range(0, len(rows) * width, width)] if width else [0] * len(rows)
+    if side == "left":
+        starts = [start + width - length for start, length in zip(starts, rows.lengths)]
     laid = _laid(key, rows, starts, len(rows) * width, fill, whole)
     return torch.from_numpy(laid.reshape(len(rows), width, *laid.shape[1:]))
 
 
 def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: Filler = 0, whole: bool = False) -> Tensor:
     """Rows of `[length, ...F]` to one row `[1, width, ...F]`, one after another, `fill` in the tail."""
-    starts = list(accumulate(map(len, rows), initial=0))[:-1]
+    rows = Rows.of(rows)
+    starts = list(accumulate(rows.lengths, initial=0))[:-1]
     return torch.from_numpy(_laid(key, rows, starts, width, fill, whole)[None])
 
 
 def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
     """Each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
-    return list(_arrays(key, on_host(key, list(rows)), whole=True))
+    return list(_arrays(key, on_host(key, rows), whole=True))
 
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """Raise where a row of this key has another length than the row's `input_ids`."""
-    found = list(map(len, rows))
+    found = Rows.of(rows).lengths
     if found == lengths:
         return
     bad = [(b, f"{n} values beside {length} input_ids") for b, (n, length) in enumerate(zip(found, lengths)) if n != length]
@@ -113,22 +143,34 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
     raise CollateError(explain_rows(key, bad, rule, remedy))
 
 
-def _laid(key: str, rows: Sequence[Row], starts: list[int], total: int, fill: Filler, whole: bool) -> Array:
+def _laid(key: str, rows: Rows, starts: list[int], total: int, fill: Filler, whole: bool) -> Array:
     """`[total, ...F]` with each row at its start, `fill` in between."""
     _check_size(key, total, fill)
-    lists = whole and are_lists(rows)
-    arrays: Any = rows if lists else _arrays(key, rows, whole)
-    out = np.empty(total, np.int64) if lists else np.empty((total, *_trailing(key, arrays)), _dtype(arrays, whole))
+    if whole and rows.lists:
+        return _packed(key, rows, starts, np.empty(total, np.int64), fill)
+    at_once = rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths)
+    arrays = rows if at_once else _arrays(key, rows, whole)
+    shape = (total,) if at_once else (total, *_trailing(key, arrays))
+    out, end = np.empty(shape, _dtype(rows.flat if at_once else {row.dtype for row in arrays if len(row)}, whole)), 0
+    for start, length, row in zip(starts, rows.lengths, arrays):
+        if end != start:
+            out[end:start] = _beside(out[:end], row) if fill == "last" else fill
+        end = start + length
+        if length:
+            out[start:end] = row
+    out[end:] = _beside(out[:end]) if fill == "last" else fill
+    return out
+
+
+def _packed(key: str, rows: Rows, starts: list[int], out: Array, fill: Filler) -> Array:
+    """The same of lists of whole numbers."""
     memory, end = out.data, 0
     try:
-        for start, row in zip(starts, arrays):
+        for start, length, row in zip(starts, rows.lengths, rows):
             if end != start:
                 out[end:start] = _beside(out[:end], row) if fill == "last" else fill
-            end = start + len(row)
-            if lists:
-                _pack(memory, start, row)
-            elif end != start:
-                out[start:end] = row
+            end = start + length
+            _pack(memory, start, row)
     except struct.error:
         bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
         rule = f"{key} holds whole numbers of at most 64 bits."
@@ -166,7 +208,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
         except (ValueError, struct.error):
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
-    if not {row.dtype.kind for row in arrays} <= set("ib" if whole else "ibf"):
+    if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
         started = "{} starting {}"
         kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
         bad += [(b, kind) for b, (row, kind) in enumerate(zip(arrays, kinds)) if not _is_number(row, whole)]
@@ -200,8 +242,7 @@ def _trailing(key: str, arrays: Sequence[Array]) -> tuple[int, ...]:
     return next(iter(shapes), ())
 
 
-def _dtype(arrays: Sequence[Array], whole: bool) -> npt.DTypeLike:
-    found = {row.dtype for row in arrays if len(row)}
+def _dtype(found: set[Any], whole: bool) -> npt.DTypeLike:
     if whole or not found:
         return np.int64
     common = np.result_type(*found)

@@ -138,10 +138,15 @@ class Emitter:
         """
         return self._adapter is not None and (left or self._adapter.model.positions == "padding_idx")
 
-    def _finished(self, batch: dict[str, Any], segments: Segments, *, padding_free: bool) -> dict[str, Any]:
-        """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them."""
+    def _finished(
+        self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
+    ) -> dict[str, Any]:
+        """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`: its
+        positions, if any, were made of the Segments."""
         if self._adapter is not None:
-            out = self._adapter.render(batch, segments, padding_free=padding_free)
+            sources = Sources.of(batch)
+            sources.counted |= counted
+            out = self._adapter.routed(sources, segments, padding_free)
         elif padding_free:
             out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)}
             out["attention_mask"] = None

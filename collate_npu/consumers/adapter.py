@@ -20,6 +20,7 @@ from collate_npu.consumers.labels import labels_for, rule_of
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
+from collate_npu.consumers.moving import moved
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -35,6 +36,11 @@ from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seql
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments, ready
+
+_FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What kernels of a transformers model read of a flat row."""
+AT_MODEL: dict[int, Segments] = {}
+"""Of each thread in which an adapted model runs, what its batch said: proof asks, where None took the mask's place."""
 
 
 class BatchAdapter:
@@ -52,6 +58,7 @@ class BatchAdapter:
     * `keys`: rows for keys of your own, `{**KEYS, "reward": TOKENS}`.
     * `max_mask_bytes`: what a dense mask may take; a larger one is refused.
     * `labels_shifted`: do labels stand with the token that predicts them? None: as the model does, else by the tokens.
+    * `device`: where the batch goes, in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
     Labels of padding, and the first of each sequence, become -100.
 
@@ -80,6 +87,7 @@ class BatchAdapter:
         keys: Mapping[str, Key] = KEYS,
         max_mask_bytes: int = MAX_MASK_BYTES,
         labels_shifted: bool | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         check_polarity(polarity)
         if model is not None:
@@ -91,6 +99,7 @@ class BatchAdapter:
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
         self.labels_shifted = labels_shifted
+        self.device = None if device is None else torch.device(device)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
         self.declared = None if said is None else Pattern.of(said)
@@ -165,13 +174,13 @@ class BatchAdapter:
         with ranks_agree(cp, call="split"):
             return self.mended(Sources.of(batch), padding_free=self.padding_free)
 
-    def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
-        """A stranger's batch routed, with the labels that a loss should see, and its Segments."""
+    def mended(self, sources: Sources, *, padding_free: bool, at_model: bool = False) -> tuple[dict[str, Any], Segments]:
+        """A stranger's batch routed, with the labels that a loss should see, and its Segments. `at_model`: see `Case`."""
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         shifted = False if self.labels_shifted is None and moves else self.labels_shifted
         labels = labels_for(sources, segments, self.labels, shifted)
-        return self._routed(sources | labels if labels else sources, segments, padding_free), segments
+        return self.routed(sources | labels if labels else sources, segments, padding_free, at_model=at_model), segments
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
@@ -190,7 +199,7 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        return self._routed(Sources.of(batch), segments, padding_free)
+        return self.routed(Sources.of(batch), segments, padding_free)
 
     @checked
     def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -200,26 +209,33 @@ class BatchAdapter:
         >>> {key: list(value.shape) for key, value in adapter.masks(Segments.from_lengths([1, 3], side="left")).items()}
         {'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
         """
-        out = self._routed(Sources.of({}), segments, None, torch.device(device))
+        out = self.routed(Sources.of({}), segments, None, torch.device(device))
         return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
 
-    def _routed(
-        self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
+    def routed(
+        self,
+        sources: Sources,
+        segments: Segments,
+        padding_free: bool | None,
+        device: torch.device | None = None,
+        *,
+        at_model: bool = False,
     ) -> dict[str, Any]:
+        """As `render`, of what is known to be a batch and its Segments."""
         held = [key for key, value in sources.items() if value is not None]
-        case, batch = self._case(segments, padding_free, held), sources
+        case, batch = self._case(segments, padding_free, held, at_model), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
-        positions = positions_for(self.consumer, case, sources)
+        positions = positions_for(self.consumer, case, sources, self.device)
         if positions is not None:
-            out[KEY] = positions.to(device)
+            out[KEY] = positions if self.device else positions.to(device)
         if self.consumer.uncached(case):
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
         if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
-        if self.consumer.reads_offsets(case):
+        if any(out.get(key) is None for key in _FLAT_KEYS) and self.consumer.reads_offsets(case):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
             _drop_unread(out, alone=case.padding_free and not segments.packed and bool(self.model.boundaries_unread))
@@ -231,14 +247,15 @@ class BatchAdapter:
         if chosen.keeps_mask_2d:
             out[KEEP_KEY] = segments.keep.to(device)
         if self.context_parallel is None:
-            return out
+            return out if self.device is None else moved(out, self.device)
         scheme = self.consumer.recurrent_scheme
         if scheme is not None and self.model.needs_mask_2d:
             heads = recurrent_heads(self.model.config)
             check_recurrent_split(self.context_parallel, scheme, segments, padding_free=case.padding_free, heads=heads)
         built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
         parts = {key: value for key, value in out.items() if key != built}
-        return out | split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
+        out |= split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
+        return out if self.device is None else moved(out, self.device)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
@@ -248,10 +265,12 @@ class BatchAdapter:
         """
         return self._route(self._case(segments, padding_free))
 
-    def _case(self, segments: Segments, padding_free: bool | None, keys: Collection[str] = ()) -> Case:
+    def _case(
+        self, segments: Segments, padding_free: bool | None, keys: Collection[str] = (), at_model: bool = False
+    ) -> Case:
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
         flat = self.padding_free if padding_free is None else padding_free
-        return Case(segments=segments, padding_free=flat, keys=keys, **known)
+        return Case(segments=segments, padding_free=flat, keys=keys, at_model=at_model, **known)
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:
@@ -268,7 +287,9 @@ class BatchAdapter:
             if self.context_parallel is not None:
                 rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
-            return block_mask(segments, pattern=self.pattern, device=device, max_mask_bytes=self.max_mask_bytes)
+            return block_mask(
+                segments, pattern=self.pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes
+            )
         eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
         polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
         keep = None if case.padding_free else segments.keep.to(device)
@@ -283,7 +304,8 @@ class BatchAdapter:
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
         most = self.max_mask_bytes
-        form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=device, max_mask_bytes=most)
+        place = self.device or device
+        form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=place, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 
@@ -321,5 +343,4 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
 
 def _offsets(sources: Sources, segments: Segments, device: torch.device) -> dict[str, Any]:
     told = offsets_of(segments, places_of(sources, segments))
-    read = {key: value for key, value in told.items() if key not in (KEY, "seq_lens", "cu_seqlens", "cu_seqlens_padded")}
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in read.items()}
+    return {key: told[key].to(device) if isinstance(told[key], Tensor) else told[key] for key in _FLAT_KEYS}

@@ -128,13 +128,15 @@ class Case:
     """What the batch holds beside; none where only its rows are known."""
     restarts: bool = True
     """Do its positions begin again with each sequence, and there alone?"""
+    at_model: bool = False
+    """Does nobody but the model read what comes out? Trainers count tokens by a 2D mask (TRL)."""
 
     @once
     def exact(self) -> Verdict:
         """May the mask be left out?"""
         return none_is_exact(self.segments, self.pattern)
 
-    @property
+    @once
     def plain(self) -> bool:
         """Plain causal attention, one sequence a row: a 2D mask says everything."""
         return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
@@ -144,7 +146,7 @@ class Case:
         """Does the model carry state from token to token? For a flat row True where nobody said."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
-    @property
+    @once
     def inside(self) -> bool:
         """Does padding stand before or between real tokens of a row?"""
         return self.segments.padding_side not in ("none", "right")

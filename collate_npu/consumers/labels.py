@@ -16,7 +16,7 @@ from collate_npu.arrays import Array
 from collate_npu.consumers.forwards import LabelRule
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.sources import Sources
-from collate_npu.segments import Segments, keep_array
+from collate_npu.segments import Segments
 
 IGNORED = -100
 
@@ -55,7 +55,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, move
     if labels_BS.shape != segments.shape:
         return np.zeros(0, bool)
     read_BS: Array = labels_BS >= 0
-    ids_BS = segments.array if segments.packed else keep_array(segments)
+    ids_BS = segments.array if segments.packed else segments._keep_BS
     real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
     behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
     if not behind or rule != "next":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from collate_npu.consumers.consumer import Case, Consumer
 from collate_npu.consumers.leaks import rope_limit
+from collate_npu.consumers.moving import positions_on
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import repad, unpad
@@ -24,8 +25,8 @@ KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
 
 
-def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | None:
-    """`position_ids` of this batch for this consumer; None where they are left out."""
+def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
+    """`position_ids` of this batch for this consumer, made on this device where it can; None where they are left out."""
     given, rule = sources.get(KEY), case.model.positions
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
     first = case.model.first_position
@@ -35,7 +36,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
     elif given is not None and not isinstance(given, Tensor):
         given = torch.from_numpy(sources.array(KEY))
     if not consumer.counts_positions:
-        return given if given is not None or _has_axes(case, sources) else case.segments.position_ids
+        return given if given is not None or _has_axes(case, sources) else positions_on(case.segments, device)
     derived = kind != "own"
     if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, None if derived else given, sources)
@@ -52,7 +53,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources) -> Tensor | 
     limit = case.model.ask(rope_limit)
     wide = limit is not None and case.segments.shape[1] > limit
     needed = given is not None or case.inside or case.segments.packed or case.padding_free or wide
-    return case.segments.position_ids.add_(first) if needed else None
+    return positions_on(case.segments, device).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.arrays import PaddingSide
 from collate_npu.keys import KEEP_KEY
+from collate_npu.masks.forms import none_is_exact
 from collate_npu.parallel import ContextParallel
 from collate_npu.segments import Segments
 
@@ -41,10 +42,11 @@ class Route:
 
 def say_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
     """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
+    cost = f", {cost_said(route.form, segments)}" if route.form in ("masked", "keep", "bias") else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
     lines = (
         reader,
-        f"{key}: {SPELLED[route.form]} ({route.why})",
+        f"{key}: {SPELLED[route.form]}{cost} ({route.why})",
         f"attention_mask_2d: {kept}",
         f"the first such batch: {shape_said(segments)}",
         f"context parallelism: {cp or 'none'}",
@@ -63,6 +65,28 @@ def say_batch(
         form = "keep_2d" if full.ndim == 2 else "masked"
     route = Route(form=form, keeps_mask_2d=KEEP_KEY in out, why=why)
     say_route(reader, key, route, segments, cp, "whoever reads this batch needs it")
+
+
+def cost_said(form: MaskForm, segments: Segments) -> str:
+    """`18 bytes`, `8.0 MiB`: what such a mask takes; "" where only the kernel's package knows."""
+    B, S = segments.shape
+    each = {"keep_2d": 1, "masked": S, "keep": S, "bias": 4 * S}
+    return bytes_said(each[form] * B * S) if form in each else ""
+
+
+def bytes_said(size: int) -> str:
+    return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
+
+
+def cheapest_said(segments: Segments) -> str:
+    """Which form of these rows takes least and says everything of plain causal attention, and what others take."""
+    dense, in_rows = cost_said("keep", segments), cost_said("keep_2d", segments)
+    if segments.packed:
+        offsets = bytes_said(4 * (segments.num_sequences + 1))
+        return f"offsets of a flat row, {offsets}; a dense 4D takes {dense}"
+    if none_is_exact(segments):
+        return f"None with a causal kernel; the 2D mask takes {in_rows}, the dense 4D that models make of it {dense}"
+    return f"the 2D mask, {in_rows}; the dense 4D that models make of it takes {dense}"
 
 
 def shape_said(segments: Segments) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from collate_npu import debug
 from collate_npu.consumers import leaks
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.families import also_told, why_state_runs_on
@@ -21,6 +22,7 @@ from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.releases import MISSING_KERNEL_RAISES, POSITIONS_SPLIT, SINGLE_ROW_MASKED, installed
 
+_CACHES = frozenset(("past_key_values", "cache_params", "state"))
 SPLITS_BY_POSITIONS = frozenset((
     "ernie4_5_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum",
     "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
@@ -29,12 +31,25 @@ SPLITS_BY_POSITIONS = frozenset((
 masking_utils none (modeling_gpt_oss.py:460-465)."""
 
 
+def _by_kernel(case: Case) -> str:
+    """Where None is exact, and of a 2D mask the model would make a dense one for a slower kernel. A cache needs its mask
+    later, a router's loss reads it, and so do masks that images are told to."""
+    on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
+    if not (case.at_model and on_it and case.exact) or case.padding_free:
+        return ""
+    read = _learns_routing(case) or not _CACHES.isdisjoint(case.keys) or bool(of_kind(case.keys, "vision"))
+    own = case.model.pattern != "causal" or bool(case.model.looks_ahead)
+    return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
+
+
 def _by_2d(case: Case) -> str:
     """Plain attention, and what the model makes of a 2D mask itself: its own window, an encoder's view of both sides."""
     if case.padding_free or case.segments.packed:
         return ""
     if case.plain:
-        return "every layer of a transformers model reads the 2D mask"
+        faster = debug.ON and _by_kernel(replace(case, at_model=True))
+        more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
+        return f"every layer of a transformers model reads the 2D mask{more}"
     if case.model.pattern == "bidirectional" == case.pattern.name:
         return "an encoder reads the 2D mask"
     own = case.pattern in {Pattern.sliding(size) for size in windows(case.model.config) if size}
@@ -162,13 +177,15 @@ def _softmax_over_padding(case: Case) -> bool:
 def _lost_window(case: Case) -> str:
     """Where the model's own window is dropped, and some sequence is longer than it."""
     implementation = case.model.attn_implementation
+    sizes = case.model.ask(windows) if case.model.config is not None else ()
+    if not sizes or sizes[0] >= case.segments.longest_span:
+        return ""
     where = ""
     if "flash" in implementation and find_spec("torch_npu") is not None:
         where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
     elif implementation == "flex_attention" and _needs_dense(case):
         where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
-    sizes = windows(case.model.config) if where and case.model.config is not None else ()
-    return f"{where}, and some layers look back {sizes[0]} places" if sizes and sizes[0] < case.segments.longest_span else ""
+    return f"{where}, and some layers look back {sizes[0]} places" if where else ""
 
 
 def _unreadable(case: Case) -> str:
@@ -188,7 +205,7 @@ def _unplaced(case: Case) -> str:
     if not case.segments.packed or case.recurrent or case.model.config is None:
         return ""
     own = "" if case.model.reads_dense else "it builds its own masks"
-    return leaks.why_padding_leaks(case.model.config, "left") or own
+    return case.model.ask(leaks.why_padding_leaks, "left") or own
 
 
 def _looks_ahead(case: Case) -> str:
@@ -204,6 +221,7 @@ _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
     forms=(
+        Form(form="none", reads="None, where it is exact and nobody but the model reads it", when=_by_kernel),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
         Form(form="block_mask", reads=_FLEX, when=_on("flex_attention")),
         Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),

@@ -274,7 +274,7 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     labels = sources.get("labels")
     if isinstance(labels, Tensor) and tuple(labels.shape) == shape and not labels.is_floating_point():
         labels_BS = sources.array("labels")
-        if not empty_rows and all(labels_BS[b, end - 1] >= 0 for b, _, end in segments.spans):
+        if not empty_rows and all(labels_BS.item(b, end - 1) >= 0 for b, _, end in segments.spans):
             return  # a label on the last token of every sequence
         labelled_BS = labels_BS >= 0
         lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_array(segments)).any(axis=1)

@@ -115,12 +115,26 @@ def dense(
     runs = [(0, 0, S)] if rows is None else _query_runs(rows, S)
     Q = sum(high - low for _, low, high in runs)
     check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
+    device = torch.device(device)
+    if device.type != "cpu" and rows is None and pattern == Pattern.of("causal") and not segments.packed:
+        return _triangle_on(segments, device, dtype, attend, blocked)
     allowed, forbidden = _carried(dtype, attend, blocked)
     out_B1QK = np.empty((B, 1, Q, S), allowed.dtype)
     for (out_QK,), regions in zip(out_B1QK, regions_of(segments)):
         for at, low, high in runs:
             fill_rows(out_QK[at : at + high - low], low, regions, pattern, allowed, forbidden)
     return torch.from_numpy(out_B1QK).view(dtype).to(device)
+
+
+def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, attend: float, blocked: float) -> Tensor:
+    """Plain causal attention, one sequence a row, made on the device of the 2D mask: B * S bytes go there, not B * S * S."""
+    places_S = torch.arange(segments.shape[1], device=device)
+    before_SS, keep_BS = places_S[:, None] >= places_S, segments.keep.to(device, non_blocking=True)
+    attends_B1SS = before_SS & keep_BS[:, None, None]
+    if dtype == torch.bool:
+        return attends_B1SS if attend else attends_B1SS.logical_not_()
+    values = torch.full((), blocked, dtype=dtype, device=device)
+    return torch.where(attends_B1SS, torch.full_like(values, attend), values)
 
 
 def open_empty_rows(masked: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Sources(dict[str, Any]):
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
-        """Are its positions those that follow from its Segments, at every place? The door says so."""
+        """Are its positions those that follow from its Segments? The door says so, or the collator that made them."""
         listed = [name for name, value in self.items() if value is not None and name in _ROLES]
         for name in sorted(listed, key=_ORDER.__getitem__):
             self.named[_ROLES[name]] += (name,)

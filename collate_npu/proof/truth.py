@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.adapter import own_patterns
+from collate_npu.consumers.adapter import AT_MODEL, own_patterns
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import consumer_of, has_two_sides
 from collate_npu.errors import AmbiguousMaskError
@@ -35,9 +36,10 @@ def case_of(
         try:
             segments = _agreed(sources, declared, about)
         except AmbiguousMaskError:
-            if not (held := _held(sources)):
+            known, held = AT_MODEL.get(get_ident()), _held(sources)
+            if not held and (known is None or known.shape != sources.shape()):
                 raise
-            segments = _agreed(sources | held, declared, about)
+            segments = _agreed(sources | held, declared, about) if held or known is None else known
     flat = len(segments.ids) == 1 and any(sources[key] is not None for key in of_kind(sources, "offsets"))
     return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
 

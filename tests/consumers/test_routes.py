@@ -49,7 +49,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     [
         ({"attention_mask": None}, "attention_mask: None (why)"),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask: the 2D mask, True or 1 = real (why)"),
-        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask: 4D, True is blocked (why)"),
+        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask: 4D, True is blocked, 4 bytes (why)"),
         ({"attention_masks": {"full": None}}, "attention_masks: a mask for each kind of layer (why)"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
+from collate_npu import BatchAdapter, CollateError, adapt, guard_first_batch  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import reference_kernels, tiny_model  # noqa: E402
@@ -49,6 +49,7 @@ def nested():
 
 LAYOUTS = {
     "padded left": padded,
+    "padded right": lambda: padded("right"),
     "packed": packed,
     "packed beside a mask of ones": lambda: packed(attention_mask=torch.ones(1, 23, dtype=torch.long)),
     "packed, nested offsets": nested,
@@ -130,7 +131,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(("family", "first"), [("qwen3", True), ("qwen3_next", False)], ids=["adapt first", "wrapper first"])
 def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypatch):
-    recurrent_flat = family == "qwen3_next" and layout != "padded left"
+    recurrent_flat = family == "qwen3_next" and not layout.startswith("padded")
     if family == "qwen3_next" and not KERNELS_TOLD.holds():
         pytest.skip("nobody sees what its layers call, and 4.57 has no gradient of them on a CPU")
     model, calls, mend = model_of(family), [], BatchAdapter.mended
@@ -146,7 +147,63 @@ def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypat
     assert not adapted(wrapped)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "padded left"])
+KERNEL = "padded right, without a mask"
+MASKED = "with one"
+
+
+@pytest.mark.parametrize(
+    ("side", "more", "told"),
+    [
+        ("right", {}, KERNEL),
+        ("left", {}, MASKED),
+        ("right", {"past_key_values": "a cache"}, MASKED),
+        ("right", {"output_router_logits": True}, MASKED),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_right_padding_needs_no_mask_in_the_causal_kernel(family, side, more, told, monkeypatch):
+    """And where a cache or a router's loss would miss it, it stays."""
+    model, sdpa, masks = model_of(family), nn.functional.scaled_dot_product_attention, []
+
+    def listen(*args, **kwargs):
+        masks.append(kwargs["attn_mask"])
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", listen)
+    model.config.output_router_logits = "output_router_logits" in more
+    if "past_key_values" in more:
+        more = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    plain = model(**padded(side), **{**more, "past_key_values": copy.deepcopy(more.get("past_key_values"))})
+    keep = padded(side)["attention_mask"] > 0
+    masks.clear()
+    with adapt(model):
+        out = model(**padded(side), **more)
+    assert {mask is None for mask in masks} == {told == KERNEL}
+    if side == "right":  # the model's own mask is right there
+        assert torch.allclose(out.logits[keep], plain.logits[keep], atol=1e-4)
+    if "output_router_logits" in more:
+        assert torch.allclose(out.aux_loss, plain.aux_loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_proof_knows_what_the_batch_said_where_none_took_its_place(family):
+    model, said = model_of(family), []
+    with adapt(model):
+        remove = guard_first_batch(model, report=said.append)
+        model(**padded("right"))
+        assert "attention: nothing ✔" in str(said[0])
+        remove()
+        moved = model.model.register_forward_pre_hook(
+            lambda *given: (given[1], {**given[2], "position_ids": torch.arange(12)[None] + 1 + torch.arange(12) // 3}),
+            with_kwargs=True, prepend=True,
+        )  # fmt: skip
+        guard_first_batch(model, report=said.append)
+        with pytest.raises(CollateError, match="position"):
+            model(**padded("right"))
+        moved.remove()
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("padded")])
 def test_a_flat_row_of_a_hybrid_without_kernels_is_refused_with_a_remedy(layout):
     if not KERNELS_TOLD.holds():
         pytest.skip("4.57 has no gradient of its layers on a CPU")

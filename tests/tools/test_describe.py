@@ -21,6 +21,19 @@ def test_padding_and_its_side(side):
     assert "hazard" not in text
 
 
+CHEAPEST = {
+    "right": "cheapest exact form: None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D",
+    "left": "cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes",
+    "packed": "cheapest exact form: offsets of a flat row, 12 bytes; a dense 4D takes 16 bytes",
+}
+
+
+@pytest.mark.parametrize("rows", CHEAPEST)
+def test_the_cheapest_form_and_what_it_takes(rows):
+    settings = {"padding_free": True} if rows == "packed" else {"pad_token_id": 0, "padding_side": rows}
+    assert CHEAPEST[rows] in describe(PaddingCollator(**settings)(FEATURES))
+
+
 def test_a_notebook_and_a_prompt_show_lines():
     text = describe(PaddingCollator(pad_token_id=0)(FEATURES))
     assert repr(text) == str(text) != str.__repr__(text)

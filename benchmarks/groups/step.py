@@ -1,0 +1,197 @@
+"""Whole training steps of a small model: loader, collator, adapter, copy, forward, backward; rows as long as those of
+instruction data. Each way trains on the same rows, and its loss over all their labels must be ours.
+
+`--device cuda` (or npu) runs them on a card. Tokens are the real ones; memory is what a pass adds at its peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks import peers
+from benchmarks.groups.dense import arithmetic
+from benchmarks.inputs import IGNORED
+from benchmarks.peers import rival
+from benchmarks.timing import Case, Work, size_of
+from collate_npu import PaddingCollator, adapt
+from collate_npu.testing import tiny_model
+
+DEVICE = os.environ.get("COLLATE_NPU_BENCH_DEVICE", "cpu")
+ON_CARD = DEVICE != "cpu"
+VOCABULARY = 512
+SIZES = {(8, 1024): 2, (4, 4096): 1}
+"""Rows of a batch and the longest of them, and how many batches a pass has."""
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "llama": {}, "mistral": {"sliding_window": 4096}}
+"""What differs from the tiny model of the family: the window is Mistral 7B's."""
+CLOSE = 1e-3
+Sample = dict[str, Any]
+Collating = Callable[[Any], Work]
+"""A model to its collator."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over all rows gave and took."""
+
+    loss: float
+    """Summed over labels."""
+    nbytes: int
+    """Of the batches, as they leave the collator."""
+    facts: dict[str, float]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for family in FAMILIES:
+        for (rows, width), batches in ({(4, 128): 2} if quick else SIZES).items():
+            yield case(family, rows, width, batches)
+
+
+def case(family: str, rows: int, width: int, batches: int) -> Case:
+    samples = instruction_rows(rows, width, batches)
+    in_order = sorted(samples, key=lambda sample: len(sample["input_ids"]))
+
+    def way(name: str, collating: Collating, given: Sequence[Sample] = samples, **how: Any) -> Any:
+        return rival(name, lambda: steps_of(family, collating, given, rows, **how), agrees=_same_loss)
+
+    rivals = [
+        way("ours, the 2D mask", padded),
+        *([way("ours, adapted, rows sorted by length", padded, in_order, adapted=True)] if batches > 1 else []),
+        way("ours, one flat row", flat, flat_row=True),
+        way("transformers Seq2Seq", lambda _: peers.seq2seq("right")),
+        way("TRL", lambda _: peers.trl()),
+        way("a dense 4D mask, by arithmetic", dense),
+    ]
+    return Case("step", f"{family} {rows}x{width}, {DEVICE}", way("ours, adapted", padded, adapted=True), rivals)
+
+
+def instruction_rows(rows: int, width: int, batches: int) -> list[Sample]:
+    """Lengths are log-normal around a quarter of the width, one row of each batch has all of it; a third is the prompt."""
+    draw = np.random.default_rng(rows * width)
+    samples = []
+    for n in range(rows * batches):
+        drawn = int(width / 4 * np.exp(draw.normal(0, 0.7)))
+        length = width if n % rows == rows // 2 else min(max(drawn, 16), width)
+        ids = draw.integers(1, VOCABULARY - 1, length)
+        labels = np.where(np.arange(length) < length // 3, IGNORED, ids)
+        samples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return samples
+
+
+def padded(model: Any) -> Work:
+    return PaddingCollator(peers.tokenizer("right"), model=model)
+
+
+def flat(model: Any) -> Work:
+    return PaddingCollator(model=model, padding_free=True)
+
+
+def dense(_: Any) -> Work:
+    """The 2D mask times a triangle, as a collator of one's own makes it: True attends."""
+    collate = peers.seq2seq("right")
+    return lambda samples: (batch := collate(samples)) | {"attention_mask": ~arithmetic(batch["attention_mask"])}
+
+
+def steps_of(
+    family: str, collating: Collating, samples: Sequence[Sample], rows: int, *, adapted: bool = False, flat_row: bool = False
+) -> Work:
+    """A pass over the rows; the first one measures what it takes, behind a step that nobody counts."""
+    model = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=_attention(flat_row))
+    for name, value in FAMILIES[family].items():
+        setattr(model.config, name, value)
+    collate, model = collating(model), model.to(DEVICE)
+    if adapted:
+        adapt(model)
+    loader = DataLoader(samples, batch_size=rows, collate_fn=collate)  # type: ignore[arg-type]
+    _step(model, next(iter(loader)))
+    taken: dict[str, float] = {}
+
+    def work(_: Any) -> Pass:
+        if taken:
+            return _pass(model, loader, {})
+        taken["tokens"] = sum(len(sample["input_ids"]) for sample in samples)
+        before = _peak_begins()
+        done = _pass(model, loader, taken)
+        taken["peak"] = _peak() - before
+        return done
+
+    return work
+
+
+def _pass(model: Any, loader: Any, facts: dict[str, float]) -> Pass:
+    """On a card its own clock tells the device's share, from the first copy to the last gradient."""
+    events = [torch.get_device_module(DEVICE).Event(enable_timing=True) for _ in range(2 * ON_CARD)]
+    loss, made, moved = 0.0, 0, 0
+    start = perf_counter()
+    for event in events[:1]:
+        event.record()
+    for batch in loader:
+        found, sent = _step(model, batch)
+        loss, made, moved = loss + found, made + size_of(batch), moved + sent
+    for event in events[1:]:
+        event.record()
+        event.synchronize()
+        facts["on the device"] = events[0].elapsed_time(event) / 1e3
+    facts |= {"moved": moved, "seconds": perf_counter() - start}
+    return Pass(float(loss), made, facts)
+
+
+def _step(model: Any, batch: dict[str, Any]) -> tuple[Any, int]:
+    """Loss times labels, left on the device, and the bytes that went there."""
+    labels = batch["labels"][:, 1:] != IGNORED
+    inputs = {key: x.to(DEVICE, non_blocking=True) if isinstance(x, Tensor) else x for key, x in batch.items()}
+    loss = model(**inputs, use_cache=False).loss if "use_cache" not in inputs else model(**inputs).loss
+    loss.backward()
+    model.zero_grad()
+    return loss.detach() * int(labels.sum()), size_of(batch)
+
+
+def _attention(flat_row: bool) -> str:
+    """What reads the offsets of a flat row on a card, where it is installed."""
+    return "flash_attention_2" if flat_row and ON_CARD and _installed("flash_attn") else "sdpa"
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def _same_loss(ours: Pass, theirs: Pass) -> None:
+    assert abs(ours.loss - theirs.loss) <= CLOSE * abs(ours.loss), f"the loss differs: {ours.loss} and {theirs.loss}"
+
+
+# --- memory: of the card as torch counts it, of the host as Linux does
+
+
+def _peak_begins() -> float:
+    if ON_CARD:
+        module = torch.get_device_module(DEVICE)
+        module.reset_peak_memory_stats()
+        return float(module.memory_allocated())
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again (proc(5))
+    return _status("VmRSS")
+
+
+def _peak() -> float:
+    return float(torch.get_device_module(DEVICE).max_memory_allocated()) if ON_CARD else _status("VmHWM")
+
+
+def _status(name: str) -> float:
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024.0 * int(found[1])
