@@ -101,7 +101,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def _group(axes: Axes, title: str, lines: Sequence[tuple[str, list[dict[str, Any]]]], at: int) -> int:
     """A title and its lines, from this place downwards; the next place."""
-    axes.text(0.005, at, title, transform=axes.get_yaxis_transform(), fontweight="bold", fontsize=8, va="center", zorder=5)
+    axes.text(
+        0.005,
+        at,
+        title,
+        transform=axes.get_yaxis_transform(),
+        fontweight="bold",
+        fontsize=8,
+        va="center",
+        zorder=5,
+        bbox={"color": "white", "pad": 1},
+    )
     for y, (_, found) in enumerate(lines, at + 1):
         if (y - at) % 2:
             axes.axhspan(y - 0.5, y + 0.5, color=BAND, zorder=0)
@@ -149,7 +159,7 @@ def _head(figure: Any, result: dict[str, Any], high: float) -> None:
     names = ("transformers", "trl", "ms-swift", "twinkle-kit", "verl", "megatron-core", "torch")
     peers = "  ".join(f"{name} {found[name].partition('+')[0]}" for name in names if found[name] != "absent")
     figure.text(
-        0.02, 1 - 0.22 / high, "collate_npu: times faster than each peer, in one run", fontsize=11.5, fontweight="bold"
+        0.02, 1 - 0.22 / high, "collate_npu: times faster than each peer, on one machine", fontsize=11.5, fontweight="bold"
     )
     threads = "one thread" if result["torch threads"] == 1 else f"{result['torch threads']} threads"
     figure.text(0.02, 1 - 0.38 / high, f"{peers}  ·  {result['machine']['cpu']}, {threads}", fontsize=6.6, color=FAINT)
