@@ -288,7 +288,7 @@ class Segments:
     @once
     def longest_span(self) -> int:
         """Places from the first to the last token of the widest sequence, holes counted."""
-        return max((end - start for _, start, end in self.spans), default=0)
+        return max([end - start for _, start, end in self.spans], default=0)
 
     @once
     def hole_rows(self) -> tuple[int, ...]:
@@ -332,10 +332,13 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
     return segments
 
 
+_SIDES: tuple[Side, ...] = get_args(Side)
+
+
 def of_keep(keep_BS: Array) -> Segments:
     """As `Segments.from_keep`, of a bool array."""
-    real, sides = np.count_nonzero(keep_BS), get_args(Side)
-    for side in sides:
+    real = np.count_nonzero(keep_BS)
+    for side in _SIDES:
         if real == sum(lengths := arrays.one_run(keep_BS, side)):
             segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
             segments._keep_BS = keep_BS.copy()  # whose it is may write to it

@@ -72,6 +72,7 @@ def case(family: str, rows: int, width: int, batches: int) -> Case:
         way("ours, one flat row", flat, flat_row=True),
         way("transformers Seq2Seq", lambda _: peers.seq2seq("right")),
         way("TRL", lambda _: peers.trl()),
+        way("ms-swift template", lambda _: peers.swift("right")),
         way("a dense 4D mask, by arithmetic", dense),
     ]
     return Case("step", f"{family} {rows}x{width}, {DEVICE}", way("ours, adapted", padded, adapted=True), rivals)

@@ -36,6 +36,7 @@ _OF_TOKENS = (
     "Rename the column to input_ids; rows of one length, as Megatron's, keep their names, and labels that stand with the "
     "token before, under wrap_collator(torch.utils.data.default_collate)."
 )
+_BOOLS = np.dtype(bool)
 _BOOL = "values that are true or false"
 _BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
@@ -58,8 +59,8 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     columns = _columns(features, keys)
     lengths = _lengths(columns)
     truth = {key: column for key, column in columns.items() if key in keys and keys[key].kind == "truth"}
-    positions = columns.get("position_ids", Rows())
-    segment_ids = own_segments(truth, lengths, positions) if truth or positions else None
+    positions = columns.get("position_ids")
+    segment_ids = own_segments(truth, lengths, positions or []) if truth or positions else None
     real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
     if 0 in real and not allow_empty:
         rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
@@ -150,7 +151,7 @@ def _lengths(columns: dict[str, Rows]) -> list[int]:
     if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if not _is_flat(row)]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
-    bools = bool in rows.firsts if rows.lists else not rows.flat or any(dtype.kind == "b" for dtype in rows.flat)
+    bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
     if bad := [(b, _BOOL) for b, row in enumerate(rows) if len(row) and _is_bool(row)] if bools else []:
         rule = "input_ids are whole numbers; a mask of them goes under attention_mask."
         raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
@@ -210,7 +211,7 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
 def _is_targets(column: Rows, lengths: list[int]) -> bool:
     """Float labels are one vector of targets a sample (multi-label classification), not labels of tokens."""
     if column.flat:
-        return all(column.lengths) and all(dtype.kind == "f" for dtype in column.flat)
+        return all(column.lengths) and {dtype.kind for dtype in column.flat} == {"f"}
     looked_at = slice(_LOOKED_AT if column.lengths == lengths else None)
     return all(len(row) and _holds_floats(row[looked_at]) for row in column)
 
@@ -264,7 +265,9 @@ def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, 
 
 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
-    if not isinstance(samples, Sequence) or isinstance(samples, (str, bytes)) or not samples:
+    if not samples or (
+        type(samples) is not list and (not isinstance(samples, Sequence) or isinstance(samples, (str, bytes)))
+    ):
         got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
         raise CollateError(explain("features", got, _RULE, "Check the dataset and the sampler."))
     if set(map(type, samples)) != {dict}:

@@ -28,7 +28,7 @@ Filler = float | Literal["last"]
 """What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
-_ARRAYS, _INTS = {np.ndarray}, {int}
+_ARRAYS, _TENSORS, _INTS = {np.ndarray}, {Tensor}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
 _NUMPY = methodcaller("numpy")
@@ -75,8 +75,8 @@ class Rows(list[Any]):
         self.firsts, self.flat, self.lists = _NO_TYPES, _NO_TYPES, False
         if types == _ARRAYS:
             seen = {(row.ndim, row.dtype) for row in self}
-            if all(n == 1 and dtype.kind in "iubf" for n, dtype in seen):
-                self.flat = {dtype for _, dtype in seen}
+            flat = {dtype for n, dtype in seen if n == 1 and dtype.kind in "iubf"}
+            self.flat = flat if len(flat) == len(seen) else _NO_TYPES
         elif types <= _LISTS:
             self.firsts = {type(row[0]) for row in self if row}
             self.lists = self.firsts <= _INTS or not any(row and is_ragged(row[0]) for row in self)
@@ -92,10 +92,11 @@ class Rows(list[Any]):
 def on_host(key: str, values: Sequence[Any]) -> Rows:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
     types = set(map(type, values))
-    if types <= _LISTS or types == _ARRAYS or not any(issubclass(kind, Tensor) for kind in types):
+    plain = types == _TENSORS
+    if types <= _LISTS or types == _ARRAYS or not (plain or any(issubclass(kind, Tensor) for kind in types)):
         return Rows.of(values)
     try:
-        if types == {Tensor}:
+        if plain:
             return Rows(map(_NUMPY, values))
         return Rows([row.numpy() if isinstance(row, Tensor) else row for row in values])
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph

@@ -235,7 +235,7 @@ class BatchAdapter:
         if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
-        if any(out.get(key) is None for key in _FLAT_KEYS) and self.consumer.reads_offsets(case):
+        if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
             _drop_unread(out, alone=case.padding_free and not segments.packed and bool(self.model.boundaries_unread))

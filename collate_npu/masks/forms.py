@@ -50,6 +50,9 @@ class Verdict:
         return self.ok
 
 
+_EXACT = Verdict(True, "causal attention, padding on the right only, one sequence a row")
+
+
 def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verdict:
     """May the mask be left out, for a consumer that then attends causally and ignores outputs at padding?
 
@@ -73,7 +76,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     if segments.padding_side not in ("none", "right"):
         where = "on the left" if segments.padding_side == "left" else "before or between real tokens"
         return Verdict(False, f"padding stands {where}, so real tokens would attend it")
-    return Verdict(True, "causal attention, padding on the right only, one sequence a row")
+    return _EXACT
 
 
 @checked
