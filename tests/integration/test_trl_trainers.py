@@ -131,7 +131,8 @@ def test_preference_trainers(kind, name, tmp_path):
         errors[case], compared = seen.error(sequences)
         assert compared >= len(sequences)
         if case.endswith(("wrapped", "adapted")) and name == "qwen3_next":
-            assert all(form.startswith("int64") for form in seen.masks["linear_attn"])
+            told = {form.split()[0] for form in seen.masks["linear_attn"]}  # adapt gives None to a batch without padding
+            assert "int64" in told <= {"int64", "None"}
     assert (errors.pop("left") > WRONG) == (name == "qwen3_next")
     assert max(errors.values()) < RIGHT
 
