@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collate_npu import BatchAdapter, PaddingCollator, debug, wrap_collator
+from collate_npu import BatchAdapter, PaddingCollator, Segments, debug, wrap_collator
 
 
 def process(code, on=True, tmp_path=None, *arguments):
@@ -133,3 +133,14 @@ def test_what_is_off_is_never_called(monkeypatch):
     monkeypatch.setattr(debug, "say", None)
     batch = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")([{"input_ids": [1]}])
     BatchAdapter(needs_mask_2d=True, consumer="megatron")(batch)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(("side", "faster"), [("right", True), ("left", False)])
+def test_a_faster_form_is_named_where_it_is_exact(monkeypatch, side, faster):
+    pytest.importorskip("transformers")
+    from collate_npu.testing import tiny_model
+
+    monkeypatch.setattr(debug, "ON", True)
+    route = BatchAdapter(tiny_model("llama", vocab_size=9)).route(Segments.from_lengths([2, 5], side=side))
+    assert route.why.endswith("and faster: adapt(model), or attention_mask='omit'") == faster

@@ -20,10 +20,10 @@ LINES = {
     "consumers": (2670, 1950),
     "collate": (1760, 1500),
     "proof": (4540, 1900),
-    "integrations": (3290, 3000),
+    "integrations": (3295, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
-    "tests": (46260, 33000),
+    "tests": (46800, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13010, 12000)}

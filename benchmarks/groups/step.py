@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -134,29 +133,26 @@ def steps_of(
 def _pass(model: Any, loader: Any, facts: dict[str, float]) -> Pass:
     """On a card its own clock tells the device's share, from the first copy to the last gradient."""
     events = [torch.get_device_module(DEVICE).Event(enable_timing=True) for _ in range(2 * ON_CARD)]
-    loss, made, moved = 0.0, 0, 0
-    start = perf_counter()
+    loss, made = 0.0, 0
     for event in events[:1]:
         event.record()
     for batch in loader:
-        found, sent = _step(model, batch)
-        loss, made, moved = loss + found, made + size_of(batch), moved + sent
+        loss, made = loss + _step(model, batch), made + size_of(batch)
     for event in events[1:]:
         event.record()
         event.synchronize()
         facts["on the device"] = events[0].elapsed_time(event) / 1e3
-    facts |= {"moved": moved, "seconds": perf_counter() - start}
     return Pass(float(loss), made, facts)
 
 
-def _step(model: Any, batch: dict[str, Any]) -> tuple[Any, int]:
-    """Loss times labels, left on the device, and the bytes that went there."""
+def _step(model: Any, batch: dict[str, Any]) -> Any:
+    """The loss times labels, left on the device."""
     labels = batch["labels"][:, 1:] != IGNORED
     inputs = {key: x.to(DEVICE, non_blocking=True) if isinstance(x, Tensor) else x for key, x in batch.items()}
-    loss = model(**inputs, use_cache=False).loss if "use_cache" not in inputs else model(**inputs).loss
+    loss = model(**{"use_cache": False, **inputs}).loss
     loss.backward()
     model.zero_grad()
-    return loss.detach() * int(labels.sum()), size_of(batch)
+    return loss.detach() * int(labels.sum())
 
 
 def _attention(flat_row: bool) -> str:

@@ -265,9 +265,8 @@ def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, 
 
 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
-    if not samples or (
-        type(samples) is not list and (not isinstance(samples, Sequence) or isinstance(samples, (str, bytes)))
-    ):
+    listed = type(samples) is list or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)))
+    if not listed or not samples:
         got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
         raise CollateError(explain("features", got, _RULE, "Check the dataset and the sampler."))
     if set(map(type, samples)) != {dict}:

@@ -153,9 +153,8 @@ class Emitter:
         else:
             out = {**batch, "attention_mask": self._mask(segments), KEEP_KEY: segments.keep}
             out.pop(SEGMENT_KEY, None)
-            if segments.packed or not all(
-                segments.lengths
-            ):  # a 2D mask says neither where sequences part nor that a row is empty
+            # a 2D mask says neither where sequences part nor that a row is empty
+            if segments.packed or not all(segments.lengths):
                 out[SEGMENT_KEY] = segments.ids
         if self.attention_mask == "omit":
             exact = none_is_exact(segments, self._attends)

@@ -106,6 +106,8 @@ class BatchAdapter:
         """The pattern that the caller, or an encoder, declares; None leaves it open."""
         self.pattern = self.declared or CAUSAL
         self.labels = rule_of(self.model.labels, self.pattern)
+        self.at_model = False
+        """As `Case.at_model`; `adapt` sets it."""
         self._check()
 
     def _check(self) -> None:
@@ -174,13 +176,13 @@ class BatchAdapter:
         with ranks_agree(cp, call="split"):
             return self.mended(Sources.of(batch), padding_free=self.padding_free)
 
-    def mended(self, sources: Sources, *, padding_free: bool, at_model: bool = False) -> tuple[dict[str, Any], Segments]:
-        """A stranger's batch routed, with the labels that a loss should see, and its Segments. `at_model`: see `Case`."""
+    def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
+        """A stranger's batch routed, with the labels that a loss should see, and its Segments."""
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         shifted = False if self.labels_shifted is None and moves else self.labels_shifted
         labels = labels_for(sources, segments, self.labels, shifted)
-        return self.routed(sources | labels if labels else sources, segments, padding_free, at_model=at_model), segments
+        return self.routed(sources | labels if labels else sources, segments, padding_free), segments
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
@@ -213,20 +215,15 @@ class BatchAdapter:
         return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
 
     def routed(
-        self,
-        sources: Sources,
-        segments: Segments,
-        padding_free: bool | None,
-        device: torch.device | None = None,
-        *,
-        at_model: bool = False,
+        self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
         """As `render`, of what is known to be a batch and its Segments."""
         held = [key for key, value in sources.items() if value is not None]
-        case, batch = self._case(segments, padding_free, held, at_model), sources
+        case, batch = self._case(segments, padding_free, held), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
-        positions = positions_for(self.consumer, case, sources, self.device)
+        made_on = self.device if self.context_parallel is None else None  # ranks compare their shares on the host
+        positions = positions_for(self.consumer, case, sources, made_on)
         if positions is not None:
             out[KEY] = positions if self.device else positions.to(device)
         if self.consumer.uncached(case):
@@ -265,12 +262,10 @@ class BatchAdapter:
         """
         return self._route(self._case(segments, padding_free))
 
-    def _case(
-        self, segments: Segments, padding_free: bool | None, keys: Collection[str] = (), at_model: bool = False
-    ) -> Case:
+    def _case(self, segments: Segments, padding_free: bool | None, keys: Collection[str] = ()) -> Case:
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
         flat = self.padding_free if padding_free is None else padding_free
-        return Case(segments=segments, padding_free=flat, keys=keys, at_model=at_model, **known)
+        return Case(segments=segments, padding_free=flat, keys=keys, at_model=self.at_model, **known)
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:

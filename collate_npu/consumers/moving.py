@@ -61,7 +61,9 @@ def _waits(value: Any) -> bool:
 
 
 def _alone(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
 
 
 def _in_one(tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:

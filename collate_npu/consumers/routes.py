@@ -42,7 +42,8 @@ class Route:
 
 def say_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
     """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
-    cost = f", {cost_said(route.form, segments)}" if route.form in ("masked", "keep", "bias") else ""
+    whole = cp is None and route.form in ("masked", "keep", "bias")
+    cost = f", {cost_said(route.form, segments)}" if whole else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
     lines = (
         reader,

@@ -86,7 +86,7 @@ class _Door:
         self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Door], outer: list[nn.Module]
     ) -> None:
         self.settings, self.inside, self.outer = settings, inside, outer
-        self.adapter = BatchAdapter(module, **settings)
+        self.adapter = self._made(module)
         self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
         self.lora = self._has_lora()
 
@@ -115,7 +115,7 @@ class _Door:
         elif (ranks := sharing_ranks()) > 1:
             check_share(self._current(module), module, batch, ranks)
         else:
-            mended, segments = self._current(module).mended(batch, padding_free=_is_flat(batch), at_model=True)
+            mended, segments = self._current(module).mended(batch, padding_free=_is_flat(batch))
             _check_last(batch, segments)
             AT_MODEL[get_ident()] = segments
             out = (args[len(self.names) :], mended)
@@ -126,8 +126,13 @@ class _Door:
         """The adapter, built anew where another attention was set since."""
         named = getattr(text_config(self.adapter.model.config), "_attn_implementation", None)
         if "attn_implementation" not in self.settings and (named or "sdpa") != self.adapter.model.attn_implementation:
-            self.adapter = BatchAdapter(module, **self.settings)
+            self.adapter = self._made(module)
         return self.adapter
+
+    def _made(self, module: nn.Module) -> BatchAdapter:
+        made = BatchAdapter(module, **self.settings)
+        made.at_model = True
+        return made
 
 
 def _decodes(batch: Sources) -> bool:

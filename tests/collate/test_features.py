@@ -10,7 +10,7 @@ import strategies
 import torch
 from hypothesis import given
 
-from collate_npu import CollateError
+from collate_npu import CollateError, PaddingCollator
 from collate_npu.collate.features import read_features
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
@@ -162,3 +162,9 @@ def test_refusals_name_key_and_rows(features, told):
     with pytest.raises(CollateError) as raised:
         read_features(features)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [np.zeros((2, 3)), torch.zeros(2, 3), "abc", [], None, {1, 2}, range(3)], ids=repr)
+def test_what_is_no_batch_of_samples_is_told_so(given):
+    with pytest.raises(CollateError, match="features"):
+        PaddingCollator(pad_token_id=0)(given)

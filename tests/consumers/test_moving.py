@@ -35,6 +35,12 @@ def test_what_is_no_plain_host_tensor_goes_by_itself():
     assert (out["masks"]["full"].is_meta, out["masks"]["linear"]) == (True, None)
 
 
+def test_a_block_mask_made_there_goes_along():
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "segment_ids": torch.tensor([[1, 1, 2, 2]])}
+    adapter = BatchAdapter(needs_mask_2d=False, consumer="transformers", attn_implementation="flex_attention", device="cpu")
+    assert type(adapter(batch)["attention_mask"]).__name__ == "BlockMask"
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.sampled_from(["left", "right"]))
 def test_positions_made_on_a_device_are_those_of_the_host(lengths, side):
     segments = Segments.from_lengths(lengths, 7, side)
