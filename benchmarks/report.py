@@ -86,7 +86,8 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
 
 def _step(seconds: float, facts: dict[str, float], made: int, slower: str = "") -> tuple[str, ...]:
     speed = f"{facts['tokens'] / seconds:,.0f}"
-    return time(seconds), speed, slower, f"{made / 1e6:.2f} MB", f"{facts['peak'] / 1e6:.0f} MB"
+    passed = time(seconds) + (f" ({time(facts['on the device'])} on the device)" if "on the device" in facts else "")
+    return passed, speed, slower, f"{made / 1e6:.2f} MB", f"{facts['peak'] / 1e6:.0f} MB"
 
 
 def _add_case(table: Table, case: str, rows: list[dict[str, Any]]) -> None:
