@@ -117,6 +117,8 @@ BESIDE_TORCH_NPU = tuple(
     f"tests/{name}" for name in ("test_imports.py", "collate", "consumers", "masks/test_forms.py", "tools/env")
 )
 """What a torch_npu that does not load can change: imports, the routes by device, kernels of torch, the machine's report."""
+ROOMS = ("masks", "collate", "consumers", "parallel", "kernels", "proof", "tools")
+"""Those with tests of their own."""
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
 
 
@@ -182,6 +184,19 @@ def fuzz(session: nox.Session) -> None:
     env = {**ENV, "HYPOTHESIS_PROFILE": "fuzz"}
     session.run("pytest", *TWO_WORKERS, "-m", "hypothesis", "--ignore=tests/distributed", *session.posargs, env=env)
     session.run("pytest", *TWO_WORKERS, "tests/producers", *session.posargs, env=env)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Small changes to the code, which tests must notice: 40 of one room, or so many of all: `nox -s mutants -- 400`."""
+    install_tests(session)
+    env = {**FAST, "PYTHONPATH": "tests", "COLLATE_NPU_MUTANTS": "40"}
+    if session.posargs:
+        where, env["COLLATE_NPU_MUTANTS"] = ["tests"], session.posargs[0]
+    else:
+        room = ROOMS[int(os.environ.get("COLLATE_NPU_SEED", "0")) % len(ROOMS)]
+        where, env["COLLATE_NPU_MUTANTS_OF"] = [f"tests/{room}", "tests/test_laws.py"], f"collate_npu.{room}"
+    session.run("pytest", "-q", "-p", "mutants.hunting", "-m", "not slow", *where, env=env)
 
 
 @nox.session

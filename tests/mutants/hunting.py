@@ -1,0 +1,193 @@
+"""A pytest plugin (`-p mutants.hunting`) that hunts mutants: the tests run once, in two processes, and note which changes
+they come by; then each change wakes in a process of its own, and the tests that came by it run until one fails.
+
+COLLATE_NPU_MUTANTS says how many are drawn, COLLATE_NPU_SEED which. A survivor is a test that is missing, a change that
+changes nothing, or a check that nothing needs; `known.txt` holds those of the last two kinds with their reasons.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from mutants.changes import Change, Switch, all_changes, drawn, installed
+
+COUNT = int(os.environ.get("COLLATE_NPU_MUTANTS", "40"))
+SEED = int(os.environ.setdefault("COLLATE_NPU_SEED", str(time.time_ns() // 1000 % 1_000_000)))
+ROOMS = tuple(filter(None, os.environ.get("COLLATE_NPU_MUTANTS_OF", "").split()))
+"""Modules that begin so, alone."""
+KNOWN = Path(__file__).with_name("known.txt")
+ALLOWED, FEW = 0.03, 4
+"""The share that may survive, and so many of a sample that is small: of 40 with 3 in 100 alive, 5 are one sample in 200."""
+WORKERS = 2
+PATIENCE = 60.0
+"""Seconds a mutant has beyond what its tests took without it, and the most that the tests of one may take."""
+
+
+def known() -> set[str]:
+    """What survives for a reason, a line each with its reason behind a tab."""
+    lines = KNOWN.read_text("utf-8").splitlines() if KNOWN.exists() else []
+    return {line.partition("\t")[0] for line in lines}
+
+
+def candidates() -> list[Change]:
+    skipped = known()
+    return [c for c in all_changes() if c.module.startswith(ROOMS or "collate_npu") and str(c) not in skipped]
+
+
+CHANGES = drawn(COUNT, SEED, candidates())
+SWITCH = installed(CHANGES)  # before conftest imports the package
+
+
+def pytest_report_header() -> str:
+    return f"mutants: {len(CHANGES)} drawn with COLLATE_NPU_SEED={SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    items = session.items
+    _do_not_shrink(items)
+    halves = [items[n * len(items) // WORKERS : (n + 1) * len(items) // WORKERS] for n in range(WORKERS)]
+    reached = _reached([(half, _forked(lambda half=half: _noted(half, SWITCH))) for half in halves])
+    hunted = [number for number in range(len(CHANGES)) if reached.get(number)]
+    hunts = {number: _nearest(CHANGES[number], reached[number]) for number in hunted}
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    fates = _hunted(hunts, terminal.write)
+    session.config.stash[FATES] = fates
+    alive = sum(fate == "alive" for fate in fates.values())
+    session.testsfailed = alive * (alive > max(ALLOWED * len(fates), FEW))
+    return True
+
+
+FATES = pytest.StashKey[dict[int, str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Who survived, who was not come by, and the share of the killed among the others."""
+    fates, say = config.stash.get(FATES, {}), terminalreporter.write_line
+    missed = [change for number, change in enumerate(CHANGES) if number not in fates]
+    alive = [CHANGES[number] for number, fate in fates.items() if fate == "alive"]
+    for title, some in (("no test came by", missed), ("survived", alive)):
+        for change in some:
+            say(f"{title}: {change.module.replace('.', '/')}.py:{change.line}\t{change}")
+    killed = len(fates) - len(alive)
+    say(f"mutants: {len(CHANGES)} drawn, {len(missed)} not come by; {killed} of {len(fates)} killed; seed {SEED}")
+
+
+def _do_not_shrink(items: Iterable[pytest.Item]) -> None:
+    """The first failure is enough."""
+    for item in items:
+        function = getattr(item, "function", None)
+        if getattr(function, "is_hypothesis_test", False):
+            own = getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
+            function._hypothesis_internal_use_settings = settings(own, phases=[Phase.explicit, Phase.generate])
+
+
+# --- the tests by themselves
+
+
+Noted = list[tuple[str, float, list[int]]]
+
+
+def _noted(items: list[pytest.Item], switch: Switch) -> Noted:
+    """Of each test that passes what it took, and the changes it came by."""
+    found: Noted = []
+    for item, following in zip(items, [*items[1:], None]):
+        switch.seen.clear()
+        start = time.monotonic()
+        if _passes(item, following):
+            found.append((item.nodeid, time.monotonic() - start, sorted(switch.seen)))
+    return found
+
+
+def _passes(item: pytest.Item, following: pytest.Item | None) -> bool:
+    from _pytest.runner import runtestprotocol
+
+    return all(report.outcome != "failed" for report in runtestprotocol(item, nextitem=following, log=False))
+
+
+def _reached(runs: Iterable[tuple[list[pytest.Item], Any]]) -> dict[int, list[tuple[float, pytest.Item]]]:
+    reached: dict[int, list[tuple[float, pytest.Item]]] = {}
+    for items, answer in list(runs):
+        named = {item.nodeid: item for item in items}
+        for nodeid, took, seen in answer():
+            for number in seen:
+                reached.setdefault(number, []).append((took, named[nodeid]))
+    return reached
+
+
+def _forked(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The work in a process of its own, and how to wait for what it found."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        with os.fdopen(writer, "w") as out:
+            json.dump(work(), out)
+        os._exit(0)
+    os.close(writer)
+
+    def answer() -> Any:
+        with os.fdopen(reader) as told:
+            found = json.load(told)
+        os.waitpid(child, 0)
+        return found
+
+    return answer
+
+
+# --- and with a change awake
+
+
+def _nearest(change: Change, tests: list[tuple[float, pytest.Item]]) -> tuple[float, list[pytest.Item]]:
+    """The tests of the module first, then the quickest, as long as the patience lasts; and what they took."""
+    own = f"test_{change.module.rpartition('.')[2]}.py"
+    ordered = sorted(tests, key=lambda test: (test[1].path.name != own or test[0] > 1, test[0]))
+    spent, taken = 0.0, []
+    for took, item in ordered:
+        if spent + took > PATIENCE and taken:
+            break
+        spent += took
+        taken.append(item)
+    return spent, taken
+
+
+def _hunted(hunts: dict[int, tuple[float, list[pytest.Item]]], say: Callable[[str], Any]) -> dict[int, str]:
+    """The fate of each: killed by a test, by the clock, or alive."""
+    waiting, running, fates = list(hunts.items()), dict[int, tuple[int, float]](), dict[int, str]()
+    while waiting or running:
+        while waiting and len(running) < WORKERS:
+            number, (spent, items) = waiting.pop(0)
+            running[_awake(number, items)] = number, time.monotonic() + 3 * spent + PATIENCE
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in running:
+            number, _ = running.pop(child)
+            fates[number] = "alive" if status == 0 else "killed"
+            if len(fates) % 40 == 0:
+                say(f"{len(fates)} of {len(hunts)} hunted\n")
+        for late in [child for child, (_, until) in running.items() if time.monotonic() > until]:
+            os.killpg(late, signal.SIGKILL)
+        time.sleep(0 if child else 0.02)
+    return fates
+
+
+def _awake(number: int, items: list[pytest.Item]) -> int:
+    """A process with this change awake; it ends with 0 where all its tests pass."""
+    child = os.fork()
+    if child:
+        return child
+    os.setpgid(0, 0)
+    SWITCH.awake = number
+    for item, following in zip(items, [*items[1:], None]):
+        try:
+            passed = _passes(item, following)
+        except BaseException:
+            passed = False
+        if not passed:
+            os._exit(1)
+    os._exit(0)

@@ -1,0 +1,122 @@
+"""Small loaders over and over: each way to start workers; a worker that is killed; a loader that is resumed; 64 MiB of
+/dev/shm; pages pinned by a stand-in. Every batch is compared with the one that the process itself collates.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from collate_npu import PaddingCollator
+
+STARTS = ("fork", "fork", "fork", "fork", "forkserver", "spawn")
+WAYS = ("whole", "whole", "pinned", "killed", "resumed")
+SECONDS = 10
+BEHIND = (Path(__file__).with_name("__main__.py"), "loaders", "--epochs")
+"""The same, in a container that has little shared memory."""
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of random lengths; a few are longer than a message through the pipe."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        draw = random.Random(seed)
+        self.lengths = [draw.choice((1, 7, 300, 40_000 if n % 5 == 0 else 20)) for n in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        ids = (torch.arange(self.lengths[n]) * (n + 3)) % 50_000 + 1
+        return {"input_ids": ids if n % 2 else ids.tolist(), "labels": ids}
+
+
+class Soak:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.draw = seed, random.Random(seed)
+        self.counts, self.problems = Counter[str](), list[str]()
+
+    def run(self, epochs: int) -> None:
+        for _ in range(epochs):
+            how, start = self.draw.choice(WAYS), self.draw.choice(STARTS)
+            if how == "resumed" and find_spec("torchdata") is None:
+                how = "whole"
+            self.counts[f"epochs: {how}, {start}"] += 1
+            if problem := getattr(self, f"_{how}")(start, self.draw.randrange(1 << 30)):
+                self.problems.append(f"{how}, {start}, seed {self.seed}: {problem}")
+        if epochs >= 100:
+            self._little_shared_memory(epochs // 20)
+
+    def _loader(self, start: str, seed: int, kind: Any = DataLoader) -> tuple[Any, list[Any]]:
+        side = random.Random(seed).choice(("left", "right"))
+        rows, collate = Rows(seed, 24), PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")
+        wanted = [collate([rows[n] for n in range(at, at + 4)]) for at in range(0, 24, 4)]
+        context = get_context(start)
+        loader = kind(
+            rows, 4, num_workers=2, collate_fn=collate, multiprocessing_context=context, timeout=SECONDS, prefetch_factor=2
+        )
+        return loader, wanted
+
+    def _whole(self, start: str, seed: int) -> str:
+        loader, wanted = self._loader(start, seed)
+        return self._differ(list(loader), wanted)
+
+    def _pinned(self, start: str, seed: int) -> str:
+        """Without a card torch leaves pages as they are; what it walks through to pin them is what it walks with one."""
+        loader, wanted = self._loader(start, seed)
+        pinned = torch.utils.data._utils.pin_memory.pin_memory
+        tensor_pin, torch.Tensor.pin_memory = torch.Tensor.pin_memory, lambda tensor, *_: tensor.clone()
+        try:
+            return self._differ([pinned(batch) for batch in loader], wanted)
+        finally:
+            torch.Tensor.pin_memory = tensor_pin
+
+    def _killed(self, start: str, seed: int) -> str:
+        """What comes before the loader notices is right, and it raises."""
+        loader, wanted = self._loader(start, seed)
+        batches, found = iter(loader), []
+        try:
+            found.append(next(batches))
+            os.kill(random.Random(seed).choice(batches._workers).pid, signal.SIGKILL)
+            found += batches
+        except RuntimeError:
+            return self._differ(found, wanted[: len(found)])
+        return self._differ(found, wanted)  # all was in the pipe already
+
+    def _resumed(self, start: str, seed: int) -> str:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader, wanted = self._loader(start, seed, StatefulDataLoader)
+        batches, taken = iter(loader), random.Random(seed).randrange(1, len(wanted))
+        found = [next(batches) for _ in range(taken)]
+        state = loader.state_dict()
+        again, _ = self._loader(start, seed, StatefulDataLoader)
+        again.load_state_dict(state)
+        return self._differ(found + list(again), wanted)
+
+    def _differ(self, found: list[Any], wanted: list[Any]) -> str:
+        self.counts["batches"] += len(found)
+        if len(found) != len(wanted):
+            return f"{len(found)} batches of {len(wanted)}"
+        same = [
+            list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
+            for mine, theirs in zip(found, wanted)
+        ]
+        return "" if all(same) else f"batch {same.index(False)} is another"
+
+    def _little_shared_memory(self, epochs: int) -> None:
+        work = f"{sys.executable} {BEHIND[0]} {' '.join(BEHIND[1:])} {min(epochs, 99)} --seed {self.seed}"
+        mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mount} && {work}"], capture_output=True, text=True)
+        self.counts["epochs: 64 MiB of /dev/shm"] += min(epochs, 99)
+        if done.returncode:
+            self.problems.append(f"64 MiB of /dev/shm: {(done.stdout + done.stderr)[-500:]}")

@@ -1,0 +1,107 @@
+"""What ranks do in a round of the soak: calls whose right answers plain slices tell, and a fault that one of them has."""
+
+import os
+import random
+import signal
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu.parallel import ContextParallel, gather_objects, gather_sequence, split_batch
+
+CALLS = ("split", "adapter", "gather", "same", "local", "objects")
+ANYWHERE = ("skip", "swap", "late", "stop", "kill")
+BY_CALL = {"objects": ANYWHERE, **dict.fromkeys(("gather", "same", "local"), (*ANYWHERE, "layout", "truth", "raise"))}
+FAULTS = {**BY_CALL, **dict.fromkeys(("split", "adapter"), (*ANYWHERE, "layout", "truth", "raise", "tokens"))}
+"""What can be wrong with a call so that the others can know."""
+HARMLESS = ("", "slow")
+Said = tuple[str, int, float]
+"""What ended the round, "" if nothing did; at which call; and how many seconds that one took."""
+
+
+def meet(path: str, number: int, seconds: float) -> None:
+    """A world made again: no call of the round before is waited for."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.PrefixStore(f"round {number}", dist.FileStore(path, size))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    dist.barrier()
+
+
+def round_of(seed: int, calls: list[str], fault: str, odd: int, at: int, seconds: float) -> Said:
+    """All calls in order; rank `odd` has the fault at one of them."""
+    mine = fault if dist.get_rank() == odd else ""
+    order = [(n, name, mine if n == at else "") for n, name in enumerate(calls)]
+    if mine in ("skip", "swap"):
+        order[at : at + 2] = order[at + 1 : at + 2] + [order[at]] * (mine == "swap")
+    for n, name, wrong in order:
+        start = monotonic()
+        try:
+            _ill(wrong, seconds)
+            if problem := _call(name, random.Random(f"{seed} {n}"), wrong):
+                return f"WRONG in silence: {name}: {problem}", n, monotonic() - start
+        except CollateError as error:
+            return f"refused: {error}", n, monotonic() - start
+    return "", len(calls), 0.0
+
+
+def _ill(wrong: str, seconds: float) -> None:
+    if wrong == "slow":
+        sleep(0.2 * seconds)
+    elif wrong == "late":
+        sleep(2 * seconds)
+    elif wrong in ("stop", "kill"):
+        os.kill(os.getpid(), signal.SIGSTOP if wrong == "stop" else signal.SIGKILL)
+
+
+def _call(name: str, draw: random.Random, wrong: str) -> str:
+    """What is wrong with its answer, "" if nothing is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if name == "objects":
+        return "" if gather_objects((rank, draw.random()))[rank][0] == rank else "another's object"
+    layout = draw.choice(("contiguous", "zigzag"))
+    other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
+    cp = ContextParallel.from_group(dist.group.WORLD, layout=other if wrong == "layout" else layout)
+    S = 2 * size * draw.randint(2, 12)
+    lengths = [draw.randint(S // 2 + 1, S - 1) for _ in range(draw.randint(1, 4))]
+    segments = Segments.from_lengths([n - (wrong == "truth") for n in lengths], width=S, side="right")
+    ids = torch.tensor([[draw.randint(1, 99) for _ in range(S)] for _ in lengths]).where(segments.keep, 0)
+    ids[0, 0] += 100 * (wrong == "tokens")
+    wanted = _share(ids, rank, size, layout)
+    if name in ("split", "adapter"):
+        return _split(name, cp, segments, ids[:, 1:] if wrong == "raise" else ids, wanted)
+    return _gathered(name, cp, segments, ids.float(), wanted[:, 1:] if wrong == "raise" else wanted)
+
+
+def _share(ids: torch.Tensor, rank: int, size: int, layout: str) -> torch.Tensor:
+    if layout == "contiguous":
+        return ids.chunk(size, 1)[rank]
+    chunks = ids.chunk(2 * size, 1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], 1)
+
+
+def _split(name: str, cp: ContextParallel, segments: Segments, ids: torch.Tensor, wanted: torch.Tensor) -> str:
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "attention_mask_2d": segments.keep}
+    if name == "split":
+        shard = split_batch(batch, cp, segments=segments)
+    else:
+        shard = BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp)(batch)
+    return "" if torch.equal(shard["input_ids"], wanted) else "other tokens than its share"
+
+
+def _gathered(name: str, cp: ContextParallel, segments: Segments, whole: torch.Tensor, mine: torch.Tensor) -> str:
+    """Each rank's gradient is its number plus one, times that of all (`same` has one loss, `local` each its own)."""
+    shard = mine.float().requires_grad_(name != "gather")
+    found = gather_sequence(shard, cp, segments, loss="local" if name == "local" else "same")
+    if not torch.equal(found, whole):
+        return "another row than the whole"
+    if name == "gather":
+        return ""
+    weight = dist.get_rank() + 1 if name == "local" else 5
+    (found * weight).sum().backward()
+    wanted = sum(range(1, dist.get_world_size() + 1)) if name == "local" else 5
+    return "" if shard.grad.unique().tolist() == [wanted] else f"gradient {shard.grad.unique().tolist()}, not {wanted}"
