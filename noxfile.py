@@ -19,6 +19,8 @@ Triton and flash-linear-attention stay out of every environment that runs transf
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from pathlib import Path
 
 import nox
@@ -122,16 +124,47 @@ ROOMS = ("masks", "collate", "consumers", "parallel", "kernels", "proof", "tools
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
 
 
+LOCKS = Path(".ci/locks")
+LOCKED = (sys.version_info[:2], sys.platform, platform.machine()) == ((3, 11), "linux", "x86_64")
+"""Is this a machine whose files the locks name? COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
+SAME = dict.fromkeys(("tests_all-newest", "fuzz", "mutants", "soak"), "tests")
+BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
+"""What is installed so stands in no lock."""
+_PUT: set[str] = set()
+
+
+def put(session: nox.Session, *packages: str) -> None:
+    """What a session installs: where its lock holds, every file by its hash, at once; else what is said here."""
+    name = session.name.replace("(", "-").rstrip(")")
+    lock = LOCKS / f"{SAME.get(name, name)}.txt"
+    free = session.python or "COLLATE_NPU_UNLOCKED" in os.environ or BY_THEMSELVES & set(packages)
+    if free or not (LOCKED and lock.exists()):
+        session.install(*packages)
+    elif session.name not in _PUT:
+        _PUT.add(session.name)
+        if lock.read_text().startswith("# beside torch"):
+            session.install("--no-deps", OLDEST_TORCH if name == "oldest_torch" else TORCH)
+            session.install("--no-deps", "-e", ".")
+        session.install("--no-deps", "--require-hashes", "-r", str(lock))
+
+
 def install(session: nox.Session, *packages: str) -> None:
     """The package itself beside others, torch pinned. A session that needs what the package depends on pins that too."""
-    session.install(TORCH, "numpy", *packages)
-    session.install("--no-deps", "-e", ".")
+    put(session, TORCH, "numpy", *packages)
+    put(session, "--no-deps", "-e", ".")
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """What the environments hold that were built with COLLATE_NPU_UNLOCKED=1, each file with its hash, into .ci/locks."""
+    session.install("pip", "packaging")
+    session.run("python", ".ci/lock.py", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
-    session.install("ruff==0.17.5")
+    put(session, "ruff==0.17.5")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
 
@@ -200,13 +233,23 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Long runs: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --epochs 1000`."""
+    install_tests(session)
+    put(session, "--target", session.create_tmp(), "--no-deps", "torchdata==0.11.0")
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(("tests", str(Path(session.create_tmp()).resolve())))}
+    session.run("python", "-m", "soak", *session.posargs, env=env)
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """The wheel and the source archive: what is in them, and what a user gets by the README's line of installation."""
-    session.install("build==1.6.1", "twine==7.0.0", "mypy==2.4.1", *TEST)
+    put(session, "build==1.6.1", "twine==7.0.0", "mypy==2.4.1", "cyclonedx-bom==7.5.0", *TEST)
     out = Path(session.create_tmp()).resolve()
     for old in out.glob("collate_npu-*"):
         old.unlink()
     session.run("python", "-m", "build", "--outdir", str(out), ".", silent=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(out / "again"), ".", silent=True)
     built = sorted(path for path in out.iterdir() if path.name.startswith("collate_npu-"))
     session.run("twine", "check", "--strict", *map(str, built))
     wheel = next(str(path) for path in built if path.suffix == ".whl")
@@ -217,6 +260,8 @@ def package(session: nox.Session) -> None:
     python = str(user / "bin" / "python")
     install = ("uv", "pip", "install", "--python", python) if by_uv else (python, "-m", "pip", "install")
     session.run_install(*install, "--constraint", str(pins), wheel, external=True, silent=True)
+    of_user = ("--output-file", str(out / "sbom.json"), "--output-reproducible", python)
+    session.run("cyclonedx-py", "environment", *of_user, silent=True)
     alone = ("-p", "no:cacheprovider", "--noconftest", "-o", "pythonpath=tests", "tests/package")
     session.run("pytest", "-s", *alone, *session.posargs, env={**ENV, "WHEELS": str(out), "AS_USER": str(user / "bin")})
 
@@ -228,8 +273,8 @@ def oldest_torch(session: nox.Session) -> None:
     The wheel comes without what it depends on, which is gigabytes of CUDA where the index has no CPU build of it: then
     stand-ins are compiled for those libraries (needs cc, nm and readelf).
     """
-    session.install(*TORCH_NEEDS, "pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis>=6.120", *AUDIT)
-    session.install("--no-deps", OLDEST_TORCH, "-e", ".")
+    put(session, *TORCH_NEEDS, "pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis>=6.120", *AUDIT)
+    put(session, "--no-deps", OLDEST_TORCH, "-e", ".")
     session.run("python", "tests/cuda_stand_ins.py")
     some = () if "COLLATE_NPU_NIGHTLY" in os.environ else ("-m", "not slow")
     session.run("pytest", *TWO_WORKERS, *some, *WITHOUT_TRANSFORMERS, *session.posargs, env=AGAIN)
@@ -239,7 +284,7 @@ def oldest_torch(session: nox.Session) -> None:
 def npu(session: nox.Session) -> None:
     """The real torch_npu wheel with stand-ins for CANN, and the vendor's own benchmark (needs cc, nm and readelf)."""
     install(session, "torch_npu==2.13.0", TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.1", *TEST, *AUDIT)
-    session.install("--no-deps", "mindstudio-probe==26.2.0")
+    put(session, "--no-deps", "mindstudio-probe==26.2.0")
     env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
     # a process of its own, without the stand-ins: CANN is missing
@@ -249,16 +294,16 @@ def npu(session: nox.Session) -> None:
 def install_swift(session: nox.Session, *more: str) -> None:
     old = ("transformers==5.19.0", "huggingface_hub==1.33.0", "accelerate==1.15.0", "aiohttp")
     install(session, *more, *old, *TEST)
-    session.install("--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
-    session.install("--no-deps", "verl==0.9.1")
-    session.install(TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
+    put(session, "--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
+    put(session, "--no-deps", "verl==0.9.1")
+    put(session, TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
 
 
 @nox.session
 def peers_swift(session: nox.Session) -> None:
     """ms-swift, mcore-bridge and megatron-core, and what both splits of a batch agree on."""
     install_swift(session, "megatron-core==0.16.1")
-    session.install("--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
+    put(session, "--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
     swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
     names = ("mcore_bridge", "mcore_bridge_packed", "mcore_bridge_cp", "absent", "parallel_peers")
     session.run("pytest", *swift, *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
@@ -283,7 +328,7 @@ def peers_megatron(session: nox.Session) -> None:
 
 def newest_megatron(session: nox.Session) -> None:
     any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
-    session.install("--no-deps", *any_python, "megatron-core==0.19.2")
+    put(session, "--no-deps", *any_python, "megatron-core==0.19.2")
 
 
 @nox.session
@@ -299,15 +344,15 @@ def peers_newest(session: nox.Session) -> None:
 def peers_misc(session: nox.Session) -> None:
     """verl, twinkle and torchtitan (FlexAttention on a CPU needs g++)."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
-    session.install("--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
-    session.install("--no-deps", "mcore-bridge==1.6.5", "TransferQueue==0.1.11")  # twinkle's Megatron models; verl's trainer
-    session.install(TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
+    put(session, "--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
+    put(session, "--no-deps", "mcore-bridge==1.6.5", "TransferQueue==0.1.11")  # twinkle's Megatron models; verl's trainer
+    put(session, TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     for stack in ("verl", "twinkle", "torchtitan"):
         session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")), env=ENV)
     # torchtitan 0.3.0 has no llama4, and 0.2.2 cannot run its chunked layers
     older = Path(session.create_tmp()).resolve() / "torchtitan-0.2.1"
-    session.install("--no-deps", "--target", str(older), "torchtitan==0.2.1")
+    put(session, "--no-deps", "--target", str(older), "torchtitan==0.2.1")
     session.run("pytest", "tests/peers/test_torchtitan_llama4.py", env={**ENV, "PYTHONPATH": str(older)})
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=ENV)
 
@@ -317,7 +362,7 @@ def peers_fla(session: nox.Session) -> None:
     """flash-linear-attention's Triton kernels, forward and backward, in Triton's interpreter: alone, under transformers,
     and on two ranks. The one environment with both, because here no kernel is launched."""
     install(session, TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.2", *TEST, *AUDIT)
-    session.install("--no-deps", "fla-core==0.5.2", "triton==3.7.0")
+    put(session, "--no-deps", "fla-core==0.5.2", "triton==3.7.0")
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_fla*.py")), *session.posargs, env=ENV)
 
 
@@ -326,8 +371,8 @@ def peers_llamafactory(session: nox.Session) -> None:
     """LLaMA-Factory, beside the newest transformers and TRL it takes (torchaudio is a stand-in)."""
     old = ("transformers==5.6.0", "trl==0.24.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1")
     install(session, *old, *TEST)
-    session.install("--no-deps", "llamafactory==0.9.5")
-    session.install(TORCH, *old, *FACTORY_NEEDS)
+    put(session, "--no-deps", "llamafactory==0.9.5")
+    put(session, TORCH, *old, *FACTORY_NEEDS)
     session.run("pytest", "tests/peers/test_llamafactory.py", *session.posargs, env=ENV)
 
 
@@ -337,8 +382,8 @@ def peers_axolotl(session: nox.Session) -> None:
     pinned = ("transformers==5.16.1", "trl==1.9.0", "accelerate==1.13.0", "datasets==4.8.4", "peft==0.20.0")
     install(session, *pinned, *TEST)
     contributed = ("axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6")
-    session.install("--no-deps", "axolotl==0.19.0", *contributed)
-    session.install(TORCH, *pinned, *AXOLOTL_NEEDS)
+    put(session, "--no-deps", "axolotl==0.19.0", *contributed)
+    put(session, TORCH, *pinned, *AXOLOTL_NEEDS)
     session.run("pytest", "tests/peers/test_axolotl.py", *session.posargs, env=ENV)
 
 
@@ -347,8 +392,8 @@ def peers_openrlhf(session: nox.Session) -> None:
     """OpenRLHF, beside the releases it pins, and `adapt` under DeepSpeed and PEFT (flash_attn and vllm are stand-ins)."""
     pinned = ("transformers==5.15.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0")
     install(session, *pinned, *TEST)
-    session.install("--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6", "ring_flash_attn==0.1.8")
-    session.install(TORCH, *pinned, *OPENRLHF_NEEDS)
+    put(session, "--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6", "ring_flash_attn==0.1.8")
+    put(session, TORCH, *pinned, *OPENRLHF_NEEDS)
     session.run("pytest", "tests/peers/test_openrlhf.py", "tests/peers/test_adapt_wrapped.py", *session.posargs, env=ENV)
 
 
@@ -357,8 +402,8 @@ def peers_data(session: nox.Session) -> None:
     """Loaders: Ray Data, Ray Train and TransferQueue on two raylets; torchdata, datasets, webdataset, Energon, streaming and
     Megatron's indexed datasets (torchvision is a stand-in)."""
     install(session, TRANSFORMERS, DATA, *TEST)
-    session.install("--no-deps", *LOADERS, "megatron-core==0.16.1", "TransferQueue==0.1.11")
-    session.install(TORCH, *DATA_NEEDS)
+    put(session, "--no-deps", *LOADERS, "megatron-core==0.16.1", "TransferQueue==0.1.11")
+    put(session, TORCH, *DATA_NEEDS)
     # apart: transformers takes the stand-in for torchvision to be the package
     for tests in (("tensordict",), ("loaders", "loaders_ray", "megatron_indexed")):
         session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=ENV)
@@ -373,9 +418,9 @@ def peers_nemo(session: nox.Session) -> None:
     """
     pinned = ("transformers==5.18.0", "accelerate==1.15.0", "datasets==4.8.4")
     install(session, *pinned, *TEST)
-    session.install("--no-deps", "nemo-automodel==0.7.0", "megatron-fsdp==0.5.0", "torchao==0.18.0", "flashoptim==0.1.4")
-    session.install("--no-deps", "megatron-bridge==0.3.1", "megatron-core==0.16.1")
-    session.install(TORCH, *pinned, *NEMO_NEEDS)
+    put(session, "--no-deps", "nemo-automodel==0.7.0", "megatron-fsdp==0.5.0", "torchao==0.18.0", "flashoptim==0.1.4")
+    put(session, "--no-deps", "megatron-bridge==0.3.1", "megatron-core==0.16.1")
+    put(session, TORCH, *pinned, *NEMO_NEEDS)
     # apart: what stands in for TransformerEngine is not in Automodel's way
     for stack in ("nemo_automodel", "megatron_bridge"):
         session.run("pytest", f"tests/peers/test_{stack}.py", *session.posargs, env=ENV)
@@ -389,8 +434,8 @@ def peers_veomni(session: nox.Session) -> None:
     pinned = ("transformers==5.9.0", "accelerate==1.15.0", "datasets==2.21.0")
     install(session, *pinned, *TEST)
     any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
-    session.install("--no-deps", *any_python, "veomni==0.1.12")
-    session.install(TORCH, *pinned, *VEOMNI_NEEDS)
+    put(session, "--no-deps", *any_python, "veomni==0.1.12")
+    put(session, TORCH, *pinned, *VEOMNI_NEEDS)
     session.run("pytest", "tests/peers/test_veomni.py", *session.posargs, env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or VeOmni", env=ENV)
 
@@ -400,8 +445,8 @@ def peers_skyrl(session: nox.Session) -> None:
     """SkyRL and cosmos-rl, beside a transformers that SkyRL takes; flash-attn's padding is a stand-in."""
     pinned = ("transformers==5.8.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.18.1")
     install(session, *pinned, *TEST)
-    session.install("--no-deps", "skyrl==0.3.0", "cosmos-rl==0.4.7")
-    session.install(TORCH, *pinned, *SKYRL_NEEDS)
+    put(session, "--no-deps", "skyrl==0.3.0", "cosmos-rl==0.4.7")
+    put(session, TORCH, *pinned, *SKYRL_NEEDS)
     session.run("pytest", "tests/peers/test_skyrl.py", "tests/peers/test_cosmos_rl.py", *session.posargs, env=ENV)
 
 
@@ -413,10 +458,10 @@ def bench(session: nox.Session) -> None:
     """
     newest = (TRANSFORMERS, *TRAINERS)
     install(session, *newest, "megatron-core==0.16.1", "rich==15.0.0", PLOTS)
-    session.install("--no-deps", "ms-swift==4.6.0", "twinkle-kit==0.5.1", "verl==0.9.1", "peft<0.21")
+    put(session, "--no-deps", "ms-swift==4.6.0", "twinkle-kit==0.5.1", "verl==0.9.1", "peft<0.21")
     needs = [name for name in SWIFT_NEEDS if not name.startswith("trl")]
-    session.install("--no-deps", *LOADERS)
-    session.install(TORCH, *newest, *needs, *DATA_NEEDS, *BENCH_NEEDS)
+    put(session, "--no-deps", *LOADERS)
+    put(session, TORCH, *newest, *needs, *DATA_NEEDS, *BENCH_NEEDS)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENV)
 
 
@@ -426,5 +471,5 @@ def docs(session: nox.Session) -> None:
     output of the notebook that is not the one it holds (`nox -s docs -- --write` stores what came out)."""
     install(session, TRANSFORMERS, *AUDIT, "nbclient==0.11.0", "ipykernel==7.4.0")
     session.run("python", ".ci/notebooks.py", *session.posargs, env={**ENV, "TRANSFORMERS_VERBOSITY": "error"})
-    session.install("mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11", "ruff==0.17.5")
+    put(session, "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11", "ruff==0.17.5")
     session.run("mkdocs", "build", "--strict", "--config-file", ".ci/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})

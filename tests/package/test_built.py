@@ -58,6 +58,19 @@ def test_the_wheel_holds_the_package_and_nothing_else():
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_two_builds_of_a_commit_are_one_wheel():
+    (again,) = Path(WHEELS, "again").glob("collate_npu-*.whl")
+    assert again.read_bytes() == archive(".whl").read_bytes()
+
+
+def test_the_list_of_what_a_user_has_is_whole():
+    held = json.loads(Path(WHEELS, "sbom.json").read_text(encoding="utf-8"))
+    assert held["bomFormat"] == "CycloneDX"
+    versions = {each["name"]: each["version"] for each in held["components"]}
+    assert {"collate-npu", "torch", "numpy", "transformers", "accelerate", "typer", "rich", "wrapt"} <= versions.keys()
+    assert all(versions.values())
+
+
 def test_the_source_archive_can_be_tested():
     with tarfile.open(archive(".tar.gz")) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}

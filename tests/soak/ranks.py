@@ -6,6 +6,7 @@ import random
 import signal
 import tempfile
 from collections import Counter
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -55,7 +56,7 @@ class Soak:
             pipe.send((work.round_of, (seed, calls, fault, odd, at, TIMEOUT)))
         if fault == "stop":
             pid = self.pool._workers[odd].pid
-            while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 sleep(0.01)
             sleep(2 * TIMEOUT)
             os.kill(pid, signal.SIGCONT)
