@@ -348,3 +348,9 @@ def test_labels_of_several_values_a_token_stay_as_they_are(side):
     batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(features)
     assert np.array_equal(batch["labels"][batch["attention_mask_2d"]].numpy(), np.concatenate(rows))
     assert (batch["labels"][~batch["attention_mask_2d"]] == -100).all()
+
+
+def test_a_tokenizer_without_types_pads_them_with_zero():
+    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="right")
+    rows = [{"input_ids": [1, 2], "token_type_ids": [1, 1]}, {"input_ids": [3], "token_type_ids": [1]}]
+    assert PaddingCollator(tokenizer)(rows)["token_type_ids"].tolist() == [[1, 1], [1, 0]]

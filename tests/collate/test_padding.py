@@ -150,3 +150,10 @@ def test_vision_values_join_on_their_first_dimension():
     assert joined.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     with pytest.raises(CollateError, match=r"pixel_values: 2 bad rows[\s\S]*row 2: got float32 \[2, 4\]"):
         concatenate_values("pixel_values", [None, torch.ones(2, 3), torch.ones(2, 4)])
+
+
+def test_the_largest_number_of_int64_is_one_and_the_next_is_none():
+    largest = np.array([2**63 - 1], np.uint64)
+    assert padding.pad_rows("input_ids", [largest], width=1, whole=True).tolist() == [[2**63 - 1]]
+    with pytest.raises(CollateError, match="whole numbers"):
+        padding.pad_rows("input_ids", [largest + np.uint64(1)], width=1, whole=True)

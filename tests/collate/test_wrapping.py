@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 
 from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
-from collate_npu.collate import Layout
+from collate_npu.collate import Layout, wrapping
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.find import segments_from_batch
@@ -347,3 +347,10 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
         assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
     with pytest.raises(CollateError, match="attends what stands before its labels"):
         collator("left")(samples)
+
+
+@pytest.mark.parametrize(
+    ("labels", "learns"), [([3, 4], True), ([-100, 4], False), ([], False), (3, False), (None, False)], ids=repr
+)
+def test_who_learns_its_first_label(labels, learns):
+    assert wrapping._begins({"labels": labels}) == learns

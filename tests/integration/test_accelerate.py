@@ -135,3 +135,13 @@ def test_what_accelerate_cannot_carry_is_named():
     assert set(dispatch_problems(flat)) == {
         "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lens",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [[1, 1, 2], [1, 1, 0]])
+def test_segment_ids_of_a_batch_are_kept_and_made_where_there_are_none(ids):
+    keep = torch.tensor([ids]) > 0
+    told = {"input_ids": torch.ones(1, 3).long(), "attention_mask_2d": keep}
+    with_them = DispatchCollator(lambda features: {**told, "segment_ids": torch.tensor([ids]).int()})([{}])
+    assert with_them["segment_ids"].tolist() == [ids]
+    assert DispatchCollator(lambda features: told)([{}])["segment_ids"].tolist() == keep.int().tolist()
+    assert "segment_ids" not in DispatchCollator(lambda features: {"input_ids": told["input_ids"]})([{}])

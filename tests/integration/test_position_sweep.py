@@ -153,6 +153,15 @@ def test_padded_rows_of_the_collator(name, side):
         assert worst(model, rows, ids, keep, **batch) < TOLERANCE
 
 
+@pytest.mark.parametrize("settings", [{"padding_side": "left"}, {"padding_free": True}], ids=str)
+def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(settings):
+    """RoBERTa's family leaves it at `padding_idx`, and counts on behind it."""
+    rows = [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
+    positions = collated(model_of("roberta", causal=False), rows, **settings)["position_ids"].flatten().tolist()
+    padding = [PAD] * (len(positions) - 6)
+    assert positions == [PAD + 1, PAD, PAD + 2, PAD + 3, *padding, PAD + 1, PAD + 2]
+
+
 @encoder
 def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name):
     """transformers finds packed positions for causal masks alone, so that a dense mask is what keeps these apart."""

@@ -3,6 +3,8 @@
 The exhaustive proof that nothing is read wrong is law 2, in test_laws.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -152,3 +154,9 @@ def test_another_square_of_2048_is_derived():
 @pytest.mark.parametrize("shape", [(0, 4), (0, 1, 4, 4), (2, 1, 0, 0)])
 def test_masks_of_nothing_hold_no_token(shape):
     assert derive_segments(torch.zeros(shape)).num_tokens == 0
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 5), (3, 4), (3, 1, 4, 4), (2, 1, 4, 5), (2, 1, 5, 4)])
+def test_a_mask_that_does_not_fit_its_keep_mask_is_refused_by_its_shape(shape):
+    with pytest.raises(CollateError, match=re.escape(str(list(shape)))):
+        derive_segments(torch.ones(shape, dtype=torch.bool), polarity="keep", keep=torch.ones(2, 4, dtype=torch.bool))

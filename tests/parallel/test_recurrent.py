@@ -211,3 +211,10 @@ def test_a_row_that_slices_do_not_share_out_has_none():
     for layout in ("zigzag", "document_contiguous"):
         with pytest.raises(UnsupportedFormError, match="Use layout='contiguous'"):
             rank_offsets([0, 4, 8], ContextParallel(2, 0, layout=layout))
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_offsets_of_a_rank_are_of_contiguous_slices(rank):
+    """The last rank of a zigzag holds one slice too."""
+    with pytest.raises(UnsupportedFormError, match="contiguous"):
+        rank_offsets([0, 8], ContextParallel(2, rank, layout="zigzag"))

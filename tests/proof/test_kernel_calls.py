@@ -9,6 +9,7 @@ from torch import nn
 
 from collate_npu import Segments
 from collate_npu.masks import dense
+from collate_npu.proof import kernel_calls
 from collate_npu.proof.kernel_calls import MODULES, UnreadError
 from collate_npu.proof.told import why_differs
 
@@ -48,3 +49,11 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
+
+
+def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):
+    rows = lambda t: torch.ones(1, 4, dtype=torch.bool)  # noqa: E731
+    assert kernel_calls._attention("sdpa", (1, 4), rows, by="its mask").shape == (1, 4)
+    monkeypatch.setattr(kernel_calls, "MOST_SCORES", 15)
+    with pytest.raises(UnreadError, match="4 x 4"):
+        kernel_calls._attention("sdpa", (1, 4), rows, by="its mask")

@@ -89,3 +89,11 @@ def test_hazards_are_named_once_each():
     says = ("4D and alone", "int8 and 4D, 1 = attends", "1 labels stand on padding (rows [0])",
             "padding holds the id 7, as do 1 of 5 real tokens")  # fmt: skip
     assert [said in line for said, line in zip(says, found, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("heads", [(), (1,)])
+def test_what_true_means_is_said_of_masks_with_and_without_heads(heads):
+    segments = Segments.from_lengths([2, 3], side="left")
+    batch = {"attention_mask": dense(segments).reshape(2, *heads, 3, 3), "attention_mask_2d": segments.keep}
+    (line,) = (text for text in str(describe(batch)).splitlines() if text.startswith("attention_mask: "))
+    assert "True" in line

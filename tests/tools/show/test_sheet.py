@@ -10,7 +10,7 @@ from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.show.attention import Cell
-from collate_npu.tools.show.sheet import Tokens, escaped, labels_of, sheet_of
+from collate_npu.tools.show.sheet import Tokens, _are_numbers, escaped, labels_of, sheet_of
 
 LINES = ["hi", "a longer line", "中文"]
 
@@ -129,3 +129,19 @@ def test_spaces_and_lines_are_seen_and_what_is_no_text_by_itself_is_its_id():
     read = Tokens(lambda numbers: texts[tuple(numbers)], torch.tensor([[7, 8, 9]]))
     assert [read.one(0, s) for s in range(3)] == ["seven", "#8", "#9"]
     assert read.text(0, [0, 1]) == "seven \\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        ([[1, 9]], True),
+        ([[1, 2]], False),
+        ([[1.0, 9.0]], False),
+        ([[1j, 9j]], False),
+        ([[True, False]], False),
+        ([1, 9], False),
+    ],
+    ids=str,
+)
+def test_what_is_taken_for_token_ids(values, are):
+    assert _are_numbers(torch.tensor(values)) == are
