@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from found import MINE, NAN, finding, lacking, raised, refused, report, wide_report
 from rich.console import Console
 
+from collate_npu.proof.kernel_runs import Run
 from collate_npu.tools.audit.terminal import errors, legend, looked_at, page, pictures, print_report, summary, table, terms
 
 ROWS = ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
@@ -183,3 +184,10 @@ def test_a_bar_shows_the_worst_of_its_block_and_what_is_not_finite():
 def test_a_note_is_marked_and_a_name_that_begins_with_a_number_is_not():
     labels = terms([("NOT RUN", "a"), ("YOURS is wrong", "b"), ("  4D mask alone", "c"), ("refused", "d")]).columns[0].cells
     assert [label.style for label in labels] == ["bold yellow", "bold yellow", "dim", "dim"]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_of_kernels_the_wrong_are_shown_and_all_where_asked(verbose):
+    runs = [Run(operator=f"a.{state}.one", truth="padded left", form="TND", state=state) for state in ("right", "wrong")]
+    said = printed(report(finding(), operators=runs), verbose=verbose)
+    assert ("a.wrong.one" in said, "a.right.one" in said) == (True, verbose)
