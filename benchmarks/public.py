@@ -22,7 +22,7 @@ from collate_npu.proof import watch
 
 WRAPPED = top.wrap_collator(top.PaddingCollator(pad_token_id=0, attention_mask="2d"))
 CP = top.ContextParallel(2, 0)
-ADAPTERS = {name: top.BatchAdapter(needs_mask_2d=True, consumer=name) for name in ("megatron", "verl")}
+PADDED = top.BatchAdapter(needs_mask_2d=True, consumer="verl")
 FLAT = top.BatchAdapter(needs_mask_2d=True, consumer="megatron", padding_free=True)
 
 
@@ -77,6 +77,9 @@ FORMS: dict[str, Callable[[Segments], Any]] = {
     "told": lambda s: {"input_ids": _ids(s), "attention_mask": s.keep.long()},
     "flat": lambda s: {"input_ids": _ids(s), "cu_seq_lens_q": s.cu_seqlens},
     "dense": lambda s: masks.dense(s, polarity="masked"),
+    "attention": lambda s: {**fusion.fusion_attention_kwargs(s), "scale": 1.0},
+    "delta": lambda s: {**gated_delta.gated_delta_kwargs(s, kernel="fla", keep_padding=True), "scale": 1.0},
+    "shards": lambda s: list(torch.ones(*s.shape, 4).chunk(2, 1)),
     "model": lambda _: Model(),
 }
 """In what forms functions take these Segments."""
@@ -108,17 +111,12 @@ def _adapted(model: nn.Module, batch: dict[str, Tensor]) -> None:
     handle.remove()
 
 
-def _delta_call(segments: Segments) -> dict[str, Any]:
-    return {**gated_delta.gated_delta_kwargs(segments, kernel="fla", keep_padding=True), "scale": 1.0}
+def _of_row(check: Callable[..., Any], kwargs: dict[str, Any], segments: Segments) -> None:
+    check(kwargs, kernel="fla", B=1, T=segments.array.size, segments=segments)
 
 
-def _of_row(check: Callable[..., Any], segments: Segments) -> None:
-    check(_delta_call(segments), kernel="fla", B=1, T=segments.array.size, segments=segments)
-
-
-def _of_attention(check: Callable[..., Any], segments: Segments) -> None:
-    kwargs = {**fusion.fusion_attention_kwargs(segments), "scale": 1.0}
-    check(kwargs, segments=segments, N=1, Nkv=1, D=16)
+def _of_attention(check: Callable[..., Any], kwargs: dict[str, Any], segments: Segments) -> None:
+    check(kwargs, N=1, Nkv=1, D=16, segments=segments)
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,8 @@ CALLS = {
     "wrap_collator": Call(
         top.wrap_collator(top.PaddingCollator(pad_token_id=0, attention_mask="2d")), "lists", "rows width"
     ),
-    "BatchAdapter": Call(ADAPTERS["verl"], "batch", "rows width"),
+    "BatchAdapter": Call(PADDED, "batch", "rows width"),
     "BatchAdapter, a flat row": Call(FLAT, "flat", "tokens"),
-    "BatchAdapter, dense": Call(partial(top.BatchAdapter.masks, ADAPTERS["megatron"]), "segments", **DENSE),
     "adapt": Call(_adapted, "model told", "rows width"),
     "check_delivery": Call(top.check_delivery, "model told", "rows width"),
     "guard_first_batch": Call(_guarded, "model told", "rows width"),
@@ -176,7 +173,7 @@ CALLS = {
     "ignore_first_labels": Call(outputs.ignore_first_labels, "ids segments"),
     "split_batch": Call(lambda batch, s: parallel.split_batch(batch, CP, segments=s), "batch segments"),
     "split_tensor": Call(lambda x: parallel.split_tensor(x, CP), "hidden"),
-    "join_shards": Call(lambda x: parallel.join_shards([x, x], CP), "hidden"),
+    "join_shards": Call(partial(parallel.join_shards, cp=CP), "shards"),
     "gather_sequence": Call(lambda x, s: parallel.gather_sequence(x, top.ContextParallel(1, 0), s), "hidden segments"),
     "pad_documents": Call(partial(parallel.pad_documents, multiple=64), "flat", "tokens"),
     "cu_seqlens_of": Call(parallel.cu_seqlens_of, "flat", "tokens"),
@@ -193,8 +190,8 @@ CALLS = {
     ),
     "choose_form": Call(fusion.choose_form, "segments"),
     "fusion_attention_kwargs": Call(fusion.fusion_attention_kwargs, "segments", "rows width"),
-    "check_contract": Call(partial(_of_attention, fusion.check_contract), "segments", **FEW),
-    "contract_breaches": Call(partial(_of_attention, fusion.contract_breaches), "segments", **FEW),
+    "check_contract": Call(partial(_of_attention, fusion.check_contract), "attention segments", **FEW),
+    "contract_breaches": Call(partial(_of_attention, fusion.contract_breaches), "attention segments", **FEW),
     "reference_fusion_attention": Call(
         lambda q: fusion.reference_fusion_attention(q, q, q, 1, "BSND", scale=0.25), "query", **FEW
     ),
@@ -203,8 +200,8 @@ CALLS = {
     "chunk_indices": Call(partial(gated_delta.chunk_indices, chunk_size=64), "offsets"),
     "chunk_offsets": Call(partial(gated_delta.chunk_offsets, chunk_size=64), "offsets"),
     "zero_padding": Call(gated_delta.zero_padding, "hidden segments", "rows width"),
-    "check_gated_delta_contract": Call(partial(_of_row, gated_delta.check_gated_delta_contract), "segments"),
-    "gated_delta_breaches": Call(partial(_of_row, gated_delta.gated_delta_breaches), "segments"),
+    "check_gated_delta_contract": Call(partial(_of_row, gated_delta.check_gated_delta_contract), "delta segments"),
+    "gated_delta_breaches": Call(partial(_of_row, gated_delta.gated_delta_breaches), "delta segments"),
     "reference_causal_conv1d": Call(lambda x: gated_delta.reference_causal_conv1d(x, x[0, :4].T), "hidden", "width"),
     "reference_gated_delta_rule": Call(
         lambda q: gated_delta.reference_gated_delta_rule(q, q, q, q[..., 0] - 1, q[..., 0]), "query", "width", most=1_600

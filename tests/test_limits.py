@@ -80,8 +80,8 @@ IN_A_BATCH = {
     "a key": lambda text: PaddingCollator(pad_token_id=0)([{**ROW, text: [1]}, {**ROW, text: [1, 2, 3]}]),
     "an option": lambda text: PaddingCollator(pad_token_id=0, padding=text),
     "a wrapped collator's": lambda text: wrap_collator(lambda rows: {text: 1})([ROW]),
-    "an adapter's": lambda text: public.ADAPTERS["verl"]({**BATCH, "attention_mask": text}),
-    "an adapter's keys": lambda text: public.ADAPTERS["verl"]({text: 1}),
+    "an adapter's": lambda text: public.PADDED({**BATCH, "attention_mask": text}),
+    "an adapter's keys": lambda text: public.PADDED({text: 1}),
 }
 
 

@@ -32,14 +32,16 @@ SLACK = 0.2
 """What an exponent may be above its own: 2.5 times over two decades, as memory is slower than a cache."""
 
 
+LEAST = 1 << 16
+"""Bytes of an input and an output below which what a call takes is its own."""
+
+
 def size_of(value: Any) -> int:
-    """Bytes of an input; a list holds eight a number."""
+    """Bytes of an input, or of an output; a list holds eight a number."""
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return sum(map(size_of, value))
     if isinstance(value, (list, tuple)):
-        return 8 * len(value)
+        return 8 * len(value) if value and isinstance(value[0], int) else sum(map(size_of, value))
     return value.array.nbytes if isinstance(value, Segments) else getattr(value, "nbytes", 0)
 
 
@@ -54,10 +56,11 @@ class Growth:
 
     what: str
     axis: str
+    decades: int = 5
     group: str = "growth"
     absent: list[Absent] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
-    """Of each size: bytes at the peak, and of the input."""
+    """Of each size: bytes at the peak, and of the input and the output."""
 
     @property
     def name(self) -> str:
@@ -65,11 +68,12 @@ class Growth:
 
     def ready(self) -> list[Contestant]:
         call, self.memory, made = CALLS[self.what], [], []
-        for n in SIZES[self.axis]:
+        for n in SIZES[self.axis][: self.decades]:
             if n <= call.most:
                 given = call.made(AXES[self.axis](n))
                 fresh = partial(unasked, given)
-                self.memory.append((peak_bytes(lambda fresh=fresh: call.work(*fresh())), size_of(given)))
+                peak = peak_bytes(lambda fresh=fresh: call.work(*fresh()))
+                self.memory.append((peak, max(size_of(given) + size_of(call.work(*fresh())), LEAST)))
                 made.append(Contestant(f"{n:,}", lambda given: call.work(*given), fresh))
         return made
 
@@ -79,31 +83,17 @@ class Growth:
         power = CALLS[self.what].width if self.axis == "width" else 1
         pairs = [*zip(seconds[first], seconds[last])]
         used, held = self.memory[-1]
-        facts = {"power": power, "times its input": used / held, "size": SIZES[self.axis][len(self.memory) - 1]}
-        make = partial(Row, self.group, self.name, against="floor", target=power + SLACK, unit="", facts=(facts, {}))
+        facts = {"power": power, "times": used / held, "size": SIZES[self.axis][len(self.memory) - 1]}
         early, late = (median(side) for side in zip(*pairs))
+        make = partial(Row, self.group, self.name, against="floor", ours=early, target=power + SLACK, unit="")
+        make = partial(make, rounds=len(pairs), facts=(facts, {}))
+        slower, larger = (log10(grown) / 2 for grown in (late / early, used / self.memory[-3][0]))
         return [
-            make(
-                f"time, {first.name} to {last.name}",
-                ours=early,
-                theirs=late,
-                ratio=power_of(late / early),
-                rounds=len(pairs),
-            ),
-            make(
-                f"memory, {used / held:.1f} times its input",
-                ours=early,
-                theirs=None,
-                ratio=power_of(used / self.memory[-3][0]),
-            ),
+            make(f"time, {first.name} to {last.name}", theirs=late, ratio=slower),
+            make(f"memory, {used / held:.1f} times what goes in and out", theirs=None, ratio=larger),
         ]
-
-
-def power_of(grown: float) -> float:
-    """The exponent of what grew so many times over two decades."""
-    return log10(grown) / 2
 
 
 def cases(quick: bool) -> Iterator[Growth]:
     for what, call in CALLS.items():
-        yield from (Growth(what, axis) for axis in call.axes.split()[: 1 if quick else 3])
+        yield from (Growth(what, axis, 3 if quick else 5) for axis in call.axes.split())
