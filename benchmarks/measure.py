@@ -18,7 +18,7 @@ from benchmarks.timing import Absent, Pace, Row, race
 
 GROUPS = (
     "step", "collate", "dataloader", "loaders", "wire", "dense", "derive", "parallel", "adapter", "proof", "neutral",
-    "growth",
+    "growth", "long",
 )  # fmt: skip
 Found = tuple[list[Row], list[Absent]]
 

@@ -95,9 +95,9 @@ def _add_case(table: Table, case: str, rows: list[dict[str, Any]]) -> None:
     limit = _target(first) if first["unit"] == "us" else ""
     table.add_row(f"[cyan]{case}[/]{_made(first, 0)}", time(first["ours"]), "", "", limit)
     for row in rows:
-        ratio = times(row["ratio"])
+        ratio = f"{row['ratio']:.4g}" if row["unit"] == "" else times(row["ratio"])
         columns = (ratio, "") if row["against"] == "peer" else ("", ratio)
-        if row["theirs"] is not None:
+        if row["theirs"] is not None or row["unit"] == "":
             table.add_row(f"  {row['name']}{_made(row, 1)}", time(row["theirs"]), *columns, _target(row))
 
 
@@ -111,7 +111,7 @@ def _verdict(rows: list[dict[str, Any]], console: Console) -> None:
     missed = [row for row in judged if not row["met"]]
     console.print(f"\ntargets: {len(judged) - len(missed)} met, {len(missed)} missed")
     for row in missed:
-        found = time(row["ours"]) if row["unit"] == "us" else times(row["ratio"])
+        found = time(row["ours"]) if row["unit"] == "us" else f"{row['ratio']:.4g}{row['unit']}"
         console.print(f"  {row['group']}, {row['case']}, {row['name'] or 'ours'}: {found}, {_target(row)}")
 
 

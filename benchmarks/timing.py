@@ -63,7 +63,8 @@ class Row:
     ratio: float | None = None
     quartiles: tuple[float, float] | None = None
     target: float | None = None
-    unit: Literal["x", "us"] = "x"
+    unit: Literal["x", "us", ""] = "x"
+    """Of the target; "" where `ratio` is another number, such as an exponent."""
     rounds: int = 0
     made: tuple[int, int] = (0, 0)
     """Bytes of the tensors in both outputs."""

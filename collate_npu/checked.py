@@ -121,6 +121,15 @@ def dimension(name: str, x: Tensor, dim: Any) -> int:
     return int(dim) % N
 
 
+def here(device: Any) -> Any:
+    """A device that torch can make a tensor on. Raises `CollateError` for any other."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        rule = f"torch makes no tensor there: {str(error)[:120].splitlines()[0]}."
+        raise CollateError(explain("device", repr(device)[:60], rule, "Pass 'cpu', or a device of this machine.")) from None
+
+
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:
     """The refusal of an argument that is none of these kinds."""
     got = f"a tensor {list(value.shape)}" if type(value) is Tensor else f"a {type(value).__name__}"

@@ -65,18 +65,29 @@ class UnsupportedFormError(CollateError):
     """
 
 
+LONGEST = 8192
+"""Characters of one of the facts of a message: what arrived may be of any size, and its message is not."""
+
+
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
     """One line of four facts, in the order a reader asks for them. `more`: the section of the guide's page `errors` that
     explains it, named on a line below."""
-    return printable(f"{where}: got {got}. {rule} {remedy}{_pointer(more)}")
+    return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
     """Like `explain`, for every bad row of one key at once."""
     listed = sorted(rows)
-    head = f"{key}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
-    told = "\n".join([head, *(f"  row {row}: got {got}" for row, got in listed), rule, remedy])
-    return printable(told + _pointer(more))
+    head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
+    told = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
+    return "\n".join(told) + _pointer(more)
+
+
+def short(text: str, most: int = LONGEST) -> str:
+    """What of a text can be shown: printable, and its beginning and its end where it is longer than `most`."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {len(text)} characters ... {text[-most // 4 :]}"
+    return printable(text)
 
 
 def _pointer(section: str) -> str:

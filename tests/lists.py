@@ -170,9 +170,30 @@ TOLD = re.compile(r"4x512$|32x4096(, left|, flat row)?$|64x32768|4x4096|cp 8|8x4
 """Cases of the page; the others are in the file alone."""
 
 
-def measured() -> list[dict]:
-    """The rows of the bench's last whole run."""
-    return json.loads((ROOT / "benchmarks" / "results.json").read_text("utf-8"))["rows"]
+def measured(name: str = "results") -> list[dict]:
+    """The rows of the bench's last whole run, or of its last one of `limits`: growth and long."""
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text("utf-8"))["rows"]
+
+
+def growth_table(rows: list[dict]) -> str:
+    """A line a function: the exponents of its time, and the most memory on any axis, by what goes in and out."""
+    lines = ["| what | time by rows | by width | by tokens | memory by rows | by width | by tokens | times in and out |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    of_growth = [(row["case"].split(": "), row) for row in rows if row["group"] == "growth"]
+    for what, found in groupby(of_growth, key=lambda each: each[0][0]):
+        same = {(axis, row["theirs"] is None): row for (_, axis), row in found}
+        cells = [same.get((axis, memory)) for memory in (False, True) for axis in ("rows", "width", "tokens")]
+        most = max(row["facts"][0]["times"] for row in same.values())
+        shown = ("" if row is None else f"{row['ratio']:.2f}" for row in cells)
+        lines.append(f"| `{what.replace(',', '`,', 1)}{'`' * (',' not in what)} | {' | '.join(shown)} | {most:.1f} |")
+    return "\n".join(lines)
+
+
+def long_table(rows: list[dict]) -> str:
+    """A line a thing that was measured behind all batches."""
+    found = [row for row in rows if row["group"] == "long"]
+    lines = [f"| behind {found[0]['case']} | found | at most |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {row['name']} | {row['ratio']:.4g} | {row['target']:g} |" for row in found)])
 
 
 def speed_table(rows: list[dict]) -> str:
@@ -229,6 +250,7 @@ def written() -> dict[Path, str]:
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **between("options", options=options()),
         **between("speed", step=step_table(measured()), speed=speed_table(measured())),
+        **between("limits", growth=growth_table(measured("limits")), long=long_table(measured("limits"))),
         **between("masks-4d", derive=options_of(derive_segments)),
         **between("masks", given=given()),
         **{path: text for name in COMMANDS for path, text in between(name, options=command(name)).items()},

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings, strategies as st
 from strategies import laid_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, derive_segments, last_token, repad, unpad
+from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, derive_segments, last_token, repad, unpad
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
@@ -162,3 +162,31 @@ def test_kernel_arguments_of_a_row_without_a_collator_have_one_shape(lengths):
     assert told.shape == (COUNT + 1,)
     assert (told.diff() > 0).all()
     assert told[: len(lengths)].tolist() == [0, *accumulate(lengths[:-1])]
+
+
+# --- batches whose widths repeat
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("door", ["adapter", "adapt"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")  # Dynamo's, of hooks
+def test_widths_that_repeat_compile_nothing_after_the_first_round(family, door):
+    pytest.importorskip("transformers")
+    from collate_npu.testing import tiny_model
+
+    torch._dynamo.reset()
+    model, graphs, made = tiny_model(family, vocab_size=64), [], []
+    adapter = BatchAdapter(model) if door == "adapter" else dict
+    handle = adapt(model) if door == "adapt" else None
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(1) or graph.forward, dynamic=False)
+    for _ in range(3):
+        for width, side in ((8, "left"), (12, "left"), (8, "right")):
+            rows = [{"input_ids": list(range(1, n + 1))} for n in (width, width - len(made) - 1)]
+            batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(rows)
+            with torch.no_grad():
+                compiled(**adapter(batch))
+        made.append(len(graphs))
+    assert made[0] == made[1] == made[2] > 0
+    if handle is not None:
+        handle.remove()

@@ -13,11 +13,11 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1740, 1250),
+    "ground": (1760, 1250),
     "masks": (2560, 2400),
     "parallel": (1570, 1450),
     "kernels": (3500, 3400),
-    "consumers": (2670, 1950),
+    "consumers": (2690, 1950),
     "collate": (1760, 1500),
     "proof": (4540, 1900),
     "integrations": (3295, 3000),
@@ -26,7 +26,7 @@ LINES = {
     "tests": (47300, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (13400, 12000)}
+WORDS = {"guide": (13460, 12000)}
 """Words of the guide's English pages, without tables that the code writes; likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""

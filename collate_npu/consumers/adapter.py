@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.checked import checked
+from collate_npu.checked import checked, here
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.labels import labels_for, rule_of
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
@@ -99,7 +99,7 @@ class BatchAdapter:
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
         self.labels_shifted = labels_shifted
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else here(device)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
         self.declared = None if said is None else Pattern.of(said)
@@ -211,7 +211,7 @@ class BatchAdapter:
         >>> {key: list(value.shape) for key, value in adapter.masks(Segments.from_lengths([1, 3], side="left")).items()}
         {'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
         """
-        out = self.routed(Sources.of({}), segments, None, torch.device(device))
+        out = self.routed(Sources.of({}), segments, None, here(device))
         return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
 
     def routed(

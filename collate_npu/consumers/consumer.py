@@ -45,6 +45,8 @@ class Model:
     needs_mask_2d: bool | None = None
     """Does it carry state from token to token? None where nobody said."""
     attn_implementation: str = "sdpa"
+    dtype: torch.dtype | None = None
+    """Of its parameters, where a module was there to be asked."""
     positions: forwards.PositionRule = "places"
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
@@ -89,6 +91,8 @@ class Model:
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
         if not asked and needs_2d and isinstance(model, torch.nn.Module):
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
+        if isinstance(model, torch.nn.Module):
+            read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",

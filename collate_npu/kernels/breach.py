@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import UnsupportedFormError, explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +22,6 @@ class Breach:
 
     def __str__(self) -> str:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
-
-
-def here(device: Any) -> Any:
-    """A device that torch can make a tensor on. Raises `CollateError` for any other."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
-        rule = f"torch makes no tensor there: {str(error).splitlines()[0][:120]}."
-        raise CollateError(explain("device", repr(device)[:60], rule, "Pass 'cpu', or a device of this machine.")) from None
 
 
 def refuse(kernel: str, found: Iterable[Breach]) -> None:

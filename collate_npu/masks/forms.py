@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
-from collate_npu.checked import checked, wrong_kind
+from collate_npu.checked import checked, here, wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.places import own_places
@@ -118,15 +118,15 @@ def dense(
     runs = [(0, 0, S)] if rows is None else _query_runs(rows, S)
     Q = sum(high - low for _, low, high in runs)
     check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
-    device = torch.device(device)
-    if device.type != "cpu" and rows is None and pattern == Pattern.of("causal") and not segments.packed:
-        return _triangle_on(segments, device, dtype, attend, blocked)
+    place: torch.device = here(device)
+    if place.type != "cpu" and rows is None and pattern == Pattern.of("causal") and not segments.packed:
+        return _triangle_on(segments, place, dtype, attend, blocked)
     allowed, forbidden = _carried(dtype, attend, blocked)
     out_B1QK = np.empty((B, 1, Q, S), allowed.dtype)
     for (out_QK,), regions in zip(out_B1QK, regions_of(segments)):
         for at, low, high in runs:
             fill_rows(out_QK[at : at + high - low], low, regions, pattern, allowed, forbidden)
-    return torch.from_numpy(out_B1QK).view(dtype).to(device)
+    return torch.from_numpy(out_B1QK).view(dtype).to(place)
 
 
 def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, attend: float, blocked: float) -> Tensor:
@@ -208,6 +208,7 @@ def mask_mod(
     """
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
+    device = here(device)
     start_BS, number_BS = np.zeros(segments.shape, np.int64), np.zeros(segments.shape, np.int64)
     for b, regions in enumerate(regions_of(segments)):
         for n, start, _, first, last, _ in regions:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.routes import cheapest_said, shape_said
-from collate_npu.errors import CollateError, explain, printable, shape_of
+from collate_npu.errors import CollateError, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
@@ -68,7 +68,7 @@ def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
     for key, value in batch.items():
         dense = isinstance(value, Tensor) and value.ndim > 2 and key == "attention_mask"
         means = reads(value, segments) if dense else ""
-        yield f"{key}: {_value(value)}{f', {means}' if means else ''}"
+        yield f"{short(str(key), 200)}: {_value(value)}{f', {means}' if means else ''}"
 
 
 def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
@@ -105,5 +105,5 @@ def _value(value: Any, depth: int = 0) -> str:
     if isinstance(value, Mapping) and depth < 4:
         return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
-        return repr(value)
+        return short(repr(value), 200)
     return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked
+from collate_npu.checked import checked, here
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import here
 from collate_npu.kernels.fusion_attention.accepted_wrong import MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.kernels.fusion_attention.geometry import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED

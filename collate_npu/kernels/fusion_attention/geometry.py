@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from collate_npu.checked import here
 from collate_npu.errors import UnsupportedFormError, explain, shape_of
-from collate_npu.kernels.breach import here
 from collate_npu.kernels.fusion_attention.operator_call import AttentionCall
 
 TRIANGLE = (2048, 2048)

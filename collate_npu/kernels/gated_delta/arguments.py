@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked
+from collate_npu.checked import checked, here
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.breach import here
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
 from collate_npu.kernels.gated_delta.stacks import operator_named

@@ -1,0 +1,218 @@
+"""Numbers in every floating dtype: whatever stands at padding and however a mask is filled, real tokens are finite, and near
+what they are alone. float16 ends at 65,504: nothing is counted or added up in it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention, softmax
+
+from collate_npu import BatchAdapter, PaddingCollator, Segments, derive_segments, last_token, repad, unpad
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule, zero_padding
+from collate_npu.masks import dense
+from collate_npu.outputs import per_sequence, shift_labels, to_nested
+from collate_npu.parallel import ContextParallel, gather_sequence, join_shards, split_tensor
+from collate_npu.proof.measure import IGNORED, apart, errors, measure
+
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""|x - alone| / |alone|."""
+by_dtype = pytest.mark.parametrize("dtype", NEAR, ids=str)
+by_side = pytest.mark.parametrize("side", ["left", "right"])
+ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
+BEYOND = 70_000
+"""More than float16 can hold."""
+
+
+def far(found, alone):
+    """How far two results are apart; what is not finite is as far as can be."""
+    if not all(bool(torch.isfinite(x).all()) for x in found):
+        return float("inf")
+    return apart([x.detach() for x in found], [x.detach() for x in alone])
+
+
+# --- models
+
+
+def model_of(family, dtype, attention):
+    pytest.importorskip("transformers")
+    from collate_npu.testing import tiny_model
+
+    model = tiny_model(family, vocab_size=64, dtype=dtype, attn_implementation=attention)
+    if dtype == torch.float64 and family == "qwen3_next":
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    return model
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.models
+@by_side
+@by_dtype
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_batch_through_a_model_is_its_samples_alone(family, attention, dtype, side):
+    """With a row of padding alone, which `segment_ids` may say. Gradients are finite too. Or it is refused: transformers'
+    eager attention takes its softmax in float32, in which the lowest float64 is -inf."""
+    model = model_of(family, dtype, attention)
+    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="omit")([{"input_ids": ids} for ids in ROWS])
+    ids = torch.cat([batch["input_ids"], torch.zeros_like(batch["input_ids"][:1])])
+    truth = Segments.from_lengths([len(row) for row in ROWS] + [0], ids.shape[1], side)
+    labels = ids.masked_fill(~truth.keep, IGNORED)
+    batch, adapter = {"input_ids": ids, "labels": labels, "segment_ids": truth.ids}, BatchAdapter(model)
+    if (attention, dtype) == ("eager", torch.float64):
+        with pytest.raises(UnsupportedFormError, match="is NaN there"):
+            adapter(batch)
+        batch = {key: x[:2] for key, x in batch.items()}
+        if side == "left":
+            return
+    given, segments = adapter.with_segments(batch)
+    out = model(**given)
+    alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in ROWS]
+    assert far(per_sequence(out.logits, segments), alone) <= NEAR[dtype]
+    assert all(bool(torch.isfinite(x).all()) for x in gradients(model, out.loss))
+
+
+# --- masks
+
+EMPTY = Segments.from_lengths([2, 5, 0], 6, "left")
+
+
+def two_layers(x, attend):
+    """NaN of a row that sees nothing would reach the others in the second layer: 0 * NaN is NaN."""
+    return attend(attend(x) + x)
+
+
+def attend_alone(x):
+    return scaled_dot_product_attention(x, x, x, is_causal=True, scale=1.0)
+
+
+@by_dtype
+def test_a_row_that_sees_nothing_spoils_no_other(dtype):
+    x = torch.randn(3, 1, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    bias, keep = dense(EMPTY, polarity="bias", dtype=dtype), dense(EMPTY, polarity="keep")
+    assert torch.isfinite(bias).all()
+    ways = {
+        "eager": lambda x: softmax(x @ x.mT + bias, -1) @ x,
+        "sdpa, a bias": lambda x: scaled_dot_product_attention(x, x, x, attn_mask=bias, scale=1.0),
+        "sdpa, bool": lambda x: scaled_dot_product_attention(x, x, x, attn_mask=keep, scale=1.0),
+    }
+    for name, way in ways.items():
+        found = per_sequence(two_layers(x, way)[:, 0], EMPTY)
+        alone = [two_layers(x[b, :, 6 - n :], attend_alone)[0] for b, n in ((0, 2), (1, 5))]
+        assert far(found, alone) <= NEAR[dtype], name
+        (gradient,) = torch.autograd.grad(sum(x.sum() for x in found), x)
+        assert torch.isfinite(gradient).all(), name
+
+
+@by_side
+@by_dtype
+@pytest.mark.parametrize("fill", ["-inf", "lowest", "lowest of float32", -1e4])
+def test_a_mask_is_read_whatever_blocks_in_it(fill, dtype, side):
+    segments = Segments.from_lengths([2, 5], 6, side)
+    values = {"-inf": -torch.inf, "lowest": torch.finfo(dtype).min, "lowest of float32": torch.finfo(torch.float32).min}
+    blocked = torch.tensor(values.get(fill, fill), dtype=torch.float64).to(dtype)
+    mask = torch.where(dense(segments), torch.zeros((), dtype=dtype), blocked)
+    assert derive_segments(mask) == segments
+    assert derive_segments(mask, polarity="bias", keep=segments.keep) == segments
+
+
+@by_dtype
+def test_masks_of_more_tokens_than_float16_counts_are_counted(dtype):
+    keep = torch.ones(2, BEYOND, dtype=dtype)
+    keep[1, 66_000:] = 0
+    assert derive_segments(keep).row_lengths == (BEYOND, 66_000)
+    batch = {"input_ids": torch.ones(2, BEYOND, dtype=torch.int64), "attention_mask": keep}
+    assert BatchAdapter(needs_mask_2d=True, consumer="verl").with_segments(batch)[1].num_tokens == BEYOND + 66_000
+
+
+# --- the way back
+
+WAYS = {
+    "unpad": lambda x, s: [unpad(x, s)],
+    "repad": lambda x, s: per_sequence(repad(unpad(x, s), s), s),
+    "last_token": lambda x, s: [last_token(x, s)],
+    "per_sequence": per_sequence,
+    "to_nested": lambda x, s: [to_nested(x, s).values()],
+    "zero_padding": lambda x, s: [zero_padding(x, s)],
+    "split and join": lambda x, s: per_sequence(join_shards([split_tensor(x, cp) for cp in CPS], CPS[0]), s),
+    "gather": lambda x, s: per_sequence(gather_sequence(x, ContextParallel(1, 0), s), s),
+}
+CPS = [ContextParallel(2, rank) for rank in (0, 1)]
+
+
+@by_dtype
+@pytest.mark.parametrize("padding", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", WAYS)
+def test_what_stands_at_padding_goes_nowhere(name, padding, dtype):
+    """Neither forward nor backward, beside the largest numbers of the dtype."""
+    segments = Segments.from_lengths([3, 8], 8, "left")
+    x = torch.full((2, 8, 4), torch.finfo(dtype).max, dtype=dtype).masked_fill_(~segments.keep[..., None], padding)
+    x.requires_grad_()
+    found = WAYS[name](x, segments)
+    assert all(bool(torch.isfinite(x).all()) for x in found)
+    (gradient,) = torch.autograd.grad(sum(x.float().sum() for x in found), x)
+    assert torch.isfinite(gradient).all()
+    assert not gradient[~segments.keep].any()
+
+
+def test_labels_of_more_places_than_float16_counts():
+    labels = torch.arange(BEYOND)[None]
+    assert shift_labels(labels, Segments.from_lengths([BEYOND]))[0, -2:].tolist() == [BEYOND - 1, IGNORED]
+
+
+# --- what adds up
+
+
+class Half(torch.nn.Module):
+    """Logits of a dtype, as large as it has them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, dtype, scale):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 8, dtype=dtype) * scale)
+
+    def get_output_embeddings(self):
+        return self.weight
+
+    def forward(self, input_ids, labels=None):
+        return SimpleNamespace(logits=self.weight.expand(*input_ids.shape, 8) * 1)
+
+
+@by_dtype
+def test_a_loss_and_a_distance_add_up_beyond_float16(dtype):
+    batch = {"input_ids": torch.zeros(1, BEYOND, dtype=torch.int64), "labels": torch.zeros(1, BEYOND, dtype=torch.int64)}
+    found = measure(Half(dtype, 100.0), batch, lambda scores: [scores[0]], gradients=False)
+    assert found.finite
+    assert found.loss == pytest.approx(200.0 * (BEYOND - 1), rel=1e-2)
+    assert errors(found, found).largest == 0.0
+    large = [torch.full((BEYOND,), 60_000.0, dtype=dtype)]
+    assert apart([2e4 + large[0].float() * 0], large) == pytest.approx(2 / 3, rel=1e-2)
+
+
+@by_dtype
+def test_a_reference_kernel_adds_up_more_keys_than_float16_counts(dtype):
+    if dtype == torch.float64:
+        pytest.skip("the operator takes none")
+    query, key = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, BEYOND, 1, 16, dtype=dtype)
+    out, _, total = reference_fusion_attention(query, key, key + 1, 1, "BSND", scale=0.25)[:3]
+    assert total.flatten()[0] == BEYOND
+    assert far([out], [torch.ones_like(out)]) <= 1e-2
+
+
+@by_dtype
+def test_reference_kernels_are_finite_beside_rows_that_see_nothing(dtype):
+    x = torch.full((3, 6, 1, 16), 30.0).to(dtype)
+    gate = -torch.ones(3, 6, 1, dtype=dtype)
+    taps = torch.ones(16, 4, dtype=dtype)
+    assert torch.isfinite(reference_gated_delta_rule(x, x, x, gate, -gate, use_qk_l2norm_in_kernel=True)[0]).all()
+    assert torch.isfinite(reference_causal_conv1d(x[:, :, 0], taps)).all()
+    if dtype != torch.float64:
+        kwargs = fusion_attention_kwargs(EMPTY)
+        assert torch.isfinite(reference_fusion_attention(x, x, x, 1, scale=0.25, **kwargs)[0]).all()
