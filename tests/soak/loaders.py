@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -90,6 +91,9 @@ class Soak:
             found += batches
         except (RuntimeError, OSError, EOFError):  # also where torch asks a dead worker for a file it shared
             return self._differ(found, wanted[: len(found)])
+        finally:
+            with suppress(RuntimeError, OSError):  # torch forgets an iterator by its id, and the next may have the same
+                batches._shutdown_workers()
         return self._differ(found, wanted)  # all was in the pipe already
 
     def _resumed(self, start: str, seed: int) -> str:
