@@ -91,6 +91,7 @@ def split_tensor(
     if x.is_nested:
         offsets = jagged_cu_seqlens(x, cp)
         return jagged(take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
+    _refuse_sparse("x", x)
     dim = dimension("x", x, dim)
     return take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
 
@@ -159,6 +160,7 @@ class _Shard:
         B, S = self.shape
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value
+        _refuse_sparse(key, value)
         dim = min(dim, value.ndim - 1) % value.ndim
         if value.shape[dim] == S and (value.ndim > 1 or B == 1):
             return take_runs(value, dim, self.tokens)
@@ -172,7 +174,7 @@ class _Shard:
             return None
         if isinstance(value, Mapping):
             return {kind: self.of_mask(f"{key}[{kind!r}]", part, kind in _RECURRENT_KINDS) for kind, part in value.items()}
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
             rule = "Under context parallelism a mask is None, 2D, dense, or a mapping of those by layer kind."
             remedy = "Build a BlockMask for the shard itself (torch's create_cp_block_mask)."
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
@@ -206,6 +208,12 @@ class _Shard:
         rule = f"A key that KEYS does not list is per token if it begins {list(self.shape)}: the width stands elsewhere."
         remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
+
+
+def _refuse_sparse(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        got = str(x.layout).removeprefix("torch.")
+        raise CollateError(explain(name, got, "Tokens are taken out of dense tensors.", "Pass x.to_dense()."))
 
 
 def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
