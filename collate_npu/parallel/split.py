@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import entries, host_tensor
+from collate_npu.arrays import entries, host_array, host_tensor
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
@@ -61,7 +61,7 @@ def split_batch(
         if cu_seqlens is None:
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
         if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
-            cu_seqlens = cu_seqlens.tolist()
+            cu_seqlens = host_array("cu_seqlens", cu_seqlens).reshape(-1).tolist()
         facts["documents"] = partial(digest_offsets, cu_seqlens)
         shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
         out: dict[str, Any] = {}
@@ -161,8 +161,8 @@ class _Shard:
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value
         _refuse_sparse(key, value)
-        dim = min(dim, value.ndim - 1) % value.ndim
-        if value.shape[dim] == S and (value.ndim > 1 or B == 1):
+        dim = min(dim, value.ndim - 1) % max(value.ndim, 1)
+        if value.ndim and value.shape[dim] == S and (value.ndim > 1 or B == 1):
             return take_runs(value, dim, self.tokens)
         rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
         remedy = f"Pad it with the batch, or pass keys={{**KEYS, {key!r}: SAMPLE}} if it is not per token."
