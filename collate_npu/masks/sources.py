@@ -110,7 +110,7 @@ class Sources(dict[str, Any]):
         held = self[name := self.named[role][0]]
         rows = held if isinstance(held, (list, tuple)) else np.atleast_1d(self.array(name)).tolist()
         listed = [np.atleast_1d(host_array(name, row)) for row in rows]
-        odd = [b for b, row in enumerate(listed) if row.ndim != 1 or (np.mod(row, 1) != 0).any()]
+        odd = [b for b, row in enumerate(listed) if row.ndim != 1 or any(n % 1 for n in row.tolist())]
         if bad := [(b, str(listed[b].tolist())[:80]) for b in odd]:
             raise CollateError(explain_rows(name, bad, "Lengths of a row are whole numbers.", "Count the tokens again."))
         return [[n for n in map(int, row.tolist()) if n != _NO_SEQUENCE] for row in listed]

@@ -56,7 +56,7 @@ ODD = (
     *(torch.ones(shape) for shape in ((5, 4), (2, 1, 4, 4), (2, 1, 3, 4), (2, 4, 4, 4, 4))), torch.ones(2, 4).to_sparse(),
     KEEP & False, -torch.ones(2, 4).char(), torch.ones(4, 2).T, torch.ones(2, 4, requires_grad=True),
     torch.arange(9)[::2], torch.Size((2, 4)), memoryview(b"ab"), [torch.tensor(1), torch.ones(2)], IDS.to(torch.float8_e5m2),
-    torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), [FEATURES],
+    [FEATURES],
 )  # fmt: skip
 
 
