@@ -16,9 +16,11 @@ from collate_npu import PaddingCollator
 collator_of = cache(PaddingCollator)
 
 
-def told_of(drawn: Drawn, L: int):
+KINDS = ("nothing", "nothing", "ones", "holes", "packed", "seq_lengths")
+
+
+def told_of(drawn: Drawn, L: int, kind: str):
     """What a sample tells of itself: key, value, and its segment ids; None where it contradicts itself."""
-    kind = drawn.pick(("nothing", "nothing", "ones", "holes", "packed", "seq_lengths"))
     if kind in ("holes", "packed"):
         values = drawn.many(L, 2 if kind == "holes" else 4)
         return "attention_mask", values, oracle.numbered(values)
@@ -32,10 +34,10 @@ def told_of(drawn: Drawn, L: int):
 
 def samples_of(drawn: Drawn):
     """Features, their tokens, and their segment ids."""
-    features, tokens, own = [], [], []
+    features, tokens, own, kind = [], [], [], drawn.pick(KINDS)
     for _ in range(1 + drawn.below(3)):
         L = 1 + drawn.below(6)
-        key, value, row = told_of(drawn, L)
+        key, value, row = told_of(drawn, L, drawn.pick(KINDS) if drawn.below(8) == 7 else kind)
         tokens.append(drawn.many(L, 10))
         own.append(row)
         feature = {"input_ids": make.held(drawn, tokens[-1]), "labels": make.held(drawn, [x + 20 for x in tokens[-1]])}

@@ -26,8 +26,10 @@ def place_of(drawn: Drawn, layouts=("zigzag", "contiguous", "ulysses")):
 
 def split(drawn: Drawn) -> None:
     rows, cp = make.rows_of(drawn, ("right", "left", "none", "mixed"), width=16), place_of(drawn)
-    B, S, ids, kept = len(rows), len(rows[0]), make.tokens_of(drawn, rows), oracle.keep(rows)
-    square = drawn.chance()
+    unit = cp.size * (2 if cp.layout == "zigzag" and cp.size > 1 else 1)
+    S = len(rows[0]) + -len(rows[0]) % unit * (drawn.below(4) > 0)
+    rows, square = [oracle.padded(row, S, 0, "right") for row in rows], drawn.chance()
+    B, ids, kept = len(rows), make.tokens_of(drawn, rows), oracle.keep(rows)
     batch = {
         "input_ids": torch.tensor(ids),
         "labels": make.held(drawn, ids),
@@ -40,7 +42,7 @@ def split(drawn: Drawn) -> None:
         "name": "x",
     }
     before = copied(batch)
-    wrong = S % (cp.size * (2 if cp.layout == "zigzag" and cp.size > 1 else 1)) > 0
+    wrong = S % unit > 0
     out = refused(lambda: split_batch(batch, cp), wrong, "the width does not divide")
     assert same(batch, before)
     if out is None:
