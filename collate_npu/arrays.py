@@ -128,6 +128,8 @@ def host_array(name: str, value: Any) -> Array:
             rule = "Whole numbers are at most 64 bits with a sign."
             raise CollateError(explain(name, f"the value {array.max()}", rule, "Count again: it wrapped around."))
         array = array.astype(np.int64)
+    if not array.dtype.isnative or min(array.strides, default=0) < 0:  # a flipped one: torch takes neither
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
     return array
 
 

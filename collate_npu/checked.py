@@ -132,6 +132,6 @@ def here(device: Any) -> Any:
 
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:
     """The refusal of an argument that is none of these kinds."""
-    got = f"a tensor {list(value.shape)}" if type(value) is Tensor else f"a {type(value).__name__}"
+    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
     spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
     return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}."))

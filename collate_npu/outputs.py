@@ -36,11 +36,14 @@ def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     >>> repad(torch.tensor([7, 4, 5, 6]), Segments.from_lengths([1, 3], side="left"), fill=-1).tolist()
     [[-1, -1, 7], [4, 5, 6]]
     """
-    if y.shape[:1] != (segments.num_tokens,):
+    if not _is_plain(y) or y.shape[:1] != (segments.num_tokens,):
         rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
     B, S = segments.shape
-    out = y.new_full((B * S, *y.shape[1:]), fill)
+    try:
+        out = y.new_full((B * S, *y.shape[1:]), fill)
+    except (RuntimeError, OverflowError) as error:
+        raise CollateError(explain("fill", repr(fill), f"Padding holds it as {y.dtype}.", "Pass a value of y's.")) from error
     return out.index_put((segments.indices.to(y.device),), y).reshape(B, S, *y.shape[1:])
 
 
@@ -103,8 +106,8 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
     [[2, -100, 4, 5, -100]]
     """
     ends_BS, ignore_index = None, whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    _check_labels(labels, segments)
     if segments is not None:
-        _check_labels(labels, segments)
         ids_BS = segments.ids.to(labels.device)
         ends_BS = (pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0)
     for _ in range(min(whole_number("steps", steps, least=1), labels.shape[1])):
@@ -132,14 +135,22 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
     return labels.masked_fill(ignored_BS, ignore_index)
 
 
-def _check_labels(labels: Tensor, segments: Segments) -> None:
-    if labels.is_nested or tuple(labels.shape) != segments.shape:
-        rule = f"Labels are one a token, and the batch is {list(segments.shape)} (rows, width)."
+def _is_plain(x: Tensor) -> bool:
+    """Neither nested nor sparse: a block of numbers with a shape."""
+    return not x.is_nested and x.layout is torch.strided
+
+
+def _check_labels(labels: Tensor, segments: Segments | None) -> None:
+    bits = labels.is_floating_point() and labels.element_size() == 1  # of which torch fills none
+    shape = tuple(labels.shape) if _is_plain(labels) and labels.ndim == 2 and not bits else None
+    if shape is None or (segments is not None and shape != segments.shape):
+        said = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
+        rule = f"Labels are one a token, and the batch is {said}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:
-    if x.is_nested or tuple(x.shape[:2]) != segments.shape:
+    if not _is_plain(x) or tuple(x.shape[:2]) != segments.shape:
         rule = f"The batch is {list(segments.shape)} (rows, width)."
         remedy = "Pass the whole output: under context parallelism, gather_sequence first."
         raise CollateError(explain("output", shape_of(x), rule, remedy))

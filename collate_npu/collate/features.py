@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
-from collate_npu.collate.own_masks import dimensions, joined_segment_ids, own_segments
+from collate_npu.collate.own_masks import joined_segment_ids, own_segments
 from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
@@ -95,7 +95,7 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     for key in of_kind(KEYS, "truth"):
         told = [feature.get(key) for feature in named]
         # A dense mask of a sample is the inner collator's to make a batch of; one that is missing says nothing.
-        flat = all(row is None or dimensions(row) == 1 or key == "seq_lengths" for row in told)
+        flat = all(row is None or rank_of(row) == 1 or key == "seq_lengths" for row in told)
         if flat and any(row is not None for row in told):
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
             truth[key] = [default if row is None else row for row, default in zip(told, whole)]

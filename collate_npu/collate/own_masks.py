@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, renumber
-from collate_npu.collate.padding import check_lengths, is_ragged, pad_rows, rank_of
+from collate_npu.collate.padding import check_lengths, pad_rows, rank_of
 from collate_npu.errors import CollateError, explain_rows
 from collate_npu.masks.offsets import parted_by_positions
 from collate_npu.segments import Segments
@@ -29,7 +29,7 @@ def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions
     sequence without holes. Positions `[L]` that restart part what nothing else parts."""
     told = _told(columns, lengths)
     parted = told is not None and any(row.max(initial=0) > 1 for row in told)
-    if parted or [len(row) if dimensions(row) == 1 else -1 for row in positions] != lengths:
+    if parted or [len(row) if rank_of(row) == 1 else -1 for row in positions] != lengths:
         return told
     width = max(lengths)
     real = [np.ones(n, np.int32) for n in lengths] if told is None else told
@@ -58,7 +58,10 @@ def _all_real(column: list[Any], lengths: list[int]) -> bool:
     """Ones throughout, as tokenizers emit them, say what the lengths say."""
     for row, length in zip(column, lengths):
         if isinstance(row, (list, tuple)):
-            if not row.count(1) == len(row) == length:
+            try:
+                if not row.count(1) == len(row) == length:
+                    return False
+            except (RuntimeError, ValueError):  # an array in the list is not one number
                 return False
         elif not (isinstance(row, (np.ndarray, Tensor)) and row.shape == (length,) and bool((row == 1).all())):
             return False
@@ -90,7 +93,7 @@ def _other_parts(ids: Array, others: Array) -> Any:
 
 def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
     """A sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
-    if bad := [(b, f"{dimensions(row)} dimensions") for b, row in enumerate(column) if dimensions(row) != 1]:
+    if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
         rule = "A sample's own mask is [L], one number for each token."
         raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
     check_lengths(key, column, lengths)
@@ -99,10 +102,6 @@ def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
         rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
         raise CollateError(explain_rows(key, wrong, rule, "Convert additive masks with (mask == 0) first."))
     return [row.astype(np.int32) for row in arrays]
-
-
-def dimensions(row: Any) -> int:
-    return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 0 if not is_ragged(row) else rank_of(row)
 
 
 def _is_ids(row: Array) -> bool:

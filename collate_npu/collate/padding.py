@@ -49,8 +49,10 @@ def is_ragged(value: Any) -> bool:
 
 
 def rank_of(row: Any) -> int:
-    """Dimensions of what may be one value a token; a list of lists has two."""
-    return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 1 + int(bool(len(row)) and is_ragged(row[0]))
+    """Dimensions of what may be one value a token, 0 of what is not; a list of lists has two."""
+    if not isinstance(row, (list, tuple)):
+        return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 0
+    return 1 + int(bool(row) and is_ragged(row[0]))
 
 
 class Rows(list[Any]):

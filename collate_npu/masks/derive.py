@@ -79,7 +79,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Readi
     keep_BS = known.keep if known.segments is None else known.segments.array != 0
     assert keep_BS is not None
     values, (B, S) = MaskValues(full, polarity), keep_BS.shape
-    if full.ndim < 2 or full.shape[-1] != S or full.shape[0] not in (1, B, S):
+    if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in (1, B, S):
         raise misfit(MASK_KEY, values.got, (B, S))
     if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
         found = _key_mask(values, keep_BS)

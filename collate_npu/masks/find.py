@@ -191,7 +191,7 @@ def _with_dense(
         rule = f"One row of keys for all queries does not say {', and not '.join(missing.values())}."
         remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
-    if full.shape[-1] != shape[1]:
+    if not full.ndim or full.shape[-1] != shape[1]:
         raise misfit(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
     found = reading.pattern
@@ -272,6 +272,7 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     empty_rows = segments.empty_rows
     bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
     labels = sources.get("labels")
+    labels = None if getattr(labels, "is_nested", False) else labels
     if isinstance(labels, Tensor) and tuple(labels.shape) == shape and not labels.is_floating_point():
         labels_BS = sources.array("labels")
         if not empty_rows and all(labels_BS.item(b, end - 1) >= 0 for b, _, end in segments.spans):

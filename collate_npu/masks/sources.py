@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, entries, host_array, host_tensor, once
 from collate_npu.checked import wrong_kind
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
 
@@ -108,9 +108,12 @@ class Sources(dict[str, Any]):
         if not self.named[role]:
             return None
         held = self[name := self.named[role][0]]
-        rows = held if isinstance(held, (list, tuple)) else self.array(name).tolist()
-        listed = [list(map(int, row)) if isinstance(row, (list, tuple)) else [int(row)] for row in rows]
-        return [[n for n in row if n != _NO_SEQUENCE] for row in listed]
+        rows = held if isinstance(held, (list, tuple)) else np.atleast_1d(self.array(name)).tolist()
+        listed = [np.atleast_1d(host_array(name, row)) for row in rows]
+        odd = [b for b, row in enumerate(listed) if row.ndim != 1 or any(n % 1 for n in row.tolist())]
+        if bad := [(b, str(listed[b].tolist())[:80]) for b in odd]:
+            raise CollateError(explain_rows(name, bad, "Lengths of a row are whole numbers.", "Count the tokens again."))
+        return [[n for n in map(int, row.tolist()) if n != _NO_SEQUENCE] for row in listed]
 
     def text_positions(self, shape: tuple[int, int]) -> Array | None:
         """`[B, S]`: `text_position_ids`, two-dimensional `position_ids`, or the text row of `[4, B, S]`; else None."""

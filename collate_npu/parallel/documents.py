@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, check_places, whole_number
+from collate_npu.arrays import Array, check_places, host_tensor, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, TOKENS, Key, with_role
@@ -36,7 +36,7 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
     """
     for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
         if (value := batch[key]) is not None:
-            return torch.as_tensor(value)
+            return value if isinstance(value, Tensor) else host_tensor(key, value)
     if segments is not None and segments.shape[0] == 1 and segments.padding_side == "none":
         return segments.cu_seqlens
     return None

@@ -93,7 +93,8 @@ def join_shards(
     >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    held = [shard for shard in shards if isinstance(shard, Tensor)] if isinstance(shards, (list, tuple)) else []
+    listed = shards if isinstance(shards, (list, tuple)) else []
+    held = [shard for shard in listed if isinstance(shard, Tensor) and shard.layout is torch.strided and not shard.is_nested]
     if len(held) != cp.size or len(held) != len(shards) or len({shard.shape for shard in held}) != 1:
         got = f"{len(held)} tensors of shapes {sorted({str(list(shard.shape)) for shard in held})}"
         raise CollateError(explain("shards", got, f"{cp.size} ranks hold one shard each, all alike.", "Pass them all."))

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import host_array, whole_number
+from collate_npu.arrays import as_offsets, host_array, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
@@ -274,8 +274,8 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple[int, ...]:
     """Offsets of one flat row on the host; raises where they are not those of the whole row."""
-    bounds = tuple(map(int, host_array(name, offsets).tolist()))
-    if bounds[:1] != (0,) or bounds[-1] != width or any(start > stop for start, stop in pairwise(bounds)):
+    bounds = tuple(as_offsets(name, host_array(name, offsets)).tolist())
+    if bounds[-1] != width:
         rule = f"Offsets are of the whole row of {width} tokens: 0 first, {width} last, never falling."
         remedy = "Pass those of the unsplit row, the tail counted (alone, or with the last): no rank's own, ends or lengths."
         raise CollateError(explain(name, str(list(bounds[:16])), rule, remedy))
@@ -293,7 +293,7 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 
 def _check(cp: ContextParallel) -> None:
-    if cp.layout not in get_args(Layout):
+    if not isinstance(cp.layout, str) or cp.layout not in get_args(Layout):
         listed = ", ".join(map(repr, get_args(Layout)))
         raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
     for name in ("size", "tensor_parallel", "block", "ulysses"):
@@ -301,7 +301,7 @@ def _check(cp: ContextParallel) -> None:
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
-    if cp.mask_2d not in get_args(Scope):
+    if not isinstance(cp.mask_2d, str) or cp.mask_2d not in get_args(Scope):
         rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
         raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "'local' suits layers that see their own tokens."))
     if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import entries, host_tensor
+from collate_npu.arrays import entries, host_array, host_tensor
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
@@ -61,7 +61,7 @@ def split_batch(
         if cu_seqlens is None:
             cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
         if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
-            cu_seqlens = cu_seqlens.tolist()
+            cu_seqlens = host_array("cu_seqlens", cu_seqlens).reshape(-1).tolist()
         facts["documents"] = partial(digest_offsets, cu_seqlens)
         shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
         out: dict[str, Any] = {}
@@ -91,6 +91,7 @@ def split_tensor(
     if x.is_nested:
         offsets = jagged_cu_seqlens(x, cp)
         return jagged(take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
+    _refuse_sparse("x", x)
     dim = dimension("x", x, dim)
     return take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
 
@@ -159,8 +160,9 @@ class _Shard:
         B, S = self.shape
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value
-        dim = min(dim, value.ndim - 1) % value.ndim
-        if value.shape[dim] == S and (value.ndim > 1 or B == 1):
+        _refuse_sparse(key, value)
+        dim = min(dim, value.ndim - 1) % max(value.ndim, 1)
+        if value.ndim and value.shape[dim] == S and (value.ndim > 1 or B == 1):
             return take_runs(value, dim, self.tokens)
         rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
         remedy = f"Pad it with the batch, or pass keys={{**KEYS, {key!r}: SAMPLE}} if it is not per token."
@@ -172,7 +174,7 @@ class _Shard:
             return None
         if isinstance(value, Mapping):
             return {kind: self.of_mask(f"{key}[{kind!r}]", part, kind in _RECURRENT_KINDS) for kind, part in value.items()}
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
             rule = "Under context parallelism a mask is None, 2D, dense, or a mapping of those by layer kind."
             remedy = "Build a BlockMask for the shard itself (torch's create_cp_block_mask)."
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
@@ -206,6 +208,12 @@ class _Shard:
         rule = f"A key that KEYS does not list is per token if it begins {list(self.shape)}: the width stands elsewhere."
         remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
+
+
+def _refuse_sparse(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        got = str(x.layout).removeprefix("torch.")
+        raise CollateError(explain(name, got, "Tokens are taken out of dense tensors.", "Pass x.to_dense()."))
 
 
 def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:

@@ -1,0 +1,104 @@
+"""Collating against the oracle: samples that tell of themselves what producers tell, padded on a side or flat.
+
+Legend: L tokens of one sample.
+"""
+
+from functools import cache
+
+import oracle
+import torch
+from fuzz import drawn as make
+from fuzz.compared import adapter_of, apart, copied, is_mask, lists, refused, same
+from fuzz.drawn import PAD, Drawn
+
+from collate_npu import PaddingCollator
+
+collator_of = cache(PaddingCollator)
+
+
+KINDS = ("nothing", "nothing", "ones", "holes", "packed", "seq_lengths")
+
+
+def told_of(drawn: Drawn, L: int, kind: str):
+    """What a sample tells of itself: key, value, and its segment ids; None where it contradicts itself."""
+    if kind in ("holes", "packed"):
+        values = drawn.many(L, 2 if kind == "holes" else 4)
+        return "attention_mask", values, oracle.numbered(values)
+    if kind == "seq_lengths":
+        cut = drawn.below(L + 1)
+        wrong = drawn.below(8) == 7
+        row = [1 + (cut <= place) for place in range(L)]
+        return "seq_lengths", [cut, L - cut + wrong], None if wrong else oracle.numbered(row)
+    return ("attention_mask" if kind == "ones" else ""), [1] * L, [1] * L
+
+
+def samples_of(drawn: Drawn):
+    """Features, their tokens, and their segment ids."""
+    features, tokens, own, kind = [], [], [], drawn.pick(KINDS)
+    for _ in range(1 + drawn.below(3)):
+        L = 1 + drawn.below(6)
+        key, value, row = told_of(drawn, L, drawn.pick(KINDS) if drawn.below(8) == 7 else kind)
+        tokens.append(drawn.many(L, 10))
+        own.append(row)
+        feature = {"input_ids": make.held(drawn, tokens[-1]), "labels": make.held(drawn, [x + 20 for x in tokens[-1]])}
+        features.append(
+            feature | {"loss_scale": [x / 2 for x in tokens[-1]]} | ({key: make.held(drawn, value)} if key else {})
+        )
+    return features, tokens, own
+
+
+def collate(drawn: Drawn) -> None:
+    features, tokens, own = samples_of(drawn)
+    side, multiple, flat = drawn.pick(make.SIDES), drawn.pick((None, 4)), drawn.below(3) == 2
+    settings = {"padding_free": True} if flat else {"attention_mask": drawn.pick(("auto", "2d", "4d")), "padding_side": side}
+    unlike = len({frozenset(feature) for feature in features}) > 1
+    bad = unlike or any(row is None or not any(row) for row in own)
+    before = copied(features)
+    collator = collator_of(pad_token_id=PAD, pad_to_multiple_of=multiple, **settings)
+    batch = refused(lambda: collator(features), bad, "a sample contradicts itself or has no token")
+    assert same(features, before)
+    if batch is None:
+        assert bad, "refused"
+        return
+    assert apart(features, batch)
+    if flat:
+        is_flat(batch, tokens, own, multiple or 1)
+        return
+    width = max(map(len, tokens)) + -max(map(len, tokens)) % (multiple or 1)
+    is_padded(batch, tokens, [oracle.padded(row, width, 0, side) for row in own], side, settings["attention_mask"])
+    if drawn.chance():
+        found = adapter_of(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1]
+        assert lists(found.ids) == [oracle.padded(row, width, 0, side) for row in own]
+
+
+def is_padded(batch, tokens, rows, side, mode) -> None:
+    width = len(rows[0])
+    wide = [oracle.padded(row, width, PAD, side) for row in tokens]
+    moved = [[x + 20 for x in row] for row in wide]
+    assert lists(batch["input_ids"]) == wide
+    assert lists(batch["labels"]) == [oracle.labels(*pair) for pair in zip(moved, rows)]
+    assert lists(batch["loss_scale"]) == [oracle.padded([x / 2 for x in row], width, 0, side) for row in tokens]
+    assert lists(batch["position_ids"]) == list(map(oracle.positions, rows))
+    assert lists(batch["attention_mask_2d"]) == oracle.keep(rows)
+    assert (max(map(max, rows)) > 1) == ("segment_ids" in batch)
+    assert lists(batch.get("segment_ids", torch.tensor(rows))) == rows
+    is_mask(batch["attention_mask"], rows, must_be_dense=mode == "4d") if mode != "2d" else None
+    assert mode != "2d" or lists(batch["attention_mask"]) == oracle.keep(rows)
+
+
+def is_flat(batch, tokens, own, multiple) -> None:
+    counts = oracle.lengths(own)
+    tail = -sum(counts) % multiple
+    places = counts + [tail] * (tail > 0)
+    row = [n + 1 for n, count in enumerate(places) for _ in range(count)]
+    ids = oracle.flat(own, tokens, len(row), PAD)
+    follows = [s > 0 and row[s] == row[s - 1] and s < sum(counts) for s in range(len(row))]
+    assert batch["attention_mask"] is None
+    assert lists(batch["input_ids"]) == [ids]
+    assert lists(batch["labels"]) == [[x + 20 if ok else oracle.IGNORED for x, ok in zip(ids, follows)]]
+    assert lists(batch["loss_scale"]) == [oracle.flat(own, [[x / 2 for x in xs] for xs in tokens], len(row), 0)]
+    assert lists(batch["position_ids"]) == [oracle.positions(row)]
+    assert lists(batch["cu_seq_lens_q"]) == lists(batch["cu_seq_lens_k"]) == oracle.offsets(places)
+    assert batch["max_length_q"] == batch["max_length_k"] == max(places)
+    assert lists(batch["seq_idx"]) == [[n - 1 for n in row]]
+    assert lists(batch["seq_lens"]) == counts

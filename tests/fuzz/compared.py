@@ -1,0 +1,78 @@
+"""What targets ask of a result: the numbers in it, whose memory it is, and whether it should have been refused."""
+
+from functools import cache
+
+import numpy as np
+import oracle
+import torch
+
+from collate_npu import BatchAdapter, CollateError
+
+adapter_of = cache(BatchAdapter)
+
+
+def refused(call, must: bool, why: str):
+    """What came out, None for a refusal. `must`: it has to be refused."""
+    try:
+        out = call()
+    except CollateError:
+        return None
+    assert not must, f"taken, although {why}: {out}"
+    return out
+
+
+def lists(value):
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
+
+
+def is_mask(masked, rows, must_be_dense=False) -> None:
+    """None exactly where that is exact, else True = blocked, of plain causal attention."""
+    if oracle.none_is_exact(rows) and not must_be_dense:
+        assert masked is None
+    else:
+        assert masked.dtype == torch.bool
+        assert lists(~masked) == oracle.dense(rows)
+
+
+def copied(value):
+    """The same again, in memory of its own."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(copied, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy() if isinstance(value, np.ndarray) else value
+
+
+def leaves(value):
+    """Its arrays, as numpy sees their memory."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [each for part in value for each in leaves(part)]
+    if isinstance(value, torch.Tensor):
+        bits = value.detach()
+        plain = bits.dtype in READ and bits.layout is torch.strided and not (bits.is_nested or bits.is_meta)
+        return [(bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits).numpy()] if plain else []
+    return [value] if isinstance(value, np.ndarray) else []
+
+
+def same(one, other) -> bool:
+    """Equal, of one type and dtype."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return one.dtype == other.dtype and np.array_equal(*(leaves(x)[0] for x in (one, other)))
+    return type(one) is type(other) and one == other
+
+
+def apart(given, made) -> bool:
+    """Does nothing made share memory with what was given, or with anything else made? What is handed on is no matter."""
+    old, new = leaves(given), leaves(made)
+    pairs = [(x, y) for x in new for y in old] + [(x, y) for n, x in enumerate(new) for y in new[:n]]
+    return not any(np.may_share_memory(x, y) for x, y in pairs)
+
+
+NUMBERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+READ = {getattr(torch, name) for name in NUMBERS}

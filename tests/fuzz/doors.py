@@ -1,0 +1,154 @@
+"""Reading masks against the oracle: what a mask of any form says, and what an adapter makes of a batch.
+
+Legend: B rows, S width.
+"""
+
+import numpy as np
+import oracle
+import torch
+from fuzz import drawn as make
+from fuzz.compared import adapter_of, apart, copied, is_mask, lists, refused, same
+from fuzz.drawn import Drawn
+
+from collate_npu import ContextParallel, Pattern, derive_segments
+
+
+def plain(rows) -> bool:
+    """Rows of which a square mask leaves no doubt: one sequence a row, padded on one side, none of a single token."""
+    return max(map(max, rows)) == 1 and oracle.side(rows) != "mixed" and min(oracle.lengths(rows)) > 1 and len(rows[0]) > 2
+
+
+def derive(drawn: Drawn) -> None:
+    rows = make.rows_of(drawn, width=8)
+    if drawn.below(3) == 2:
+        derive_keys(drawn, rows)
+        return
+    (name, size), polarity = make.pattern_of(drawn), drawn.pick(("keep", "masked", "bias"))
+    keep_B1SS = oracle.dense(rows, name, size)
+    for b, row in enumerate(rows if drawn.chance() else ()):  # some block the queries of padding too
+        keep_B1SS[b][0] = [keys if n else [False] * len(row) for n, keys in zip(row, keep_B1SS[b][0])]
+    given = make.four_dims(drawn, keep_B1SS, polarity)
+    pattern = {"sliding": Pattern.sliding(size), "chunked": Pattern.chunked(size)}.get(name, name)
+    declared, known, said = drawn.chance(), drawn.chance(), name != "causal" or drawn.chance()
+    truth = torch.tensor(rows)
+    before = copied([given, truth])
+    settings = {"polarity": polarity} if declared else {}
+    settings |= ({"pattern": pattern} if said else {}) | ({"keep": truth != 0} if known else {})
+    found = refused(lambda: derive_segments(given, **settings), False, "")
+    assert same([given, truth], before)
+    if found is None:
+        assert not (plain(rows) and name == "causal" and (declared or known)), "a plain causal mask is refused"
+    else:
+        cut = name == "chunked" and max(map(max, rows)) > 1  # rows are not packed, says the pattern
+        assert cut or lists(found.ids) == rows
+
+
+def derive_keys(drawn: Drawn, rows) -> None:
+    """One value a key: `[B, S]`, packing ids, or `[B, 1, 1, S]`."""
+    B, S = len(rows), len(rows[0])
+    packed = max(map(max, rows)) > 1
+    dtype, polarity = drawn.pick((*make.WHOLE, torch.bool, *make.FLOATS)), drawn.pick((None, "keep", "masked"))
+    if packed:
+        given, polarity = make.held(drawn, rows), None
+    else:
+        kept = torch.tensor(oracle.keep(rows))
+        given = (~kept if polarity == "masked" else kept).to(dtype)
+    deep = not packed and polarity is not None and S > 1 and drawn.chance()
+    given = given[:, None, None] if deep else given
+    before = copied(given)
+    found = refused(lambda: derive_segments(given, polarity=polarity), False, "")
+    assert same(given, before)
+    square = B == S and not deep  # is it [B, S] or [S, S]?
+    assert (square and not packed) if found is None else lists(found.ids) == rows
+
+
+def batch_of(drawn: Drawn, rows):
+    """A batch some loader hands over, whether its padding is told beyond doubt, and the polarity to declare."""
+    ids = make.tokens_of(drawn, rows)
+    labels = [[x if n and drawn.below(4) else oracle.IGNORED for x, n in zip(*pair)] for pair in zip(ids, rows)]
+    for b, row in enumerate(rows):  # so that labels do not look turned around
+        end = max(s for s, n in enumerate(row) if n)
+        labels[b][end] = ids[b][end]
+    batch = {"input_ids": drawn.pick((torch.tensor, np.array, torch.tensor))(ids), "labels": torch.tensor(labels)}
+    packed, kept = max(map(max, rows)) > 1, oracle.keep(rows)
+    how = drawn.pick(("ours", "2d", "4d", "both"))
+    if how == "2d":
+        return batch | {"attention_mask": torch.tensor(rows) if packed else make.two_dims(drawn, kept)}, True, None
+    told = {"attention_mask_2d": torch.tensor(kept)} | ({"segment_ids": torch.tensor(rows)} if packed else {})
+    if how == "ours":
+        return (
+            batch | told | drawn.pick(({}, {"attention_mask": None}, {"attention_mask": told["attention_mask_2d"]})),
+            True,
+            None,
+        )
+    polarity = drawn.pick(("keep", "masked", "bias"))
+    batch["attention_mask"] = make.four_dims(drawn, oracle.dense(rows), polarity)
+    if how == "both":
+        return batch | told, True, polarity
+    return batch, plain(rows) and not all(map(all, kept)), polarity if drawn.chance() else None
+
+
+def adapt(drawn: Drawn) -> None:
+    (adapt_for_a_rank if drawn.below(4) == 3 else adapt_rows)(drawn)
+
+
+def adapt_rows(drawn: Drawn) -> None:
+    rows = make.rows_of(drawn, width=8)
+    consumer, recurrent = drawn.pick(("megatron", "transformers")), drawn.chance()
+    batch, certain, polarity = batch_of(drawn, rows)
+    packed, mixed = max(map(max, rows)) > 1, oracle.side(rows) == "mixed"
+    holes = any(places[-1] - places[0] >= len(places) for _, places in oracle.sequences(rows))
+    before = copied(batch)
+    adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, polarity=polarity, labels_shifted=False)
+    must = recurrent and (packed or holes)
+    made = refused(lambda: adapter.with_segments(batch), must, "recurrent layers read neither holes nor packed rows")
+    assert same(batch, before)
+    if made is None:
+        assert must or not certain or (consumer == "transformers" and mixed), "refused, although nothing is in doubt"
+        return
+    out, found = made
+    assert lists(found.ids) == rows
+    assert apart(batch, {key: value for key, value in out.items() if value is not batch.get(key)})
+    assert lists(out["input_ids"]) == lists(batch["input_ids"])
+    assert lists(out["labels"]) == [oracle.labels(*pair) for pair in zip(lists(batch["labels"]), rows)]
+    reads = is_megatrons if consumer == "megatron" else is_transformers
+    reads(out, rows, recurrent)
+
+
+def adapt_for_a_rank(drawn: Drawn) -> None:
+    """The batch is split last: a rank gets its tokens, and of a dense mask its queries against every key."""
+    rows = make.rows_of(drawn, ("left", "right", "none", "mixed"), width=12)
+    size, ids, S = 2 + drawn.below(2), make.tokens_of(drawn, rows), len(rows[0])
+    rank, layout = drawn.below(size), drawn.pick(("zigzag", "contiguous"))
+    batch = {"input_ids": torch.tensor(ids), "attention_mask_2d": torch.tensor(oracle.keep(rows))}
+    adapter = adapter_of(
+        consumer="megatron", needs_mask_2d=False, context_parallel=ContextParallel(size, rank, layout=layout)
+    )
+    must = S % (size * (1 + (layout == "zigzag"))) > 0
+    out = refused(lambda: adapter(batch), must, "the width does not divide")
+    if out is None:
+        assert must, "refused"
+        return
+    held = oracle.share(S, size, rank, layout)
+    assert lists(out["input_ids"]) == [[row[s] for s in held] for row in ids]
+    assert lists(out["position_ids"]) == [[oracle.positions(row)[s] for s in held] for row in rows]
+    masked, whole = out["attention_mask"], oracle.dense(rows)
+    assert (masked is None) == oracle.none_is_exact(rows)
+    assert masked is None or lists(~masked) == [[[keys[q] for q in held]] for (keys,) in whole]
+
+
+def is_megatrons(out, rows, recurrent) -> None:
+    is_mask(out["attention_mask"], rows)
+    assert lists(out["position_ids"]) == list(map(oracle.positions, rows))
+    assert ("attention_mask_2d" in out) == recurrent
+    assert not recurrent or lists(out["attention_mask_2d"]) == oracle.keep(rows)
+
+
+def is_transformers(out, rows, recurrent) -> None:
+    """One sequence a row is told by a 2D mask, several by a dense one; positions where its own count would be wrong."""
+    packed = max(map(max, rows)) > 1
+    assert "attention_mask_2d" not in out
+    assert lists(out["attention_mask"]) == (oracle.dense(rows) if packed else oracle.keep(rows))
+    counted = [oracle.positions(row) for row in rows]
+    real = [[s if n else p for s, (n, p) in enumerate(zip(row, ps))] for row, ps in zip(rows, counted)]
+    assert lists(out["position_ids"]) == counted if "position_ids" in out else real == counted

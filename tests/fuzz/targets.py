@@ -1,0 +1,117 @@
+"""Targets: each draws an input from bytes, calls the package, and compares with the oracle, or demands a refusal.
+
+A target raises where the package is wrong. Inputs are not written to, and what is made shares no memory with them.
+Legend: B rows, S width.
+"""
+
+import oracle
+import torch
+from fuzz import drawn as make
+from fuzz.bad_input import bad_input
+from fuzz.collating import collate
+from fuzz.compared import apart, copied, lists, refused, same
+from fuzz.doors import adapt, derive
+from fuzz.drawn import Drawn
+from fuzz.kernels import kernels
+
+from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
+from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
+from collate_npu.parallel import join_shards, split_tensor
+
+
+def place_of(drawn: Drawn, layouts=("zigzag", "contiguous", "ulysses")):
+    size = 1 + drawn.below(4)
+    return ContextParallel(size, drawn.below(size), layout=drawn.pick(layouts), mask_2d=drawn.pick(("local", "global")))
+
+
+def split(drawn: Drawn) -> None:
+    rows, cp = make.rows_of(drawn, ("right", "left", "none", "mixed"), width=16), place_of(drawn)
+    unit = cp.size * (2 if cp.layout == "zigzag" and cp.size > 1 else 1)
+    S = len(rows[0]) + -len(rows[0]) % unit * (drawn.below(4) > 0)
+    rows, square = [oracle.padded(row, S, 0, "right") for row in rows], drawn.chance()
+    B, ids, kept = len(rows), make.tokens_of(drawn, rows), oracle.keep(rows)
+    batch = {
+        "input_ids": torch.tensor(ids),
+        "labels": make.held(drawn, ids),
+        "attention_mask_2d": torch.tensor(kept),
+        "attention_mask": torch.tensor(oracle.dense(rows) if square else kept),
+        "position_ids": torch.tensor([ids] * 3),
+        "loss_scale": torch.tensor(ids, dtype=torch.float32),
+        "advantages": torch.arange(B),
+        "pixel_values": torch.ones(2, 3),
+        "name": "x",
+    }
+    before = copied(batch)
+    wrong = S % unit > 0
+    out = refused(lambda: split_batch(batch, cp), wrong, "the width does not divide")
+    assert same(batch, before)
+    if out is None:
+        assert wrong, "refused"
+        return
+    held = oracle.share(S, cp.size, cp.rank, cp.layout)
+    ours = [[row[s] for s in held] for row in ids]
+    queries = range(S) if cp.layout == "ulysses" else held
+    flat = kept if cp.mask_2d == "global" else [[row[s] for s in held] for row in kept]
+    own = kept if cp.layout == "ulysses" else flat
+    dense = [[[keys[q] for q in queries]] for (keys,) in oracle.dense(rows)] if square else own
+    right = {"input_ids": ours, "labels": ours, "loss_scale": ours, "attention_mask_2d": flat, "attention_mask": dense}
+    right |= {"position_ids": [ours] * 3, "advantages": list(range(B)), "pixel_values": [[1.0] * 3] * 2, "name": "x"}
+    assert {key: lists(value) for key, value in out.items()} == right
+    assert cp.size == 1 or apart(batch, {key: value for key, value in out.items() if value is not batch[key]})
+
+
+def gather(drawn: Drawn) -> None:
+    cp = place_of(drawn, ("zigzag", "contiguous", "ulysses", "document_zigzag", "document_contiguous"))
+    kind = cp.layout.removeprefix("document_")
+    unit = cp.size * (2 if kind == "zigzag" and cp.size > 1 else 1)
+    parts = [unit * drawn.below(3) for _ in range(1 + drawn.below(3))]
+    bounds = oracle.offsets(parts) if cp.documents else [0, sum(parts)]
+    given = bounds if drawn.chance() else torch.tensor(bounds, dtype=torch.int32)
+    offsets = {"cu_seqlens": given} if cp.documents else {}
+    dtype, B = drawn.pick((torch.int64, torch.bool, torch.bfloat16, torch.float32)), 1 + drawn.below(2)
+    values = [[drawn.below(2) for _ in range(B)] for _ in range(sum(parts))]
+    x, dim = torch.tensor(values).reshape(-1, B).to(dtype), drawn.below(3) - 1
+    x = x if dim == 0 else x.T[:, :, None].expand(-1, -1, 2)[..., 0] if dim == 1 else x.T
+    before = copied(x)
+    held = [oracle.share_of_documents(bounds, cp.size, rank, kind) for rank in range(cp.size)]
+    shards = [split_tensor(x, cp.with_rank(rank), dim=dim, **offsets) for rank in range(cp.size)]
+    for shard, places in zip(shards, held):
+        assert lists(shard.movedim(dim, 0)) == [lists(before.movedim(dim, 0)[place]) for place in places]
+    whole = join_shards(shards, cp, dim=dim, **offsets)
+    assert same(x, before)
+    assert same(whole, before)
+    assert lists(whole.movedim(dim, 0)) == oracle.gathered([lists(s.movedim(dim, 0)) for s in shards], held)
+    assert cp.size == 1 or apart([x], shards)
+
+
+def outputs(drawn: Drawn) -> None:
+    rows = make.rows_of(drawn)
+    if drawn.below(8) == 7:
+        rows.append([0] * len(rows[0]))
+    segments, values = Segments(rows), [[drawn.below(100) for _ in row] for row in rows]
+    x, fill, steps = torch.tensor(values), drawn.below(5), 1 + drawn.below(3)
+    if drawn.below(8) == 7:
+        wrong = x[:, 1:] if drawn.chance() else torch.cat([x, x])
+        for way in (unpad, last_token, per_sequence, to_nested, shift_labels, ignore_first_labels):
+            refused(lambda way=way: way(wrong, segments), True, "the shape is another")
+        return
+    parts = oracle.per_sequence(values, rows)
+    flat = [token for part in parts for token in part]
+    made = [unpad(x, segments), *per_sequence(x, segments), shift_labels(x, segments, steps=steps)]
+    made += [ignore_first_labels(x, segments), repad(made[0], segments, fill=fill)]
+    assert lists(x) == values
+    assert lists(made[0]) == flat
+    assert [lists(part) for part in per_sequence(x, segments)] == parts
+    assert lists(made[-3]) == [oracle.shifted(*pair, steps) for pair in zip(values, rows)]
+    assert lists(made[-2]) == [oracle.labels(*pair) for pair in zip(values, rows)]
+    assert lists(made[-1]) == oracle.repadded(flat, rows, fill)
+    wide = torch.stack([x, -x], -1)
+    assert lists(unpad(wide, segments)) == [[token, -token] for token in flat]
+    if drawn.below(8) == 7:  # torch takes long
+        assert [lists(part) for part in to_nested(x, segments).unbind()] == parts
+    ends = refused(lambda: last_token(x, segments), not all(map(any, rows)), "a row has no token")
+    assert (ends is None and not all(map(any, rows))) or lists(ends) == [part[-1] for part in parts]
+    assert apart([x], [*made[:1], *made[-3:]])
+
+
+TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, bad_input)}

@@ -1,0 +1,152 @@
+"""What is right, in plain loops over lists: slow, and with nothing of the package. Tests compare the package with it.
+
+A row is a list `[S]` of numbers: 0 is padding, n the row's n-th sequence, whose tokens stand in order. Rows make a batch.
+"""
+
+IGNORED = -100
+
+
+# --- what a collated batch is
+
+
+def padded(values, width, fill, side):
+    more = [fill] * (width - len(values))
+    return [*more, *values] if side == "left" else [*values, *more]
+
+
+def numbered(labels):
+    """Any labels as 1, 2, ... in order of appearance; None where one comes back after another: that is no row."""
+    order = list(dict.fromkeys(label for label in labels if label))
+    row = [order.index(label) + 1 if label else 0 for label in labels]
+    real = [n for n in row if n]
+    return row if real == sorted(real) else None
+
+
+def keep(rows):
+    return [[n != 0 for n in row] for row in rows]
+
+
+def sequences(rows):
+    """`(row, places)` of each sequence, in order."""
+    return [(b, [s for s, m in enumerate(row) if m == n]) for b, row in enumerate(rows) for n in sorted({*row} - {0})]
+
+
+def lengths(rows):
+    return [len(places) for _, places in sequences(rows)]
+
+
+def side(rows):
+    """Where padding stands, over all rows: "mixed" is both sides, or padding between tokens."""
+    shown = keep(rows)
+    if all(map(all, shown)):
+        return "none"
+    if all(row == sorted(row, reverse=True) for row in shown):
+        return "right"
+    return "left" if all(row == sorted(row) and any(row) for row in shown) else "mixed"
+
+
+def positions(row):
+    """A token counts those of its sequence before it; padding before all is 0, other padding counts on."""
+    out = []
+    for place, n in enumerate(row):
+        out.append(row[:place].count(n) if n else out[-1] + 1 if any(row[:place]) else 0)
+    return out
+
+
+def labels(values, row):
+    """Ignored: padding, and a token that follows none of its sequence. Column 0 stays: the shift of a loss drops it."""
+    follows = [s == 0 or row[s - 1] == n for s, n in enumerate(row)]
+    return [value if n and ok else IGNORED for value, n, ok in zip(values, row, follows)]
+
+
+def offsets(counts):
+    return [sum(counts[:n]) for n in range(len(counts) + 1)]
+
+
+def flat(rows, values, width, fill):
+    """The real tokens of all rows in one row, padding behind them."""
+    return padded([x for row, xs in zip(rows, values) for n, x in zip(row, xs) if n], width, fill, "right")
+
+
+# --- who attends whom
+
+
+def attends(row, q, k, pattern="causal", size=0):
+    """Padding is seen by nobody. A query of padding looks as the sequence before it does, or else as the first one."""
+    if not row[k]:
+        return False
+    n = next((m for m in reversed(row[: q + 1]) if m), next(m for m in row if m))
+    q, k = q - row.index(n), k - row.index(n)  # places are counted from the sequence's first token
+    seen = {
+        "causal": k <= q,
+        "sliding": k <= q < k + size,
+        "chunked": k <= q and size and q // size == k // size,
+        "bidirectional": True,
+    }
+    return bool(row[k + row.index(n)] == n and seen[pattern])
+
+
+def dense(rows, pattern="causal", size=0):
+    """`[B, 1, S, S]`, True attends."""
+    return [[[[attends(row, q, k, pattern, size) for k in range(len(row))] for q in range(len(row))]] for row in rows]
+
+
+def none_is_exact(rows, pattern="causal", size=0):
+    """Does every real token see what a plain causal kernel shows it?"""
+    real = [(row, q) for row in rows for q, n in enumerate(row) if n]
+    return all(attends(row, q, k, pattern, size) == (k <= q) for row, q in real for k in range(len(row)))
+
+
+# --- ranks that share a row
+
+
+def share(width, size, rank, layout):
+    """The places that a rank holds, in its order; zigzag: chunk `rank` from the front and from the back."""
+    if size == 1 or layout != "zigzag":
+        return list(range(rank * width // size, (rank + 1) * width // size))
+    chunk = width // (2 * size)
+    front = range(rank * chunk, (rank + 1) * chunk)
+    return [*front, *(width - 1 - place for place in reversed(front))]
+
+
+def share_of_documents(bounds, size, rank, layout):
+    """The same in each document of a flat row."""
+    documents = [(start, share(stop - start, size, rank, layout)) for start, stop in zip(bounds, bounds[1:])]  # noqa: RUF007
+    return [start + place for start, held in documents for place in held]
+
+
+def gathered(shards, places):
+    whole = {place: x for shard, held in zip(shards, places) for x, place in zip(shard, held)}
+    return [whole[place] for place in range(len(whole))]
+
+
+# --- the way back
+
+
+def per_sequence(values, rows):
+    return [[values[b][s] for s in places] for b, places in sequences(rows)]
+
+
+def repadded(flat_values, rows, fill):
+    left = iter(flat_values)
+    return [[next(left) if n else fill for n in row] for row in rows]
+
+
+def shifted(values, row, steps=1):
+    """A token's label is that of the token `steps` on, if all between are of its sequence."""
+    ends = [row[s : s + steps + 1] for s in range(len(row))]
+    return [values[s + steps] if n and end == [n] * (steps + 1) else IGNORED for s, (n, end) in enumerate(zip(row, ends))]
+
+
+# --- offsets of kernels that take one flat row
+
+
+def runs(row):
+    """How long each run of one number is: a run of padding is a sequence of its own."""
+    starts = [s for s, n in enumerate(row) if s == 0 or row[s - 1] != n]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], len(row)])]
+
+
+def chunks(counts, size):
+    """`(sequence, chunk within it)`."""
+    return [[n, chunk] for n, count in enumerate(counts) for chunk in range((count + size - 1) // size)]
