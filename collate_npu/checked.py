@@ -121,10 +121,11 @@ def dimension(name: str, x: Tensor, dim: Any) -> int:
     return int(dim) % N
 
 
-def here(device: Any) -> Any:
-    """A device that torch can make a tensor on. Raises `CollateError` for any other."""
+def here(device: Any, *, now: bool = True) -> Any:
+    """A device that torch can make a tensor on. Raises `CollateError` for any other. Not `now`: its name is read and no
+    card touched, for which one "cuda" is follows from the process at each batch."""
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, device=device).device if now else torch.device(device)
     except (RuntimeError, TypeError, AssertionError) as error:
         rule = f"torch makes no tensor there: {str(error)[:120].splitlines()[0]}."
         raise CollateError(explain("device", repr(device)[:60], rule, "Pass 'cpu', or a device of this machine.")) from None

@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1790, 1250),
-    "masks": (2560, 2400),
+    "masks": (2565, 2400),
     "parallel": (1578, 1450),
     "kernels": (3500, 3400),
     "consumers": (2690, 1950),
@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3295, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
-    "tests": (48700, 33000),
+    "tests": (49100, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13460, 12000)}

@@ -99,7 +99,7 @@ class BatchAdapter:
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
         self.labels_shifted = labels_shifted
-        self.device = None if device is None else here(device)
+        self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
         self.declared = None if said is None else Pattern.of(said)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
 from collate_npu.consumers.moving import moved, positions_on
 from collate_npu.masks import dense
 from collate_npu.masks.forms import _triangle_on
@@ -75,3 +75,11 @@ def test_an_adapter_with_a_device_makes_the_same_batch_there(consumer, side):
         )  # fmt: skip
     same = BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cpu")(batch)
     assert all(value is same[key] is None or torch.equal(value, same[key]) for key, value in here.items())
+
+
+def test_an_adapter_reads_the_name_of_its_device_and_touches_none():
+    """Ranks set theirs later: "cuda" is no index yet."""
+    made = BatchAdapter(needs_mask_2d=False, consumer="transformers", device="cuda")
+    assert made.device == torch.device("cuda")
+    with pytest.raises(CollateError, match="device"):
+        BatchAdapter(needs_mask_2d=False, consumer="transformers", device="nowhere")
