@@ -15,6 +15,7 @@ from collate_npu.masks import dense
 from collate_npu.outputs import per_sequence, shift_labels, to_nested
 from collate_npu.parallel import ContextParallel, gather_sequence, join_shards, split_tensor
 from collate_npu.proof.measure import IGNORED, apart, errors, measure
+from collate_npu.releases import KERNELS_TOLD
 
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """|x - alone| / |alone|."""
@@ -39,6 +40,8 @@ def model_of(family, dtype, attention):
     pytest.importorskip("transformers")
     from collate_npu.testing import tiny_model
 
+    if family == "qwen3_next" and not KERNELS_TOLD.holds():
+        pytest.skip("4.57 has no gradient of its layers on a CPU")
     model = tiny_model(family, vocab_size=64, dtype=dtype, attn_implementation=attention)
     if dtype == torch.float64 and family == "qwen3_next":
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64

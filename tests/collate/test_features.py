@@ -168,3 +168,16 @@ def test_refusals_name_key_and_rows(features, told):
 def test_what_is_no_batch_of_samples_is_told_so(given):
     with pytest.raises(CollateError, match="features"):
         PaddingCollator(pad_token_id=0)(given)
+
+
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor])
+def test_ids_that_are_true_or_false_are_no_ids(made):
+    with pytest.raises(CollateError, match="the ids"):
+        read_features([{"input_ids": made([True, False])}])
+
+
+def test_flat_tokens_may_have_a_sample_of_none():
+    samples = {"input_ids": [5, 6], "seq_lengths": [2, 0]}
+    assert read_features(samples, allow_empty=True).lengths == [2, 0]
+    with pytest.raises(CollateError, match="Count the tokens"):
+        read_features({"input_ids": [5, 6], "seq_lengths": [3, -1]})

@@ -354,3 +354,19 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
 )
 def test_who_learns_its_first_label(labels, learns):
     assert wrapping._begins({"labels": labels}) == learns
+
+
+def test_a_polarity_that_is_none_is_refused_before_any_batch():
+    with pytest.raises(CollateError, match="polarity"):
+        wrap_collator(PaddingCollator(pad_token_id=0), polarity="keeps")
+
+
+def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too():
+    class Inner:
+        tokenizer = SimpleNamespace(padding_side="left")
+
+        def __call__(self, rows):
+            return {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]])}
+
+    wrapped = wrap_collator(Inner(), consumer="transformers", model_type="llama")
+    assert wrapped([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[0, 1]]

@@ -11,7 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from collate_npu import CollateError, adapt
 from collate_npu.consumers.models import is_encoder
-from collate_npu.testing import left_out, tiny_config, tiny_model
+from collate_npu.releases import KERNELS_TOLD
+from collate_npu.testing import hybrid_model_types, left_out, tiny_config, tiny_model
 
 pytestmark = pytest.mark.models
 VOCAB, PAD = 257, 256
@@ -30,12 +31,16 @@ def numbers(model, batch):
     model.zero_grad(set_to_none=True)
     out = model(**batch, use_cache=False)
     out.loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    gradient = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
     return out.logits.detach(), out.loss.detach(), gradient
 
 
 def built(name):
     """A tiny model that trains; transformers raises many things for sizes that do not fit a family, or without sdpa."""
+    if not KERNELS_TOLD.holds() and name in hybrid_model_types():
+        pytest.skip("4.57 has no gradient of its layers on a CPU")
+    if not KERNELS_TOLD.holds() and name == "moshi":
+        pytest.skip("4.57 moves its labels twice (modeling_moshi.py:1549, loss_utils.py:59), over the ends of rows")
     try:
         config = tiny_config(name, vocab_size=VOCAB)
         assert not is_encoder(config), "an encoder"
