@@ -6,6 +6,7 @@ pins both.
 """
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
-PYTHON = "3.11"
+PYTHON = platform.python_version()
 
 
 def pip(*args: str) -> str:
@@ -22,7 +23,8 @@ def pip(*args: str) -> str:
 
 def held(environment: Path) -> list[str]:
     """`name==version` of each package in it."""
-    return [line for line in pip("--python", str(environment), "freeze", "--all").splitlines() if "==" in line]
+    frozen = pip("--python", str(environment), "freeze", "--all").splitlines()
+    return [line for line in frozen if "==" in line and not line.startswith("#")]  # an editable one is a comment too
 
 
 def files_of(pins: list[str]) -> list[str]:

@@ -361,7 +361,10 @@ def test_a_polarity_that_is_none_is_refused_before_any_batch():
         wrap_collator(PaddingCollator(pad_token_id=0), polarity="keeps")
 
 
+@pytest.mark.models
 def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too():
+    pytest.importorskip("transformers")
+
     class Inner:
         tokenizer = SimpleNamespace(padding_side="left")
 
