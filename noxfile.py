@@ -143,10 +143,10 @@ def put(session: nox.Session, *packages: str) -> None:
         session.install(*packages)
     elif session.name not in _PUT:
         _PUT.add(session.name)
-        if lock.read_text().startswith("# beside torch"):
-            session.install("--no-deps", OLDEST_TORCH if name == "oldest_torch" else TORCH)
-            session.install("--no-deps", "-e", ".")
         session.install("--no-deps", "--require-hashes", "-r", str(lock))
+        if lock.read_text().startswith("# beside torch"):  # a build for CUDA brings its libraries, which no lock has
+            session.install(*(("--no-deps", OLDEST_TORCH) if name == "oldest_torch" else (TORCH,)))
+            session.install("--no-deps", "-e", ".")
 
 
 def install(session: nox.Session, *packages: str) -> None:

@@ -299,7 +299,7 @@ TRANSFORMERS = Consumer(
             of="float64 on eager attention, padded on the left",
             when=_lowest_is_infinite,
             rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
-            remedy="Use attn_implementation='sdpa', or pad right.",
+            remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
             of="dense masks on flash attention, and on flex_attention beside recurrent layers",
