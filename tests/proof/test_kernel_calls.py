@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 
 from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.proof import kernel_calls
 from collate_npu.proof.kernel_calls import MODULES, UnreadError
-from collate_npu.proof.told import why_differs
+from collate_npu.proof.told import Told, by_offsets, why_differs
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
 LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})
@@ -49,6 +50,16 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([None, 1, 2, 9]))
+def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths, window):
+    truth, T = Segments.from_lengths([lengths]), sum(lengths)
+    offsets = np.cumsum([0, *lengths])
+    why = lambda at: why_differs(Told("flash", "attention", (1, T), *by_offsets(at, T), "cu", window), truth)  # noqa: E731
+    assert why(offsets) == ""
+    for n in range(1, len(lengths)):
+        assert f"(0, {offsets[n]}) goes on from another sequence" in why(np.delete(offsets, n))
 
 
 def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):

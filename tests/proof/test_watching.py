@@ -136,10 +136,11 @@ class Later(dict):
         return default if torch._C._current_graph_task_id() == -1 else super().get(name, default)
 
 
-def test_nothing_seen_is_no_pass():
-    with watch(say=False) as seen:
+def test_nothing_seen_is_no_pass(capsys):
+    with watch() as seen:
         nn.Linear(2, 2)(torch.ones(1, 2))
     assert "NOTHING WAS SEEN" in seen.summary()
+    assert seen.summary() in capsys.readouterr().err
 
 
 def test_stop_raises_behind_the_forward():

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 import collate_npu.tools.cli as cli
@@ -22,7 +23,7 @@ QUICK = ["--batches", "1", "--batch-size", "3", "--max-length", "96", "--attn", 
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, ["audit", *args], env={"COLUMNS": "180"})
+    return CliRunner().invoke(cli.app, ["audit", *args], env={"COLUMNS": "180", "TRANSFORMERS_VERBOSITY": None})
 
 
 def test_the_verdict_comes_first_then_a_table():
@@ -35,6 +36,7 @@ def test_the_verdict_comes_first_then_a_table():
     assert re.search(r"✔ +qwen3_next +sdpa +left, right +(\d) of \1 +\S+e-06 +4 of 8\n", result.stdout)
     assert "handed over by" not in result.stdout
     assert re.fullmatch(r"\[1/1\] qwen3_next \(sdpa\): .* s\n", result.stderr)
+    assert not logging.is_progress_bar_enabled()
 
 
 def test_json_is_json_alone():

@@ -353,7 +353,9 @@ MANY = ({"input_layout": "TND", **lists(*range(2, 66, 2))}, PAIRS | {"Tq": 64, "
         (PACKED, lists(2, 8, 0, 0)),  # trailing zeros are unused slots
         (PACKED, BAND | {"pre_tockens": UNLIMITED, "next_tockens": UNLIMITED}),  # whoever writes that may mean it
         (PACKED, BAND | {"sparse_mode": 8, "next_tockens": UNLIMITED}),
-        (WIDE, BAND | {"pre_tockens": 4, "next_tockens": -2}),
+        # one key for every query is the narrowest
+        (WIDE, BAND | {"pre_tockens": 4, "next_tockens": -4}),
+        (WIDE, {"atten_mask": outside_band(2, 6, -4, 4), "pre_tockens": -4, "next_tockens": 4}),
         (WIDE, BAND | {"sparse_mode": 7, "pre_tockens": 6, "next_tockens": -4}),
         (WIDE, BAND | {"sparse_mode": 8, "pre_tockens": 6, "next_tockens": -4}),
         (LEADING, MINDSPEED | {"sparse_mode": 2}),

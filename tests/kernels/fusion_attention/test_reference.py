@@ -105,6 +105,9 @@ def test_a_row_without_keys_is_a_mean_of_v_or_0() -> None:
     mean = tensors[2].mean(1).repeat_interleave(2, dim=1)
     for layout in PADDED:
         torch.testing.assert_close(run(tensors, layout, atten_mask=blocked)[:, 1], mean)
+        for prefix in (0, 1):
+            out = run(tensors, layout, atten_mask=blocked[None, None], sparse_mode=5, prefix=[prefix])
+            torch.testing.assert_close(out[:, 1], mean)
         assert not run(tensors, layout, atten_mask=blocked, inner_precise=2)[:, 1].any()
         agree(tensors, layout, ~blocked, atten_mask=blocked, inner_precise=2)
 

@@ -390,6 +390,7 @@ CALLS = [
         trap=21, T=65536),
     known(KDA_FWD, GRADIENT | host(0, 65, 128), "tails", right=GRADIENT | host(0, 128, 192), mended={"T": 192}, trap=21,
         T=128),
+    known(KDA_FWD, GRADIENT, REJECT, T=65600),
     known(KDA_FWD, HOST | {"layout": "BTHD"}, "layout"),
     # right calls
     known(RULE, CU | {"attention_mask": None, "position_ids_unused": None}, OK),

@@ -28,6 +28,7 @@ def test_what_a_stack_refuses_is_its_consumers_refusal(monkeypatch):
     found = stacks.refused()
     assert set(found) == {"transformers", "megatron", "transformer_engine", "verl", "torchtitan"}
     assert found["megatron"]["padded left"] == ""
+    assert "Pass model=" not in str(found["transformers"])
     assert "read no dense mask" in found["transformer_engine"]["padded left"]
     assert "A recurrent layer carries its state" in found["megatron"]["several sequences in a row"]
     with_packages(monkeypatch, "verl", "torch_npu")
