@@ -3,6 +3,8 @@
 A row is a list `[S]` of numbers: 0 is padding, n the row's n-th sequence, whose tokens stand in order. Rows make a batch.
 """
 
+from itertools import pairwise
+
 IGNORED = -100
 
 
@@ -82,6 +84,7 @@ def attends(row, q, k, pattern="causal", size=0):
         "sliding": k <= q < k + size,
         "chunked": k <= q and size and q // size == k // size,
         "bidirectional": True,
+        "prefix": k <= q or k < size,
     }
     return bool(row[k + row.index(n)] == n and seen[pattern])
 
@@ -109,10 +112,12 @@ def share(width, size, rank, layout):
     return [*front, *(width - 1 - place for place in reversed(front))]
 
 
-def share_of_documents(bounds, size, rank, layout):
-    """The same in each document of a flat row."""
-    documents = [(start, share(stop - start, size, rank, layout)) for start, stop in zip(bounds, bounds[1:])]  # noqa: RUF007
-    return [start + place for start, held in documents for place in held]
+def share_of_documents(bounds, size, rank, layout, ulysses=1):
+    """The same in each document of a flat row. So many Ulysses ranks then cut what their ring has into equal parts."""
+    rings, ring = size // ulysses, rank // ulysses
+    documents = [(start, share(stop - start, rings, ring, layout)) for start, stop in pairwise(bounds)]
+    held = [start + place for start, places in documents for place in places]
+    return [held[place] for place in share(len(held), ulysses, rank % ulysses, "contiguous")]
 
 
 def gathered(shards, places):

@@ -1,7 +1,7 @@
 """Fuzz the targets: `python -m fuzz --minutes 20 [--target adapt] [--seed 7] [--processes 2]`, from the folder of the tests.
 
-Bytes are steered by coverage where `atheris` is installed; else they are random, or changed from earlier ones. What fails is
-made small, printed with its traceback, and put into `found.txt`, which `test_fuzz.py` replays.
+Bytes are steered by coverage where `atheris` is installed; else, or `--unsteered`, random or changed from earlier ones. What
+fails is made small, printed with its traceback, and put into `found.txt`, which `test_fuzz.py` replays.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 try:
@@ -79,10 +80,9 @@ def mutated(seed: int) -> Iterator[bytes]:
         yield before
 
 
-def work(names: list[str], seed: int, minutes: float) -> None:
+def work(names: list[str], seed: int, minutes: float, steered: bool) -> None:
     """One process: the first byte of each input names its target."""
-    steered = atheris and atheris.instrument_imports(include=["collate_npu"], exclude=[KEPT])
-    with steered or warnings.catch_warnings():
+    with atheris.instrument_imports(include=["collate_npu"], exclude=[KEPT]) if steered else nullcontext():
         from fuzz.targets import TARGETS
     warnings.filterwarnings("ignore")
     counts, seen, end = Counter(), set(), time.monotonic() + 60 * minutes
@@ -98,7 +98,7 @@ def work(names: list[str], seed: int, minutes: float) -> None:
             print(json.dumps({"ran": counts, "failed": len(seen)}), flush=True)
             os._exit(bool(seen))  # libFuzzer does not come back
 
-    if atheris:
+    if steered:
         flags = [f"-seed={seed}", f"-max_len={LONGEST}", "-len_control=0", "-rss_limit_mb=0", "-verbosity=0"]
         atheris.Setup([sys.argv[0], *flags], once)
         atheris.Fuzz()
@@ -112,12 +112,15 @@ def main() -> None:
     reads.add_argument("--target", choices=NAMES, action="append")
     reads.add_argument("--seed", type=int, default=time.time_ns() // 1000 % 2**31)
     reads.add_argument("--processes", type=int, default=2)
+    reads.add_argument("--unsteered", action="store_true", help="three times as many inputs, none chosen by coverage")
     reads.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     asked = reads.parse_args()
+    steered = atheris is not None and not asked.unsteered
     if asked.alone:
-        work(asked.target or NAMES, asked.seed, asked.minutes)
-    print(f"--seed {asked.seed}, {'steered by coverage' if atheris else 'without coverage: atheris is not installed'}")
-    same = [sys.executable, "-m", "fuzz", "--alone", "--minutes", str(asked.minutes)]
+        work(asked.target or NAMES, asked.seed, asked.minutes, steered)
+    why = "" if asked.unsteered else ": atheris is not installed"
+    print(f"--seed {asked.seed}, {'steered by coverage' if steered else f'not steered by coverage{why}'}")
+    same = [sys.executable, "-m", "fuzz", "--alone", "--minutes", str(asked.minutes), *["--unsteered"] * (not steered)]
     same += [each for name in asked.target or () for each in ("--target", name)]
     runs = [
         subprocess.Popen([*same, "--seed", str(asked.seed + n)], stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ from fuzz import drawn as make
 from fuzz.compared import adapter_of, apart, copied, is_mask, lists, refused, same
 from fuzz.drawn import Drawn
 
-from collate_npu import ContextParallel, Pattern, derive_segments
+from collate_npu import ContextParallel, derive_segments
 
 
 def plain(rows) -> bool:
@@ -23,12 +23,11 @@ def derive(drawn: Drawn) -> None:
     if drawn.below(3) == 2:
         derive_keys(drawn, rows)
         return
-    (name, size), polarity = make.pattern_of(drawn), drawn.pick(("keep", "masked", "bias"))
+    (name, size, pattern), polarity = make.pattern_of(drawn), drawn.pick(("keep", "masked", "bias"))
     keep_B1SS = oracle.dense(rows, name, size)
     for b, row in enumerate(rows if drawn.chance() else ()):  # some block the queries of padding too
         keep_B1SS[b][0] = [keys if n else [False] * len(row) for n, keys in zip(row, keep_B1SS[b][0])]
     given = make.four_dims(drawn, keep_B1SS, polarity)
-    pattern = {"sliding": Pattern.sliding(size), "chunked": Pattern.chunked(size)}.get(name, name)
     declared, known, said = drawn.chance(), drawn.chance(), name != "causal" or drawn.chance()
     truth = torch.tensor(rows)
     before = copied([given, truth])
@@ -89,7 +88,7 @@ def batch_of(drawn: Drawn, rows):
 
 
 def adapt(drawn: Drawn) -> None:
-    (adapt_for_a_rank if drawn.below(4) == 3 else adapt_rows)(drawn)
+    drawn.pick((adapt_rows, adapt_rows, adapt_flat, adapt_for_a_rank))(drawn)
 
 
 def adapt_rows(drawn: Drawn) -> None:
@@ -113,6 +112,46 @@ def adapt_rows(drawn: Drawn) -> None:
     assert lists(out["labels"]) == [oracle.labels(*pair) for pair in zip(lists(batch["labels"]), rows)]
     reads = is_megatrons if consumer == "megatron" else is_transformers
     reads(out, rows, recurrent)
+
+
+def flat_batch(drawn: Drawn):
+    """One row of sequences, told by positions that restart, by offsets, or by their ids; and whether that says anything."""
+    counts = [1 + drawn.below(4) for _ in range(1 + drawn.below(4))]
+    tail, told = drawn.below(3), drawn.pick(("position_ids", "cu_seq_lens_q", "segment_ids", "attention_mask"))
+    places, sequences = counts + [tail] * (tail > 0), len(counts)
+    if told in ("position_ids", "cu_seq_lens_q"):  # they say nothing of padding
+        sequences = len(places)
+    row = [(n + 1) * (n < sequences) for n, count in enumerate(places) for _ in range(count)]
+    (ids,) = make.tokens_of(drawn, [row])
+    says = {"position_ids": [oracle.positions(row)], "cu_seq_lens_q": oracle.offsets(places)}.get(told, [row])
+    restarts = told != "position_ids" or len(row) == 1 or min(len(places), max(places)) > 1  # else all zero, or never back
+    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids]), told: torch.tensor(says)}, row, restarts
+
+
+def adapt_flat(drawn: Drawn) -> None:
+    batch, row, said = flat_batch(drawn)
+    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), copied(batch)
+    adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
+    must = not said or (recurrent and consumer == "transformers" and len({*row} - {0}) > 1)
+    made = refused(lambda: adapter.with_segments(batch), must, "nobody said which model it is, or where a sequence begins")
+    assert same(batch, before)
+    if made is None:
+        assert must, "refused"
+        return
+    out, found = made
+    assert lists(found.ids) == [row]
+    assert apart(batch, {key: value for key, value in out.items() if value is not batch.get(key)})
+    assert lists(out["labels"]) == [oracle.labels(lists(batch["labels"])[0], row)]
+    assert lists(out["position_ids"]) == [oracle.positions(row)]
+    assert "attention_mask_2d" not in out
+    assert consumer == "transformers" or out["attention_mask"] is None
+    assert consumer == "megatron" or is_keep(out["attention_mask"], [row])
+
+
+def is_keep(kept, rows) -> bool:
+    """A mask of transformers, True attends: none where a causal kernel needs none."""
+    exact = oracle.none_is_exact(rows)
+    return kept is None if exact else lists(kept) == oracle.dense(rows)
 
 
 def adapt_for_a_rank(drawn: Drawn) -> None:

@@ -7,10 +7,12 @@ import numpy as np
 import oracle
 import torch
 
+from collate_npu import Pattern
+
 PAD = 7
 """Also an ordinary token: first, inside and last, as an eos that pads too."""
 SIDES = ("right", "left")
-PATTERNS = ("causal", "causal", "causal", "sliding", "chunked", "bidirectional")
+PATTERNS = ("causal", "causal", "causal", "sliding", "chunked", "bidirectional", "prefix")
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CONTAINERS = (
@@ -66,8 +68,10 @@ def tokens_of(drawn: Drawn, rows) -> list[list[int]]:
     return [[drawn.below(10) if n else PAD for n in row] for row in rows]
 
 
-def pattern_of(drawn: Drawn) -> tuple[str, int]:
-    return drawn.pick(PATTERNS), 1 + drawn.below(4)
+def pattern_of(drawn: Drawn) -> tuple[str, int, Pattern | str]:
+    """Its name, its size, and the pattern itself."""
+    name, size = drawn.pick(PATTERNS), 1 + drawn.below(4)
+    return name, size, getattr(Pattern, name)(size) if name in ("sliding", "chunked", "prefix") else name
 
 
 def held(drawn: Drawn, values):

@@ -9,7 +9,7 @@ from fuzz import drawn as make
 from fuzz.compared import apart
 from fuzz.drawn import Drawn
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 
@@ -95,8 +95,7 @@ def spelled(kernel, counts, chunk):
 
 def attention(drawn: Drawn) -> None:
     """What the operator would compute with these arguments is what every real token should see."""
-    rows, (name, size), tnd = make.rows_of(drawn, width=8), make.pattern_of(drawn), drawn.chance()
-    pattern = {"sliding": Pattern.sliding(size), "chunked": Pattern.chunked(size)}.get(name, name)
+    rows, (name, size, pattern), tnd = make.rows_of(drawn, width=8), make.pattern_of(drawn), drawn.chance()
     layout = "TND" if tnd else "BSND"
     try:
         told = fusion_attention_kwargs(Segments(rows), pattern=pattern, layout=layout)
@@ -106,16 +105,19 @@ def attention(drawn: Drawn) -> None:
         return
     mode, given = told.get("sparse_mode", 0), told.get("atten_mask")
     before = told.get("pre_tockens", 1 << 31)
-    assert mode in (0, 1, 2, 3, 4)
+    assert mode in range(7)
+    first = told.get("prefix")
+    assert (mode in (5, 6)) == (first is not None)
     assert told.get("next_tockens", 0) == 0 or given is None
     small = None if given is None or given.ndim == 2 else given.tolist()
     assert given is None or given.ndim == 4 or (mode > 1 and given[:9, :9].tolist() == LATER)
 
-    def computed(b, q, k):
-        """Queries and keys counted in the row of the tensor, or in the sequence of a packed one."""
-        if small is not None and mode in (0, 1):
-            return not small[b % len(small)][0][q][k] and (mode == 1 or k <= q <= k + before)
-        return given is None or (k <= q and (mode != 4 or q <= k + before))
+    def computed(b, q, k, n):
+        """Queries and keys counted in the row of the tensor, or in sequence n of a packed one."""
+        if small is not None and mode in (0, 1, 5):
+            causal = k <= q <= k + before if mode == 0 else mode == 1 or k <= q or k < first[n]
+            return not small[b % len(small)][0][q][k] and causal
+        return given is None or (k <= q and (mode != 4 or q <= k + before)) or (mode == 6 and k < first[n])
 
     if not tnd:
         wrong = [
@@ -123,7 +125,7 @@ def attention(drawn: Drawn) -> None:
             for b, row in enumerate(rows)
             for q, n in enumerate(row)
             for k in range(len(row))
-            if n and computed(b, q, k) != oracle.attends(row, q, k, name, size)
+            if n and computed(b, q, k, b) != oracle.attends(row, q, k, name, size)
         ]
         assert not wrong, (told, wrong)
         return
@@ -136,7 +138,7 @@ def attention(drawn: Drawn) -> None:
     for (b, q), (n, i) in zip(where, owners):
         for (other, k), (m, j) in zip(where, owners):
             right = b == other and oracle.attends(rows[b], q, k, name, size)
-            assert (n == m and computed(0, i, j)) == right, (told, b, q, k)
+            assert (n == m and computed(0, i, j, n)) == right, (told, b, q, k)
 
 
 LATER = [[k > q for k in range(9)] for q in range(9)]

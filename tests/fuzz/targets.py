@@ -4,6 +4,8 @@ A target raises where the package is wrong. Inputs are not written to, and what 
 Legend: B rows, S width.
 """
 
+from math import lcm
+
 import oracle
 import torch
 from fuzz import drawn as make
@@ -18,15 +20,41 @@ from collate_npu import ContextParallel, Segments, last_token, repad, split_batc
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
 from collate_npu.parallel import join_shards, split_tensor
 
+LAYOUTS = ("zigzag", "contiguous", "ulysses", "ulysses_ring")
 
-def place_of(drawn: Drawn, layouts=("zigzag", "contiguous", "ulysses")):
-    size = 1 + drawn.below(4)
-    return ContextParallel(size, drawn.below(size), layout=drawn.pick(layouts), mask_2d=drawn.pick(("local", "global")))
+
+def place_of(drawn: Drawn, layouts=LAYOUTS):
+    """A rank, and which tokens of a row with such bounds each rank holds."""
+    size, layout = 1 + drawn.below(4), drawn.pick(layouts)
+    ulysses = drawn.pick([n for n in (1, 2, 3, 4) if size % n == 0]) if layout.endswith("ulysses_ring") else 1
+    place = {"layout": layout, "ulysses": ulysses, "mask_2d": drawn.pick(("local", "global"))}
+    return ContextParallel(size, drawn.below(size), **place)
+
+
+def units_of(cp: ContextParallel) -> tuple[int, int]:
+    """What a document, and the whole row, is a multiple of."""
+    ring = cp.size // (cp.size if cp.layout == "ulysses" else cp.ulysses)
+    chunks = ring * (2 if ring > 1 and not cp.layout.endswith("contiguous") else 1)
+    return chunks, lcm(chunks, cp.size)
+
+
+def held_by(rank: int, bounds, cp: ContextParallel) -> list[int]:
+    kind = "contiguous" if cp.layout.endswith("contiguous") or cp.layout == "ulysses" else "zigzag"
+    return oracle.share_of_documents(bounds, cp.size, rank, kind, cp.ulysses)
+
+
+def queries_of(cp: ContextParallel, S: int) -> list[int]:
+    """Ulysses gives attention the tokens of a whole ring rank."""
+    if cp.layout == "ulysses":
+        return list(range(S))
+    if cp.ulysses == 1:
+        return held_by(cp.rank, [0, S], cp)
+    return oracle.share(S, cp.size // cp.ulysses, cp.rank // cp.ulysses, "zigzag")
 
 
 def split(drawn: Drawn) -> None:
     rows, cp = make.rows_of(drawn, ("right", "left", "none", "mixed"), width=16), place_of(drawn)
-    unit = cp.size * (2 if cp.layout == "zigzag" and cp.size > 1 else 1)
+    unit = units_of(cp)[1]
     S = len(rows[0]) + -len(rows[0]) % unit * (drawn.below(4) > 0)
     rows, square = [oracle.padded(row, S, 0, "right") for row in rows], drawn.chance()
     B, ids, kept = len(rows), make.tokens_of(drawn, rows), oracle.keep(rows)
@@ -48,11 +76,10 @@ def split(drawn: Drawn) -> None:
     if out is None:
         assert wrong, "refused"
         return
-    held = oracle.share(S, cp.size, cp.rank, cp.layout)
+    held, queries = held_by(cp.rank, [0, S], cp), queries_of(cp, S)
     ours = [[row[s] for s in held] for row in ids]
-    queries = range(S) if cp.layout == "ulysses" else held
     flat = kept if cp.mask_2d == "global" else [[row[s] for s in held] for row in kept]
-    own = kept if cp.layout == "ulysses" else flat
+    own = kept if cp.layout == "ulysses" or cp.ulysses > 1 else flat
     dense = [[[keys[q] for q in queries]] for (keys,) in oracle.dense(rows)] if square else own
     right = {"input_ids": ours, "labels": ours, "loss_scale": ours, "attention_mask_2d": flat, "attention_mask": dense}
     right |= {"position_ids": [ours] * 3, "advantages": list(range(B)), "pixel_values": [[1.0] * 3] * 2, "name": "x"}
@@ -61,10 +88,10 @@ def split(drawn: Drawn) -> None:
 
 
 def gather(drawn: Drawn) -> None:
-    cp = place_of(drawn, ("zigzag", "contiguous", "ulysses", "document_zigzag", "document_contiguous"))
-    kind = cp.layout.removeprefix("document_")
-    unit = cp.size * (2 if kind == "zigzag" and cp.size > 1 else 1)
-    parts = [unit * drawn.below(3) for _ in range(1 + drawn.below(3))]
+    cp = place_of(drawn, (*LAYOUTS, "document_zigzag", "document_contiguous", "document_ulysses_ring"))
+    document, unit = units_of(cp)
+    parts = [document * drawn.below(3) for _ in range(1 + drawn.below(3))]
+    parts[-1] += -sum(parts) % unit
     bounds = oracle.offsets(parts) if cp.documents else [0, sum(parts)]
     given = bounds if drawn.chance() else torch.tensor(bounds, dtype=torch.int32)
     offsets = {"cu_seqlens": given} if cp.documents else {}
@@ -73,7 +100,7 @@ def gather(drawn: Drawn) -> None:
     x, dim = torch.tensor(values).reshape(-1, B).to(dtype), drawn.below(3) - 1
     x = x if dim == 0 else x.T[:, :, None].expand(-1, -1, 2)[..., 0] if dim == 1 else x.T
     before = copied(x)
-    held = [oracle.share_of_documents(bounds, cp.size, rank, kind) for rank in range(cp.size)]
+    held = [held_by(rank, bounds, cp) for rank in range(cp.size)]
     shards = [split_tensor(x, cp.with_rank(rank), dim=dim, **offsets) for rank in range(cp.size)]
     for shard, places in zip(shards, held):
         assert lists(shard.movedim(dim, 0)) == [lists(before.movedim(dim, 0)[place]) for place in places]
