@@ -40,7 +40,10 @@ def main(given: list[str] | None = None) -> None:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     try:
-        from benchmarks.plot import draw
+        if any(row["group"] == "growth" for row in result["rows"]):
+            from benchmarks.plot_growth import draw
+        else:
+            from benchmarks.plot import draw
     except ImportError as error:
         print(f"no plot: {error}")
     else:

@@ -81,6 +81,8 @@ FORMS: dict[str, Callable[[Segments], Any]] = {
     "delta": lambda s: {**gated_delta.gated_delta_kwargs(s, kernel="fla", keep_padding=True), "scale": 1.0},
     "shards": lambda s: list(torch.ones(*s.shape, 4).chunk(2, 1)),
     "model": lambda _: Model(),
+    "text": lambda s: "é" * s.num_tokens,
+    "named": lambda s: {"input_ids": torch.ones(2, 4, dtype=torch.long), "name": "x" * s.num_tokens},
 }
 """In what forms functions take these Segments."""
 
@@ -119,6 +121,14 @@ def _of_attention(check: Callable[..., Any], kwargs: dict[str, Any], segments: S
     check(kwargs, N=1, Nkv=1, D=16, segments=segments)
 
 
+def _refused(text: str) -> str:
+    try:
+        masks.derive_segments({text: text}, polarity=text)  # type: ignore[arg-type]
+    except top.CollateError as error:
+        return str(error)
+    raise AssertionError("taken")
+
+
 @dataclass(frozen=True)
 class Call:
     """A public function: what it is given, the axes, how the most of them grows with the width, and up to which size."""
@@ -150,6 +160,7 @@ CALLS = {
     "guard_first_batch": Call(_guarded, "model told", "rows width"),
     "watch": Call(_watched, "model told", "rows width"),
     "describe": Call(top.describe, "batch"),
+    "describe, a text": Call(top.describe, "named", "tokens"),
     "Segments": Call(lambda segments: _said(Segments(segments.array)), "segments"),
     "Segments.from_ids": Call(lambda segments: Segments.from_ids(segments.array), "segments"),
     "Segments.from_keep": Call(Segments.from_keep, "keep"),
@@ -158,6 +169,7 @@ CALLS = {
     "Segments.from_position_ids": Call(lambda s: Segments.from_position_ids(s.position_ids), "segments", "tokens"),
     "derive_segments": Call(top.derive_segments, "dense", **DENSE),
     "derive_segments, 2D": Call(top.derive_segments, "keep"),
+    "derive_segments, a text it refuses": Call(_refused, "text", "tokens"),
     "segments_from_batch": Call(masks.segments_from_batch, "batch"),
     "dense": Call(masks.dense, "segments", **DENSE),
     "block_mask": Call(masks.block_mask, "segments", **FEW),

@@ -1,4 +1,5 @@
-"""How the cost of every public function that takes a batch grows with rows, width and tokens: exponents over two decades.
+"""How the cost of every public function that takes a batch grows with rows, width, tokens and texts: four decades, and the
+exponents over the last two.
 
 Time and peak memory of n rows, n places a row, n tokens in one flat row: 1 is linear, and a dense form grows by 2 in width.
 """
@@ -42,6 +43,8 @@ def size_of(value: Any) -> int:
         return sum(map(size_of, value.values()))
     if isinstance(value, (list, tuple)):
         return 8 * len(value) if value and isinstance(value[0], int) else sum(map(size_of, value))
+    if isinstance(value, str):
+        return sys.getsizeof(value)
     return value.array.nbytes if isinstance(value, Segments) else getattr(value, "nbytes", 0)
 
 
@@ -83,7 +86,8 @@ class Growth:
         power = CALLS[self.what].width if self.axis == "width" else 1
         pairs = [*zip(seconds[first], seconds[last])]
         used, held = self.memory[-1]
-        facts = {"power": power, "times": used / held, "size": SIZES[self.axis][len(self.memory) - 1]}
+        points = [[n, median(took), peak] for n, took, (peak, _) in zip(SIZES[self.axis], seconds.values(), self.memory)]
+        facts = {"power": power, "times": used / held, "size": points[-1][0], "points": points}
         early, late = (median(side) for side in zip(*pairs))
         make = partial(Row, self.group, self.name, against="floor", ours=early, target=power + SLACK, unit="")
         make = partial(make, rounds=len(pairs), facts=(facts, {}))
