@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -132,21 +133,51 @@ SAME = dict.fromkeys(("tests_all-newest", "fuzz", "mutants", "soak"), "tests")
 BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
 """What is installed so stands in no lock."""
 _PUT: set[str] = set()
+NEWEST, LATER = (
+    {pin.partition("==")[0]: pin for pin in os.environ.get(name, "").split()}
+    for name in ("COLLATE_NPU_NEWEST", "COLLATE_NPU_LATER_PYTHON")
+)
+"""`nox -s upstream` gives the releases to take in the place of those pinned, and which of them ask for a later Python."""
+
+
+def lock_of(name: str) -> Path:
+    name = name.replace("(", "-").rstrip(")")
+    return LOCKS / f"{SAME.get(name, name)}.txt"
 
 
 def put(session: nox.Session, *packages: str) -> None:
     """What a session installs: where its lock holds, every file by its hash, at once; else what is said here."""
-    name = session.name.replace("(", "-").rstrip(")")
-    lock = LOCKS / f"{SAME.get(name, name)}.txt"
+    lock = lock_of(session.name)
     free = session.python or "COLLATE_NPU_UNLOCKED" in os.environ or BY_THEMSELVES & set(packages)
-    if free or not (LOCKED and lock.exists()):
+    if "COLLATE_NPU_NEWEST" in os.environ:
+        put_newest(session, *packages)
+    elif free or not (LOCKED and lock.exists()):
         session.install(*packages)
     elif session.name not in _PUT:
         _PUT.add(session.name)
         session.install("--no-deps", "--require-hashes", "-r", str(lock))
         if lock.read_text().startswith("# beside torch"):  # a build for CUDA brings its libraries, which no lock has
-            session.install(*(("--no-deps", OLDEST_TORCH) if name == "oldest_torch" else (TORCH,)))
+            session.install(*(("--no-deps", OLDEST_TORCH) if session.name == "oldest_torch" else (TORCH,)))
             session.install("--no-deps", "-e", ".")
+
+
+def put_newest(session: nox.Session, *packages: str) -> None:
+    """The same with NEWEST; what is installed into a folder of its own is older for a reason, and stays."""
+    if "--target" in packages:
+        session.install(*packages)
+        return
+    names = {one: re.split("[=<]", one)[0] for one in packages}
+    later = [LATER[name] for name in names.values() if name in LATER]
+    if later:
+        session.install("--no-deps", *any_python(session), *later)
+    rest = [NEWEST.get(name, one) for one, name in names.items() if name not in LATER]
+    if any(re.match("[A-Za-z.]", one) for one in rest):  # more than flags
+        session.install(*rest)
+
+
+def any_python(session: nox.Session) -> tuple[str, ...]:
+    """It asks for a later Python, and uses nothing of it here."""
+    return ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -334,8 +365,7 @@ def peers_megatron(session: nox.Session) -> None:
 
 
 def newest_megatron(session: nox.Session) -> None:
-    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
-    put(session, "--no-deps", *any_python, "megatron-core==0.19.2")
+    put(session, "--no-deps", *any_python(session), "megatron-core==0.19.2")
 
 
 @nox.session
@@ -440,8 +470,7 @@ def peers_veomni(session: nox.Session) -> None:
     """VeOmni, beside the transformers it pins (cards and their kernels are stand-ins)."""
     pinned = ("transformers==5.9.0", "accelerate==1.15.0", "datasets==2.21.0")
     install(session, *pinned, *TEST)
-    any_python = ("--python-version", "3.12") if session.venv_backend == "uv" else ("--ignore-requires-python",)
-    put(session, "--no-deps", *any_python, "veomni==0.1.12")
+    put(session, "--no-deps", *any_python(session), "veomni==0.1.12")
     put(session, TORCH, *pinned, *VEOMNI_NEEDS)
     session.run("pytest", "tests/peers/test_veomni.py", *session.posargs, env=ENV)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or VeOmni", env=ENV)

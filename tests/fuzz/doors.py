@@ -124,8 +124,8 @@ def flat_batch(drawn: Drawn):
     row = [(n + 1) * (n < sequences) for n, count in enumerate(places) for _ in range(count)]
     (ids,) = make.tokens_of(drawn, [row])
     says = {"position_ids": [oracle.positions(row)], "cu_seq_lens_q": oracle.offsets(places)}.get(told, [row])
-    restarts = told != "position_ids" or len(row) == 1 or min(len(places), max(places)) > 1  # else all zero, or never back
-    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids]), told: torch.tensor(says)}, row, restarts
+    says_it = told != "position_ids" or len(row) == 1 or max(places) > 1  # zeros alone may be a key that nobody filled
+    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids]), told: torch.tensor(says)}, row, says_it
 
 
 def adapt_flat(drawn: Drawn) -> None:

@@ -1,5 +1,7 @@
 """Find: the one door. Whatever a batch carries is read, compared, and believed only where nothing contradicts it."""
 
+from types import SimpleNamespace
+
 import pytest
 import strategies
 import torch
@@ -169,6 +171,12 @@ def test_what_a_batch_tells(shape, keys, settings, told):
     with pytest.raises(CollateError) as raised:
         segments_from_batch(batch, **settings)
     assert told in str(raised.value)
+
+
+def test_a_predicate_of_more_scores_than_memory_has_is_refused():
+    huge = SimpleNamespace(shape=(1, 1, 1 << 24, 1 << 24), mask_mod=None, kv_num_blocks=ones(1))
+    with pytest.raises(CollateError, match="attention_mask"):
+        segments_from_batch({"input_ids": ones(1, 8), "attention_mask": huge})
 
 
 def test_tokens_may_be_embeddings_or_megatrons():

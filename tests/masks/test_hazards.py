@@ -32,6 +32,7 @@ EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
     [
         (LEFT, {"attention_mask": dense(LEFT)}, "4D alone"),
         (None, {"attention_mask": dense(LEFT)}, "4D alone"),
+        (LEFT, {"attention_mask": dense(LEFT)[:, 0]}, "4D alone"),
         (LEFT, {"attention_mask": dense(LEFT), **KEEP}, ""),
         (WHOLE, {"attention_mask": dense(WHOLE)}, ""),
         (LEFT, {"attention_mask": LEFT.keep}, ""),

@@ -124,6 +124,22 @@ def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
             segments_from_batch(learned, padding_free=not ones)
 
 
+@pytest.mark.parametrize(
+    ("ids", "positions", "lengths"),
+    [
+        ([9, 12, 12], [0, 0, 0], [3, 2, 1]),  # one is real, and the tail is its
+        ([12, 12, 12], [0, 0, 0], [3, 2]),
+        (None, [0, 0, 0], [3, 2]),
+        ([9, 9, 9], [2, 3, 0], [3, 4, 1]),  # once is no repetition
+    ],
+)
+def test_a_tail_without_a_number_is_what_repeats(ids, positions, lengths):
+    batch = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *positions]]), "inputs_embeds": torch.zeros(1, 8, 2)}
+    batch |= {"labels": torch.tensor([[-100, 1, 2, -100, 4, -100, -100, -100]])}
+    batch |= {} if ids is None else {"input_ids": torch.tensor([[1, 2, 3, 4, 5, *ids]])}
+    assert segments_from_batch(batch, padding_free=True) == Segments.from_lengths([lengths], width=8)
+
+
 @pytest.mark.parametrize("key", ["num_padding", "tail_padding_length"])
 def test_a_tail_begins_where_a_sequence_ends(key):
     """xtuner's SequenceContext.cat adds up the tails of contexts, which then stand inside the row."""

@@ -83,8 +83,9 @@ def test_where_jagged_rows_end_is_compared():
     assert digest(rows[0]) != digest(rows[1])
 
 
-def test_a_dense_mask_is_compared_where_nothing_else_tells_the_truth():
-    masks = [torch.ones(1, 1, 4, 4).tril(n).bool() for n in (0, 1)]
+@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 4, 4)])
+def test_a_dense_mask_is_compared_where_nothing_else_tells_the_truth(shape):
+    masks = [torch.ones(shape).tril(n).bool() for n in (0, 1)]
     alone, beside = ([told(batch_facts({"attention_mask": each}, s)) for each in masks] for s in (None, SEGMENTS))
     assert alone[0] != alone[1]
     assert beside[0] == beside[1]

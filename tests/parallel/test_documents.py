@@ -108,11 +108,13 @@ def test_mrope_positions_and_a_2d_mask():
         "input_ids": torch.tensor([[1, 2, 3]]),
         "position_ids": torch.tensor([[[0, 1, 2]], [[5, 5, 6]]]),
         "attention_mask_2d": torch.ones(1, 3, dtype=torch.bool),
+        "labels": torch.ones(1, 3, 2, dtype=torch.long),
         "cu_seq_lens_q": torch.tensor([0, 3]),
     }
     out, _ = pad_documents(batch, ContextParallel(2, 0, layout="document_zigzag"))
     assert out["position_ids"].tolist() == [[[0, 1, 2, 3]], [[5, 5, 6, 7]]]
     assert out["attention_mask_2d"].tolist() == [[True, True, True, False]]
+    assert out["labels"].tolist() == [[[1, 1]] * 3 + [[-100, -100]]]
 
 
 OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
