@@ -70,7 +70,7 @@ def with_tail(
     repeats: bool = False,
     behind: bool = True,
 ) -> list[int]:
-    """Places that fill a row of `width` tokens; with `max_sequences`, as many as that, for offsets of one shape.
+    """Places that fill a row of `width` tokens, a multiple too; with `max_sequences`, as many as that, for equal offsets.
 
     The tail is one more sequence. With `max_sequences` it is cut evenly into as many as are missing, each at least
     `multiple` tokens, so that offsets rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and
@@ -99,6 +99,5 @@ def with_tail(
         rule = f"Rising offsets for {max_sequences} sequences take a tail of {missing * multiple} tokens here."
         remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower max_sequences."
         raise CollateError(explain("max_sequences", f"{len(places)} sequences and a tail of {room} tokens", rule, remedy))
-    each, more = divmod(room // multiple, missing)  # the largest last; what is no multiple goes there too
-    pieces = [(each + (n >= missing - more)) * multiple for n in range(missing)]
-    return [*places, *pieces[:-1], pieces[-1] + room % multiple]
+    each, more = divmod(room // multiple, missing)  # the largest last
+    return [*places, *((each + (n >= missing - more)) * multiple for n in range(missing))]

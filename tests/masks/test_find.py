@@ -174,7 +174,7 @@ def test_what_a_batch_tells(shape, keys, settings, told):
 
 
 def test_a_predicate_of_more_scores_than_memory_has_is_refused():
-    huge = SimpleNamespace(shape=(1, 1, 1 << 24, 1 << 24), mask_mod=None, kv_num_blocks=ones(1))
+    huge = SimpleNamespace(shape=(1, 1, 1 << 24, 1 << 24), mask_mod=None, kv_num_blocks=ones(1, 1))
     with pytest.raises(CollateError, match="attention_mask"):
         segments_from_batch({"input_ids": ones(1, 8), "attention_mask": huge})
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from live_bytes import peak_bytes
 from rotation import some
 
-from collate_npu import Pattern, Segments
+from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import block_mask, dense, none_is_exact, varlen
-from collate_npu.masks.forms import EVALUATED_BYTES, open_empty_rows
+from collate_npu.masks.forms import EVALUATED_BYTES, mask_mod, open_empty_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -107,6 +107,12 @@ def test_block_mask_keeps_what_dense_keeps(attention):
     blocks = -(-S // 4)
     kept = torch.nn.functional.pad(keep, (0, 4 * blocks - S, 0, 4 * blocks - S)).view(B, 1, blocks, 4, blocks, 4)
     assert torch.equal(block.to_dense().bool(), kept.any(dim=(3, 5)))
+
+
+@pytest.mark.parametrize("form", [dense, mask_mod])
+def test_a_prefix_has_one_length_or_one_for_each_sequence(form):
+    with pytest.raises(CollateError, match="3 lengths. The batch holds 2 sequences"):
+        form(Segments.from_lengths([3, 5]), pattern=Pattern.prefix([1, 2, 3]))
 
 
 # --- None

@@ -125,19 +125,20 @@ def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
 
 
 @pytest.mark.parametrize(
-    ("ids", "positions", "lengths"),
+    ("ids", "positions", "last", "lengths"),
     [
-        ([9, 12, 12], [0, 0, 0], [3, 2, 1]),  # one is real, and the tail is its
-        ([12, 12, 12], [0, 0, 0], [3, 2]),
-        (None, [0, 0, 0], [3, 2]),
-        ([9, 9, 9], [2, 3, 0], [3, 4, 1]),  # once is no repetition
+        ([9, 12, 12], [0, 0, 0], 5, [3, 2, 1]),  # one is real, and the tail is its
+        ([12, 12, 12], [0, 0, 0], 5, [3, 2]),
+        (None, [0, 0, 0], 5, [3, 2]),
+        ([9, 9, 9], [2, 3, 0], 7, [3, 4, 1]),  # once is no repetition
     ],
 )
-def test_a_tail_without_a_number_is_what_repeats(ids, positions, lengths):
-    batch = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *positions]]), "inputs_embeds": torch.zeros(1, 8, 2)}
+def test_a_tail_without_a_number_is_what_repeats(ids, positions, last, lengths):
+    batch = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *positions]])}
+    batch |= {"cu_seq_lens_q": torch.tensor([0, 3, last, 8])}
     batch |= {"labels": torch.tensor([[-100, 1, 2, -100, 4, -100, -100, -100]])}
-    batch |= {} if ids is None else {"input_ids": torch.tensor([[1, 2, 3, 4, 5, *ids]])}
-    assert segments_from_batch(batch, padding_free=True) == Segments.from_lengths([lengths], width=8)
+    tokens = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, *ids]])} if ids else {"inputs_embeds": torch.zeros(1, 8, 2)}
+    assert segments_from_batch(batch | tokens) == Segments.from_lengths([lengths], width=8)
 
 
 @pytest.mark.parametrize("key", ["num_padding", "tail_padding_length"])

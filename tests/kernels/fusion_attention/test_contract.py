@@ -181,7 +181,7 @@ SILENT: list[tuple[Any, ...]] = [
     ("sink", PADDED, {"sink": torch.zeros(4)}),
     ("dropout-mask", PADDED, {"dropout_mask": torch.zeros(1)}),
     ("mask-values", PADDED, {"atten_mask": causal_mask().to(torch.uint8) * 255}),
-    ("documented-limit", PADDED, {}, {"N": 512}),
+    ("documented-limit", PADDED, {}, {"N": 257, "Nkv": 257}),
     ("documented-limit", PADDED, {}, {"Sq": 2**20 + 1, "Skv": 2**20 + 1}),
     ("documented-limit", PACKED, lists(*range(1, 1026)), {"B": 1025, "Sq": 1, "Skv": 1, "Tq": 1025, "Tkv": 1025}),
     ("documented-limit", PADDED, {"atten_mask": PREFIX, "sparse_mode": 6, "prefix": [0] * 33}, {"B": 33}),

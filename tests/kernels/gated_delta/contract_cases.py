@@ -297,6 +297,8 @@ CALLS = [
     known(HF, BOTH | CU, "unread", right=BOTH, trap=22, versions=FULL),
     known(RULE, {"cu_seqlen": dev(0, 3, 73)}, "unread", right=CU, trap=22),
     known(RULE, keep("left"), "unread", right={}, trap=22, **ROWS),
+    known(MG, keep("left"), "differs-from-segments", versions=MAIN, segments=LEFT, **ROWS),
+    known(LAYER, CU | {"attention_mask": ids(73).long() + 1}, SILENT),
     known(MAMBA, CU, "offsets-alone", right=CU | numbered(3, 70), trap=24),
     known(RULE, CU | {"cp_context": object(), "output_final_state": True}, "context"),
     known(RULE, {"cp_context": object()}, "context-unread", segments=PACKED),

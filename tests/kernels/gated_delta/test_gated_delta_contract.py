@@ -45,6 +45,23 @@ def test_every_trap_operator_and_rule_is_in_the_table(rules_of) -> None:
     assert {breach.rule for each in found for breach in each} == rules_of("gated_delta")
 
 
+OFTEN_SILENT = """
+    alone backward bias boundaries-unused chunk-size context-unread copy count dht differs-from-segments disagree empty falling
+    first fold heads history hole last layout length mask-and-offsets mask-dropped mask-form mask-rank mask-shape mask-unread
+    mask-values numbers-return offsets-alone package padded-actual pair positions-alone ranks release rows samples scale shape
+    short-state sizes-differ state-fallback table tails tokens total unread"""
+OFTEN_LOUD = """
+    backward channels chunk-size container context cuda-state deterministic dtype empty falling first float32 format head-size
+    heads keys last layout limit mask-and-offsets mask-rank missing numbers-dtype numbers-shape numbers-states package ranks
+    release removed rows shape state-dtype states strides table taps unread"""
+
+
+def test_each_rule_says_whether_the_kernel_does() -> None:
+    found = {(breach.rule, breach.silent) for call in CALLS for breach in gated_delta_breaches(call.kwargs, **call.says)}
+    assert sorted(rule for rule, silent in found if silent) == OFTEN_SILENT.split()
+    assert sorted(rule for rule, silent in found if not silent) == OFTEN_LOUD.split()
+
+
 def test_each_operator_is_found_by_its_name_and_by_that_of_its_kernel() -> None:
     for name, row in OPERATORS.items():
         assert knows(name)
@@ -128,6 +145,8 @@ def test_the_message_names_tokens_and_releases() -> None:
     assert "transformers 5.9.1" in breach.says
     (breach,) = gated_delta_breaches(cu(0, 3, 3, 73), **ONE, versions={"fla": "0.4.2"})
     assert "fla 0.4.2" in breach.says
+    *_, breach = gated_delta_breaches({"seq_idx": torch.tensor([[0, 0, 1, 0, 0]])}, kernel="causal_conv1d", B=1, T=5)
+    assert breach.got == "[0, 1, 0]"
 
 
 def test_arguments_are_only_read() -> None:
