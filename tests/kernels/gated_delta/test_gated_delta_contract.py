@@ -46,14 +46,14 @@ def test_every_trap_operator_and_rule_is_in_the_table(rules_of) -> None:
 
 
 OFTEN_SILENT = """
-    alone backward bias boundaries-unused chunk-size context-unread copy count dht differs-from-segments disagree empty falling
-    first fold heads history hole last layout length mask-and-offsets mask-dropped mask-form mask-rank mask-shape mask-unread
-    mask-values numbers-return offsets-alone package padded-actual pair positions-alone ranks release rows samples scale shape
-    short-state sizes-differ state-fallback table tails tokens total unread"""
+    alone backward bias boundaries-unused chunk-size context-unread copy count dht differs-from-segments disagree
+    empty falling first fold heads history hole last layout length mask-and-offsets mask-dropped mask-form mask-rank
+    mask-shape mask-unread mask-values numbers-return offsets-alone package padded-actual pair positions-alone ranks
+    release rows samples scale shape short-state sizes-differ state-fallback table tails tokens total unread"""
 OFTEN_LOUD = """
-    backward channels chunk-size container context cuda-state deterministic dtype empty falling first float32 format head-size
-    heads keys last layout limit mask-and-offsets mask-rank missing numbers-dtype numbers-shape numbers-states package ranks
-    release removed rows shape state-dtype states strides table taps unread"""
+    backward channels chunk-size container context cuda-state deterministic dtype empty falling first float32 format
+    head-size heads keys last layout limit mask-and-offsets mask-rank missing numbers-dtype numbers-shape
+    numbers-states package ranks release removed rows shape state-dtype states strides table taps unread"""
 
 
 def test_each_rule_says_whether_the_kernel_does() -> None:
