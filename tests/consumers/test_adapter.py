@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
+from collate_npu.consumers import adapter as home
 from collate_npu.consumers.consumer import consumers
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
@@ -72,6 +74,15 @@ def test_a_pattern_of_its_own_on_transformers():
         BatchAdapter(needs_mask_2d=True, consumer="transformers", pattern=sliding)(truth)
 
 
+def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
+    config = SimpleNamespace(layer_types=["sliding_attention"], sliding_window=2, model_type="mistral")
+    window = batch_of(LEFT, attention_mask=dense(LEFT, pattern=Pattern.sliding(2), polarity="masked"))
+    made = BatchAdapter(config, consumer="transformers", polarity="masked")(window)
+    assert torch.equal(made["attention_mask"], LEFT.keep)
+    with pytest.raises(CollateError, match=r"Pass pattern=Pattern\.sliding\(2\)"):
+        megatron(config, polarity="masked")(window)
+
+
 # --- context parallelism
 
 
@@ -87,6 +98,16 @@ def test_under_context_parallelism_only_this_rank_s_rows_are_built(rank):
     assert torch.equal(out["attention_mask_2d"], segments.keep[:, places])
     assert torch.equal(out["position_ids"], segments.position_ids[:, places])
     assert torch.equal(out["labels"], labels.masked_fill(~segments.keep, -100)[:, places])
+    there = megatron(HYBRID, context_parallel=cp, device="meta")(batch_of(segments, attention_mask_2d=segments.keep))
+    assert {value.device.type for value in there.values()} == {"meta"}
+
+
+def test_ranks_that_share_a_row_are_asked_first(monkeypatch):
+    asked, cp = [], ContextParallel(2, 0)
+    monkeypatch.setattr(home, "ranks_agree", lambda cp, call: nullcontext(asked.append((cp, call))))
+    for each in (None, cp):
+        megatron(DENSE, context_parallel=each)(batch_of(FLAT, attention_mask_2d=FLAT.keep))
+    assert asked == [(cp, "split")]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +193,7 @@ def test_an_argument_namespace():
     told = SimpleNamespace(padding_free=False, model_info=SimpleNamespace(config=config))
     assert BatchAdapter.from_args(told).model.needs_mask_2d is True
     assert BatchAdapter.from_args(told, needs_mask_2d=False).model.needs_mask_2d is False
+    assert BatchAdapter.from_args(SimpleNamespace(context_parallel_size=None), model=DENSE).context_parallel is None
     split = SimpleNamespace(padding_free=False, context_parallel_size=2)
     cp = ContextParallel(2, 1)
     assert BatchAdapter.from_args(split, needs_mask_2d=True, context_parallel=cp).context_parallel is cp

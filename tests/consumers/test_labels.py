@@ -32,6 +32,13 @@ def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
     )
 
 
+def test_the_last_label_of_a_sequence_tells_too():
+    """It is the first token of the next one: the labels are moved."""
+    labels = torch.tensor([[-100, -100, 23, -100, -100, -100]])
+    found = handed_over(Segments.from_lengths([[3, 2]], width=6), {"labels": labels})["labels"]
+    assert torch.equal(found, torch.full_like(labels, -100))
+
+
 def test_a_hole_ends_a_sequence_and_what_follows_it_is_predicted_from_padding():
     hole = Segments([[1, 1, 0, 1, 1], [0, 1, 1, 0, 1]])
     ids = IDS[:10].view(2, 5)

@@ -84,6 +84,7 @@ def test_rotary_frequencies_that_follow_the_longest_have_a_limit(fields, limit):
         ({}, [5, 99], False),
         (LONG, [5, 8], False),
         (LONG, [5, 9], True),
+        (LONG, [8, 9], True),
         (LONG, [9, 20], False),
         (DYNAMIC, [9, 20], True),
         (DYNAMIC, [20, 20], False),

@@ -163,6 +163,8 @@ def test_a_window_that_is_dropped_is_refused(consumer):
     with pytest.raises(UnsupportedFormError, match=r"drops Megatron's window_size .* \(3, 0\)"):
         route(Case(segments=Segments.from_lengths([5]), model=model))
     assert route(Case(segments=Segments.from_lengths([4]), model=model))
+    with pytest.raises(UnsupportedFormError, match=r"\(0, 0\)"):
+        route(Case(segments=RIGHT, model=Model(config=SimpleNamespace(window_size=(0, 0)), needs_mask_2d=False)))
     assert route(Case(segments=RIGHT, model=wide))
     sliding = Case(segments=RIGHT, model=model, pattern=Pattern.sliding(4))
     assert consumer_named("mindspeed_dense").route(sliding).form == "masked"

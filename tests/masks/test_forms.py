@@ -111,7 +111,7 @@ def test_block_mask_keeps_what_dense_keeps(attention):
 
 @pytest.mark.parametrize("form", [dense, mask_mod])
 def test_a_prefix_has_one_length_or_one_for_each_sequence(form):
-    with pytest.raises(CollateError, match="3 lengths.*holds 2 sequences"):
+    with pytest.raises(CollateError, match=r"3 lengths.*holds 2 sequences"):
         form(Segments.from_lengths([3, 5]), pattern=Pattern.prefix([1, 2, 3]))
 
 

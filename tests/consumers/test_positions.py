@@ -1,0 +1,57 @@
+"""Positions: who is given them, and which; that real models read them so: tests/integration/test_position_sweep.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from collate_npu import Segments
+from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.positions import positions_for
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks.sources import Sources
+
+LEFT, RIGHT = (Segments.from_lengths([2, 4], side=side) for side in ("left", "right"))
+WHOLE, PACKED = Segments.from_lengths([4, 4]), Segments.from_lengths([[3, 2]])
+IMAGE = {"pixel_values": torch.zeros(1)}
+BY_AXES = Model(config=SimpleNamespace(), positions="axes", needs_mask_2d=False)
+BY_IDS = Model(config=SimpleNamespace(), positions="padding_idx", first_position=2, needs_mask_2d=False)
+
+
+def given(model, segments, keys, counted=False):
+    sources = Sources.of({"input_ids": torch.full(segments.shape, 5).masked_fill(~segments.keep, 1)} | keys)
+    sources.counted = counted
+    case = Case(segments=segments, model=model, keys=tuple(sources))
+    return positions_for(consumer_named("transformers"), case, sources, None)
+
+
+def axes(segments, count=3):
+    return torch.stack([segments.position_ids + n for n in range(count)])
+
+
+def test_a_model_of_several_axes_makes_them_where_it_can():
+    assert given(BY_AXES, LEFT, IMAGE) is None
+    assert torch.equal(given(BY_AXES, LEFT, {}), LEFT.position_ids)
+    assert torch.equal(given(BY_AXES, PACKED, {}), PACKED.position_ids.expand(4, 1, 5))
+    own, four = axes(PACKED), axes(PACKED, 4)
+    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": own}), torch.cat([PACKED.position_ids[None], own]))
+    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": four}), four)
+    flat = torch.tensor([[0, 1, 2, 0, 9]])
+    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": flat})[1:], flat.expand(3, 1, 5))
+    with pytest.raises(UnsupportedFormError, match="Where images stand"):
+        given(BY_AXES, PACKED, IMAGE)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_axes_that_are_given_stay(counted):
+    own = axes(LEFT)
+    assert given(BY_AXES, LEFT, {"position_ids": own}, counted) is own
+
+
+def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
+    assert given(BY_IDS, RIGHT, {}) is None
+    assert given(BY_IDS, WHOLE, {}) is None
+    strange = {"input_ids": torch.full((2, 4), 5)}
+    assert given(BY_IDS, RIGHT, strange).tolist() == [[2, 3, 1, 1], [2, 3, 4, 5]]
+    own = {"input_ids": torch.tensor([[5, 1, 5, 5, 5]])}  # its padding id among the tokens
+    assert given(BY_IDS, PACKED, own).tolist() == [[2, 1, 3, 2, 3]]
