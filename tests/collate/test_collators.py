@@ -125,6 +125,8 @@ def test_positions_of_the_samples_stay():
     flat = PaddingCollator(padding_free=True)(axes)
     assert flat["position_ids"].tolist() == [[[1, 1, 1]]] * 3
     assert flat["text_position_ids"].tolist() == [[0, 1, 0]]
+    with pytest.raises(CollateError, match="whole numbers"):
+        PaddingCollator(tokenizer())([{"input_ids": [3], "position_ids": np.full((3, 1), 0.5)}])
 
 
 def test_labels_of_a_classifier():

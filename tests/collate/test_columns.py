@@ -64,6 +64,13 @@ def test_the_batch_is_that_of_the_list_of_samples(settings, lengths):
         same(expected, collate(features), name)
 
 
+def test_a_tensor_is_a_column_of_its_rows():
+    ids, collate = torch.arange(6).view(2, 3), PaddingCollator(pad_token_id=0)
+    same(collate([{"input_ids": row} for row in ids]), collate({"input_ids": ids}))
+    mixed = [{"input_ids": [1, 2], "loss_scale": each} for each in (torch.tensor([0.5, 1.0]).bfloat16(), [1, 0.25])]
+    assert collate(mixed)["loss_scale"].tolist() == [[0.5, 1.0], [1.0, 0.25]]
+
+
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_rows_of_several_sequences(parts):
     """`seq_lengths` of each sample say where its sequences part, flat or not."""

@@ -99,6 +99,7 @@ def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
         ({"seq_lengths": torch.tensor([3])}, [1, 1, 1]),
         ({"seq_lengths": 3}, [1, 1, 1]),
         ({"seq_lengths": [2, 1], "attention_mask": [1, 0, 1]}, [1, 0, 2]),
+        ({"seq_lengths": [2, 1], "attention_mask": [1, 1, 2]}, [1, 1, 2]),
         ({"attention_mask": [1, 1, 0], "attention_mask_2d": [1, 1, 0]}, [1, 1, 0]),
     ],
 )
@@ -114,9 +115,10 @@ def test_no_truth_but_the_length():
 def test_rows_without_tokens_are_allowed_if_asked():
     features = [{"input_ids": []}, {"input_ids": [1]}]
     assert read_features(features, allow_empty=True).lengths == [0, 1]
-    masked = [{"input_ids": [1], "attention_mask": [0]}]
-    assert read_features(masked, allow_empty=True).segment_ids[0].tolist() == [0]
-    for bad in (features, masked):
+    masked = [[{"input_ids": [1], "attention_mask": made([0])}] for made in (list, np.array, torch.tensor)]
+    for one in masked:
+        assert read_features(one, allow_empty=True).segment_ids[0].tolist() == [0]
+    for bad in (features, *masked):
         with pytest.raises(CollateError, match="row 0: got no tokens"):
             read_features(bad)
 
@@ -153,6 +155,10 @@ def tokens(*lengths, **columns):
         (tokens(2, seq_lengths=[[-1, 3]]), "seq_lengths: 1 bad row"),
         (tokens(2, seq_lengths=[[0.5, 1.5]]), "seq_lengths: 1 bad row"),
         (tokens(4, seq_lengths=[[2, 2]], attention_mask=[[1, 2, 2, 2]]), "row 0: got other sequences than attention_mask"),
+        ([{"input_ids": [1, 2]}, {"input_ids": torch.zeros(1, 2)}], "input_ids: 1 bad row.\n  row 1: got float32 [1, 2]"),
+        (tokens(2, 3, labels=[[0.5], [0.5, 1.0]]), "row 0: got 1 numbers\n  row 1: got 2 numbers"),
+        (tokens(2, 2, position_ids=[np.zeros((3, 2)), np.zeros((2, 2))]), "row 0: got shape [3, 2] beside 2 input_ids"),
+        (tokens(3, routed_experts=[np.zeros((2, 1, 1))]), "A rollout routes all but its last token"),
         (tokens(2, labels=[[1, 2]], label=[1]), "labels: 1 bad row"),
         (tokens(2, loss_scale=[[1.0]]), "loss_scale: 1 bad row"),
         (tokens(2, position_ids=[[0, 1, 2]]), "position_ids: 1 bad row"),

@@ -347,6 +347,7 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
         assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
     with pytest.raises(CollateError, match="attends what stands before its labels"):
         collator("left")(samples)
+    assert collator("left")(samples[:1])["labels"].tolist() == [[8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -366,10 +367,16 @@ def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too(
     pytest.importorskip("transformers")
 
     class Inner:
-        tokenizer = SimpleNamespace(padding_side="left")
+        def __init__(self, side, **more):
+            self.tokenizer, self.more = SimpleNamespace(padding_side=side), more
 
         def __call__(self, rows):
-            return {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]])}
+            return {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]]), **self.more}
 
-    wrapped = wrap_collator(Inner(), consumer="transformers", model_type="llama")
-    assert wrapped([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[0, 1]]
+    def positions(side, **more):
+        wrapped = wrap_collator(Inner(side, **more), consumer="transformers", model_type="llama")
+        return wrapped([{"input_ids": [5, 6]}]).get("position_ids")
+
+    assert positions("left").tolist() == [[0, 1]]
+    assert positions("left", position_ids=torch.tensor([[4, 7]])).tolist() == [[4, 7]]
+    assert positions("right") is None
