@@ -123,9 +123,12 @@ class _Door:
         return out
 
     def _current(self, module: nn.Module) -> BatchAdapter:
-        """The adapter, built anew where another attention was set since."""
-        named = getattr(text_config(self.adapter.model.config), "_attn_implementation", None)
-        if "attn_implementation" not in self.settings and (named or "sdpa") != self.adapter.model.attn_implementation:
+        """The adapter, built anew where another attention was set since, or the model made float64, or so no more."""
+        known = self.adapter.model
+        named = getattr(text_config(known.config), "_attn_implementation", None)
+        other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
+        dtype = next((each.dtype for each in module.parameters()), None)
+        if other or (dtype != known.dtype and torch.float64 in (dtype, known.dtype)):
             self.adapter = self._made(module)
         return self.adapter
 

@@ -372,6 +372,17 @@ def test_another_attention_set_later_gets_its_own_mask():
         assert_alone(model, batch, wanted)
 
 
+def test_a_model_made_float64_later_is_refused_what_eager_attention_makes_nan_of():
+    model = model_of("qwen3")
+    model.set_attn_implementation("eager")
+    with adapt(model):
+        model.double()
+        with pytest.raises(UnsupportedFormError, match="is NaN there"):
+            model(**padded())
+        model.float()
+        model(**padded())
+
+
 # --- where it does not belong
 
 MEGATRON = type("GPTModel", (type("MegatronModule", (nn.Module,), {"__module__": "megatron.core"}),), {})
