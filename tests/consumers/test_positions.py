@@ -46,6 +46,7 @@ def test_a_model_of_several_axes_makes_them_where_it_can():
 def test_axes_that_are_given_stay(counted):
     own = axes(LEFT)
     assert given(BY_AXES, LEFT, {"position_ids": own}, counted) is own
+    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": axes(PACKED)}, counted)[1:], axes(PACKED))
 
 
 def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():

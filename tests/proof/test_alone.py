@@ -31,8 +31,9 @@ class Places(MegatronModule):
         return past * torch.ones(4)
 
 
-def checked(kernel, logits=None):
+def checked(kernel, logits=None, below=None):
     model, segments = Places(kernel), Segments.from_lengths([3, 2, 1])
+    model.base_model = below
     ids = torch.arange(1, 10).reshape(3, 3)
     batch = {"input_ids": ids, "labels": ids, "position_ids": segments.position_ids}
     case = Case(segments=segments, model=Model(needs_mask_2d=False))
@@ -53,7 +54,7 @@ def test_megatron_gets_positions_and_a_mask_where_its_kernels_read_one(kernel, d
 
 def test_wrong_logits_are_told_and_those_of_other_rows_cannot_be_compared():
     with pytest.raises(CollateError, match=r"sequence 0: .*sequence 1: "):
-        checked("TEDotProductAttention", torch.ones(3, 3, 4))
+        checked("TEDotProductAttention", torch.ones(3, 3, 4), below=Places("TEDotProductAttention"))
     for shape in ((3, 4), (3, 2, 4), (1, 9, 4)):
         with pytest.raises(CollateError, match="gathers the whole rows"):
             checked("TEDotProductAttention", torch.ones(shape))

@@ -168,3 +168,8 @@ def test_compiled_code_is_not_guarded():
         model.layers[0].compile(backend="eager")
         with pytest.raises(CollateError, match="a compiled Model"):
             guard_first_batch(compiled)
+
+
+def test_what_is_no_model_is_not_guarded():
+    with pytest.raises(CollateError, match="A model is a module"):
+        guard_first_batch("llama")

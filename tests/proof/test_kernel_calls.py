@@ -11,7 +11,7 @@ from torch import nn
 from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.proof import kernel_calls
-from collate_npu.proof.kernel_calls import MODULES, UnreadError
+from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.proof.told import Told, by_offsets, why_differs
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
@@ -32,6 +32,24 @@ def test_a_mask_is_all_that_the_local_one_reads_and_nothing_to_the_fused_one():
     assert not torch.triu(local.allowed(1), 1).any()
     assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1), 1).any()  # it looks ahead
     assert (told(LOCAL, None).causal, told(FUSED, mask).causal, str(told(FUSED, mask))) == (True, True, "nothing")
+
+
+@pytest.mark.parametrize(("layout", "tokens"), [("sbhd", 0), ("bshd", 1)])
+def test_queries_and_keys_are_the_same_tokens_in_every_layout(layout, tokens):
+    q = ROWS.movedim(0, tokens)
+    read = {"self": LOCAL(), "query": q, "key": q, "qkv_format": layout}
+    assert READ(KERNEL, read).shape == (2, 6)
+    with pytest.raises(UnreadError):
+        READ(KERNEL, read | {"key": q.narrow(tokens, 0, 5)})
+
+
+def test_what_the_other_kernels_are_told():
+    x, v = torch.ones(1, 5, 1, 4), torch.ones(1, 5, 1, 4)
+    v[:, [0, 1, 3]] = 0  # where no state is there yet, and where one is
+    rule = KERNELS["chunk_gated_delta_rule"][1]("fla.chunk_gated_delta_rule", {"q": x, "k": x, "v": v})
+    assert rule.neutral_T.tolist() == [True, True, False, False, False]
+    flash = KERNELS["flash_attn_func"][1]("flash_attn.flash_attn_func", {"q": x, "causal": True, "window_size": (2, 0)})
+    assert flash.reach == 3
 
 
 def packed(**offsets):

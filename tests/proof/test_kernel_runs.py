@@ -220,6 +220,11 @@ def test_where_the_noise_is_as_large_as_what_is_wrong_nothing_is_proved(monkeypa
     assert states(found) == {"cannot tell"}
 
 
+def test_few_are_the_truths_that_show_most():
+    found = runs([SDPA], device="cpu", dtype=torch.float32, dry=True, few=True)
+    assert {run.truth for run in found} == {truth.name for truth in TRUTHS if truth.few}
+
+
 def test_what_is_not_installed_or_does_not_run_here_is_listed():
     absent = [k for k in KERNELS if k.package in ("mamba_ssm", "torch_npu") or k.name == "torch.varlen_attn"]
     found = {run.operator: run for run in runs(absent, device="cuda", dtype=torch.float32)}

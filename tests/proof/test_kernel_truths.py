@@ -15,6 +15,7 @@ from collate_npu.proof.kernel_truths import (
     SCAN,
     TRUTHS,
     D,
+    _summed,
     apart,
     expected,
     in_dtype,
@@ -84,6 +85,13 @@ def test_each_channel_of_kda_decays_by_itself():
 def test_decays_stay_in_float32():
     drawn = in_dtype(RULE.draw(BY_NAME["one token"].segments), torch.bfloat16)
     assert {name for name, x in drawn.items() if x.dtype == torch.float32} == {"g"}
+
+
+def test_keys_are_of_length_one_and_decays_are_summed_in_chunks():
+    drawn = RULE.draw(BY_NAME["padded left"].segments)
+    torch.testing.assert_close(drawn["k"].norm(dim=-1), torch.ones_like(drawn["k"][..., 0]))
+    g = -torch.rand(1, 4096, 2, dtype=torch.float64)
+    assert 0 < (_summed({"g": g})["g"] - g).abs().max() < 1e-5
 
 
 def test_the_scan_is_a_sum_over_what_came_before():

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from functools import wraps
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +68,7 @@ def test_right_runs_have_no_fault():
         for offsets in ([0, 16], [0, 6, 11, 16], [0, 1, 2, 16], [0, 15, 16]):
             model(input_ids=IDS, cu_seqlens=torch.tensor(offsets))
     assert seen.faults == []
+    assert "4 forwards (4 compared with their batch)" in seen.summary()
     assert all(forward.truth is not None for forward in seen.forwards)
     assert sum(seen.kernels.values()) == 4 * 5
 
@@ -216,18 +217,23 @@ def test_rows_without_their_padding_are_the_batchs():
         assert len(seen.faults) == 5
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_kernel_that_a_function_around_it_keeps(named, monkeypatch):
+@pytest.mark.parametrize("kept", ["named", "once", "twice", "by a layer"])
+def test_a_kernel_that_a_function_around_it_keeps(kept, monkeypatch):
     import stranger
 
-    right = stranger.chunk_gated_delta_rule
+    model, right = Model(), stranger.chunk_gated_delta_rule
 
     def lossy(*args, cu_seqlens=None):
         return right(*args)
 
-    monkeypatch.setattr(stranger, "chunk_gated_delta_rule", wraps(right)(lossy) if named else lossy)
+    def by_layer(*args, cu_seqlens=None):
+        return model.layers[0].rule(*args)
+
+    model.layers[0].rule = FunctionType(right.__code__, right.__globals__, argdefs=(None,)) if kept == "by a layer" else None
+    ways = {"named": wraps(right)(lossy), "once": lossy, "twice": lambda *args, **kwargs: lossy(*args, **kwargs)}
+    monkeypatch.setattr(stranger, "chunk_gated_delta_rule", ways.get(kept, by_layer))
     with watch(say=False) as seen:
-        Model()(IDS, OFFSETS)
+        model(IDS, OFFSETS)
     assert {each.kernel for each in seen.faults} == {"stranger.chunk_gated_delta_rule"}
     assert {each.told for each in seen.faults} == {"nothing"}
 
