@@ -20,7 +20,7 @@ LINES = {
     "consumers": (2690, 1950),
     "collate": (1760, 1500),
     "proof": (4540, 1900),
-    "integrations": (3295, 3000),
+    "integrations": (3298, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
     "tests": (49900, 33000),
