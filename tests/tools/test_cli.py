@@ -36,7 +36,7 @@ def test_the_verdict_comes_first_then_a_table():
     assert re.search(r"✔ +qwen3_next +sdpa +left, right +(\d) of \1 +\S+e-06 +4 of 8\n", result.stdout)
     assert "handed over by" not in result.stdout
     assert re.fullmatch(r"\[1/1\] qwen3_next \(sdpa\): .* s\n", result.stderr)
-    assert not logging.is_progress_bar_enabled()
+    assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (False, logging.ERROR)
 
 
 def test_json_is_json_alone():

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import tiny_model
-from collate_npu.tools.audit.candidates import candidates, check_attention, check_is_run, resolved_kernels
+from collate_npu.tools.audit.candidates import build, candidates, check_attention, check_is_run, resolved_kernels
 
 pytestmark = pytest.mark.models
 
@@ -42,6 +42,14 @@ def test_attention_that_cannot_run_is_refused_with_the_reason(monkeypatch, name,
         monkeypatch.setattr("collate_npu.tools.audit.candidates.tiny_model", broken)
     with pytest.raises(CollateError, match=said):
         check_attention(name, device, torch.float32)
+
+
+@pytest.mark.parametrize(("name", "shared"), [("llama", True), ("bert", False)])
+def test_a_language_model_is_padded_with_its_end_as_most_checkpoints_are(name, shared):
+    how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
+    _, reader, pad_token_id = build(name, "sdpa", **how)
+    assert pad_token_id == reader.pad_token_id
+    assert (pad_token_id == reader.eos_token_id) == shared
 
 
 def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named():

@@ -53,7 +53,7 @@ def test_the_samples_are_ragged_and_end_with_eos():
 
 
 def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_was():
-    model = tiny("qwen3_next")
+    model = tiny("qwen3_next").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = {(f.side, f.column): f for f in audit(model, SAMPLES, pad_token_id=TOKENIZER.pad_token_id)}
     for column, way in PADDED.items():
@@ -67,6 +67,7 @@ def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_w
             assert left.right is False, column
         assert right.within(1e-4), column
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.training
 
 
 def test_a_refusal_is_neither_wrong_nor_an_error():

@@ -10,7 +10,7 @@ import pytest
 
 from collate_npu import CollateError
 from collate_npu.tools.audit import data
-from collate_npu.tools.audit.data import read_rows, shipped_text
+from collate_npu.tools.audit.data import encoded, read_rows, shipped_text
 
 RECORDS = [{"text": "one"}, {"text": "two"}]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -113,6 +113,14 @@ def test_what_is_no_data_is_refused_with_its_place_in_a_line(tmp_path, capfd, na
     assert str(error.value).startswith(str(tmp_path / name))
     assert "\n" not in str(error.value)
     assert not capfd.readouterr().err
+
+
+def test_text_becomes_tokens_without_what_a_tokenizer_adds():
+    def tokenizer(text, *, add_special_tokens, truncation, max_length):
+        ids = [0] * add_special_tokens + [*text.encode()]
+        return {"input_ids": ids[:max_length] if truncation else ids}
+
+    assert encoded("abc", tokenizer, 2) == {"input_ids": [97, 98]}
 
 
 def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):

@@ -135,6 +135,7 @@ def text_of(written):
 
 def test_the_page_says_what_the_terminal_says_and_more():
     assert "Settings" in text_of(page(report(interrupted=True)))
+    assert "handed over by" in text_of(page(report(finding(True))))
     text = text_of(page(wide_report()))
     assert text.lstrip().startswith("collate-npu audit: FAIL")
     titles = ("The error at each token", "The first batch", "What the words mean", "Settings")

@@ -1,9 +1,11 @@
 """`collate-npu kernels`: what it prints, what it exits with; with a card that is not there, and on this CPU."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
@@ -30,6 +32,7 @@ def test_a_cpu_measures_what_runs_there():
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("✔ PASS: 12 of 12 calls of 1 operators are right.\n")
     assert "torch.scaled_dot_product_attention 2." in result.stdout
+    assert re.search("truth +form +forward +backward +passes", result.stdout)
     lines = [line for line in result.stdout.splitlines() if line.strip().startswith("window")]
     assert [line.split()[1:3] for line in lines] == [["dense,", "keep"], ["dense,", "bias"]]
     assert all(line.endswith("right ✔") for line in lines)
@@ -41,6 +44,7 @@ def test_without_a_card_what_would_run_is_listed():
     assert result.stdout.startswith("? NOT PROVED: nothing was measured on the card; ")
     assert "calls would run there" in result.stdout
     assert "TND, mode 4" in result.stdout
+    assert "passes" not in result.stdout.partition("\ntruth: ")[0]
     assert (
         "torch_npu.npu_fusion_attention (not installed)" in result.stdout
         or "torch_npu.npu_fusion_attention 2." in result.stdout
@@ -85,6 +89,15 @@ def test_a_wrong_call_fails_and_json_says_the_same(monkeypatch):
     assert (found["passed"], found["verdict"], found["exit_code"]) == (False, "FAIL", 1)
     assert [each["form"] for each in found["runs"] if each["state"] == "wrong"] == ["dense, keep", "dense, bias"]
     assert {each["forward"] for each in found["runs"] if each["state"] == "wrong"} == {"nan"}
+
+
+def test_what_is_interpreted_is_measured_on_a_cpu_alone(monkeypatch):
+    also = []
+    monkeypatch.setattr(kernels, "interpreted", lambda: ("fla.chunk_gated_delta_rule",))
+    monkeypatch.setattr(kernels, "runs", lambda *_, also, **__: [also])
+    for device in ("cpu", "cpu:0", "cuda", "cuda:0"):
+        also += kernels.measured([], device, torch.float32, "")
+    assert also == [("fla.chunk_gated_delta_rule",)] * 2 + [()] * 2
 
 
 def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():

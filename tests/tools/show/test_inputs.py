@@ -25,7 +25,7 @@ def test_lengths(ranks, width, side):
 def test_flat_rows_and_what_is_too_large_to_be_looked_at(monkeypatch):
     ranks = ContextParallel(2, 0).for_documents()
     assert batch_of("3,6", packed=True, ranks=ranks)["cu_seq_lens_q"].tolist() == [0, 4, 12]
-    monkeypatch.setattr("collate_npu.tools.show.inputs.MOST_PLACES", 40)
+    monkeypatch.setattr("collate_npu.tools.show.inputs.MOST_PLACES", 32)
     assert [batch_of(lengths)["attention_mask"].ndim for lengths in ("3,4", "3,5")] == [4, 2]
     for none in ("3,x", "", "3,,5"):
         with pytest.raises(CollateError, match=r"Write 3,5 or 3\+2,5"):

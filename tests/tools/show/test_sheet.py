@@ -113,6 +113,9 @@ def test_squares_that_rows_or_heads_share_and_masks_that_are_no_tensors():
     refused, _, came = sheet_of(batch_of(truth, heads)).panels
     assert "not the same for every head" in refused.refused
     assert came.facts.endswith("any of its 2 heads")
+    blind = dense(truth)[0, 0].clone()
+    blind[1, 0] = False
+    assert len(sheet_of(batch_of(truth, blind)).panels[-1].squares) == 2
     (rows,) = sheet_of(truth.keep.tolist()).panels
     assert rows.ids.tolist() == truth.ids.tolist()
     assert cells_of(sheet_of(dense(truth).numpy()).panels[0]) == cells(truth)
