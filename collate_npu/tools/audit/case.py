@@ -101,7 +101,6 @@ class Audit:
         invariance.check_one_stack(model)
         self._batches = batches_of(samples, batch_size, sides)
         invariance.check_vocabulary(model, self._batches)
-        model.eval()
         self.name, self.sides, self._gradients = name, sides, gradients
         self.subject = Subject(model=model, side="right", pad_token_id=pad_token_id)
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
