@@ -9,7 +9,7 @@ import strategies
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
-from collate_npu.arrays import once, renumber, sequence_starts, side_around, side_of
+from collate_npu.arrays import host_array, once, renumber, sequence_starts, side_around, side_of
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2), st.sampled_from(["right", "left"]))
@@ -57,6 +57,12 @@ def test_sequences_begin_where_positions_restart(ids):
     firsts = [[n > 0 and n != m for n, m in zip(row, before)] for row, before in zip(ids, previous)]
     assert starts.tolist() == firsts
     assert counts.all()
+
+
+def test_numbers_that_wrapped_around_are_refused():
+    assert host_array("x", np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    with pytest.raises(CollateError, match="it wrapped around"):
+        host_array("x", np.array([2**63], np.uint64))
 
 
 def test_two_objects_are_asked_at_once():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, outputs, wrap_collator
-from collate_npu.checked import _hints, checked
+from collate_npu.checked import _hints, checked, here
 from collate_npu.collate.wire import Layout
 from collate_npu.collate.wrapping import WrappedCollator
 from collate_npu.kernels import check, fusion_attention, gated_delta
@@ -168,6 +168,12 @@ def test_every_public_function_that_takes_ours_is_in_the_table():
         "reference_fusion_attention",
         "reference_gated_delta_rule",
     }
+
+
+def test_a_device_is_tried_unless_its_name_alone_is_asked():
+    assert here("cuda:99", now=False).index == 99
+    with pytest.raises(CollateError, match="torch makes no tensor there"):
+        here("cuda:99")
 
 
 def test_what_is_not_judged_passes():

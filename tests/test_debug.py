@@ -1,6 +1,8 @@
 """COLLATE_NPU_DEBUG=1, as a user meets it: a process with the variable set, and one without."""
 
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +128,16 @@ def test_collators_still_pickle(monkeypatch):
     monkeypatch.setattr(debug, "say", lambda what, text: None)
     for collate in (PaddingCollator(pad_token_id=0), wrap_collator(PaddingCollator(pad_token_id=0, attention_mask="2d"))):
         assert pickle.loads(pickle.dumps(collate))([{"input_ids": [1, 2]}])["attention_mask_2d"].all()
+
+
+def test_a_thing_is_said_once_with_its_process_and_by_one_handler_alone(monkeypatch, capsys):
+    logger = logging.getLogger("collate_npu.said")
+    monkeypatch.setattr(debug, "_LOGGER", logger)
+    monkeypatch.setattr(debug, "_said", set())
+    for what, text in (("a", "one"), ("a", "again"), ("b", "two")):
+        debug.say(what, text)
+    assert re.fullmatch(r"(collate_npu\.said \[MainProcess \d+\] (one|two)\n){2}", capsys.readouterr().err)
+    assert not logger.propagate
 
 
 def test_what_is_off_is_never_called(monkeypatch):

@@ -9,7 +9,19 @@ import pytest
 
 import collate_npu
 from collate_npu import releases
-from collate_npu.releases import DISTRIBUTIONS, NEWEST, UNKNOWN, Since, installed, numbers, post
+from collate_npu.releases import (
+    ATTENTION_V3,
+    CANN_OF_TORCH_NPU,
+    DISTRIBUTIONS,
+    NEWEST,
+    UNKNOWN,
+    Since,
+    cann_of,
+    installed,
+    numbers,
+    post,
+    precedes,
+)
 
 PACKAGE = Path(collate_npu.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "releases.py" or path.parent != PACKAGE]
@@ -43,6 +55,21 @@ def test_what_has_no_number_is_newer_than_any(text):
 
 def test_post_releases():
     assert (post("2.7.1.post2+cpu"), post("2.7.1"), post("")) == (2, 0, 0)
+
+
+def test_the_cann_of_a_torch_npu_is_that_of_the_table_or_of_both_neighbours():
+    for cann, names in CANN_OF_TORCH_NPU.items():
+        assert {cann_of(name) for name in names} == {cann}
+    beyond = ("2.7.1.post9", "2.5.1", "2.7.1rc1", "3.0.0", "main")
+    assert {cann_of(name) for name in beyond} == {""}
+
+
+@pytest.mark.parametrize(
+    ("version", "before"),
+    [("2.7.1", True), ("2.7.1.post3", True), ("2.7.1.post4", False), ("2.7.0", True), ("2.9.1", False), ("2.11.0", False)],
+)
+def test_a_post_release_precedes_the_first_of_its_torch(version, before):
+    assert precedes(version, ATTENTION_V3) == before
 
 
 @pytest.mark.parametrize("fact", [Since("mine", "5.0", "here"), Since("mine", "0.5.1", "here")], ids=str)

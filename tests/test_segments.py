@@ -153,6 +153,7 @@ def test_segments_survive_pickling(ids):
 
 def test_sequences_of_no_tokens_leave_no_trace():
     assert Segments.from_lengths([[0, 2, 0, 1], [0]]).ids.tolist() == [[1, 1, 2], [0, 0, 0]]
+    assert Segments.from_lengths([]).shape == (0, 0)
     assert Segments.from_cu_seqlens([0, 0, 2, 2, 3]).ids.tolist() == [[1, 1, 2]]
 
 
@@ -205,7 +206,7 @@ def test_labels_beyond_32_bits_stay_labels():
         (lambda: Segments(torch.tensor([[1.0, 1.0]])), "segment ids: got float32 [1, 2]"),
         (lambda: Segments(torch.tensor([1, 1])), "segment ids: got int64 [2]"),
         (lambda: Segments.from_ids([[1, 2, 1], [1, 1, 1], [5, 0, 3]][:2]), "row 0: got ids [1, 2, 1]"),
-        (lambda: Segments.from_ids([[0, 0, -1], [1, 1, 1]]), "row 0: got the id -1"),
+        (lambda: Segments.from_ids([[0, 0, -1], [0, 1, 1]]), "1 bad row.\n  row 0: got the id -1"),
         (lambda: Segments.from_lengths([3, -1]), "row 1: got lengths [-1]"),
         (lambda: Segments.from_lengths([3, 9, [4, 4]], width=7), "row 1: got lengths [9]\n  row 2: got lengths [4, 4]"),
         (lambda: Segments.from_lengths([3], side="middle"), "side: got 'middle'"),
