@@ -135,6 +135,8 @@ def test_what_accelerate_cannot_carry_is_named():
     assert set(dispatch_problems(flat)) == {
         "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lens",
     }  # fmt: skip
+    others = {"names": ["a"], "temperature": torch.tensor(0.5)}
+    assert set(dispatch_problems(others | {"input_ids": torch.zeros(2, 3)})) == set(others)
 
 
 @pytest.mark.parametrize("ids", [[1, 1, 2], [1, 1, 0]])

@@ -317,6 +317,8 @@ def test_prompts_padded_right_are_refused_since_generation_goes_on_behind_paddin
         with pytest.raises(UnsupportedFormError, match=r"rows \[0, 2\] padded right") as error:
             model.generate(**prompt, max_new_tokens=2, do_sample=False)
         assert "padding_side" in str(error.value)
+        with pytest.raises(UnsupportedFormError, match=r"rows \[0\] padded right"):  # by one column
+            model.generate(**{key: value[:1, : len(ROWS[0]) + 1] for key, value in prompt.items()}, max_new_tokens=2)
         model(**prompt, logits_to_keep=2)  # a trainer's, of completions
 
 
