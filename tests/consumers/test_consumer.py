@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from collate_npu import Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import consumer as room, transformers as transformers_room
@@ -32,6 +33,41 @@ RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
 PACKED = Segments.from_lengths([[3, 2], [5]])
 SLIDING = Pattern.sliding(2)
+
+
+def case_of(segments, pattern="causal", config=None, **model):
+    known = Model(config=config or SimpleNamespace(model_type="mine"), needs_mask_2d=False, pattern="causal", **model)
+    return room.Case(segments=segments, model=known, pattern=Pattern.of(pattern))
+
+
+# --- single rules of transformers, where a route takes the first of several
+
+
+def test_the_lowest_float64_is_no_number_to_eager_attention_where_a_row_begins_with_padding():
+    double = {"dtype": torch.float64, "attn_implementation": "eager"}
+    for segments, refused in ((RIGHT, False), (LEFT, True), (Segments([[1, 1], [0, 0]]), True), (PACKED, False)):
+        assert bool(transformers_room._lowest_is_infinite(case_of(segments, **double))) == refused
+    assert not transformers_room._lowest_is_infinite(case_of(LEFT, dtype=torch.float32, attn_implementation="eager"))
+
+
+def test_only_some_routers_index_tokens_by_their_mask():
+    learning = SimpleNamespace(output_router_logits=True)
+    for family, refused in (("gpt_oss", True), ("mine", False)):
+        assert bool(transformers_room._routers_loss(case_of(PACKED, config=learning, model_type=family))) == refused
+
+
+def test_padding_leaks_where_there_is_some():
+    fourier = {"config": SimpleNamespace(model_type="fnet"), "model_type": "fnet"}
+    for segments, leaks in ((LEFT, True), (Segments.from_lengths([4, 4]), False)):
+        assert bool(transformers_room._leak(case_of(segments, **fourier))) == leaks
+
+
+def test_a_2d_mask_says_nothing_of_packed_rows():
+    assert transformers_room._by_2d(case_of(PACKED)) == ""
+    encoder = Model(config=SimpleNamespace(), needs_mask_2d=False, pattern="bidirectional")
+    for segments, said in ((LEFT, "an encoder reads the 2D mask"), (PACKED, "")):
+        case = room.Case(segments=segments, model=encoder, pattern=Pattern.of("bidirectional"))
+        assert transformers_room._by_2d(case) == said
 
 
 # --- the table

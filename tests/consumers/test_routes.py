@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Segments, debug
-from collate_npu.consumers.routes import say_batch, shape_said
+from collate_npu.consumers.routes import cheapest_said, say_batch, shape_said
 
 
 @pytest.fixture
@@ -29,6 +29,21 @@ def said(monkeypatch):
 )
 def test_the_shape_of_a_batch(segments, words):
     assert shape_said(segments).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("segments", "said"),
+    [
+        (Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
+        (
+            Segments.from_lengths([1, 3]),
+            "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make",
+        ),
+        (Segments.from_lengths([1, 3], side="left"), "the 2D mask, 6 bytes; the dense 4D that models make"),
+    ],
+)
+def test_the_cheapest_form_and_what_others_take(segments, said):
+    assert cheapest_said(segments).startswith(said)
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
