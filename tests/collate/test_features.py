@@ -187,3 +187,9 @@ def test_flat_tokens_may_have_a_sample_of_none():
     assert read_features(samples, allow_empty=True).lengths == [2, 0]
     with pytest.raises(CollateError, match="Count the tokens"):
         read_features({"input_ids": [5, 6], "seq_lengths": [3, -1]})
+
+
+def test_a_structured_array_is_a_batch_of_columns():
+    rows = np.zeros(2, [("input_ids", np.int64, (3,)), ("labels", np.int64, (3,))])
+    rows["input_ids"] = rows["labels"] = [[1, 2, 3], [4, 5, 6]]
+    assert PaddingCollator(pad_token_id=0)(rows)["input_ids"].tolist() == [[1, 2, 3], [4, 5, 6]]

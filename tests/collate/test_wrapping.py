@@ -380,3 +380,18 @@ def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too(
     assert positions("left").tolist() == [[0, 1]]
     assert positions("left", position_ids=torch.tensor([[4, 7]])).tolist() == [[4, 7]]
     assert positions("right") is None
+
+
+@pytest.mark.parametrize("offsets", [[0, 8], [0, 3, 9], [0, 5, 8]])
+def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
+    """Offsets that do not place the samples, and tokens that do not stand in their order: what the row says counts."""
+
+    def turned(features):
+        batch = flat(features[::-1])
+        return batch | {"cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32)}
+
+    if offsets == [0, 5, 8]:
+        assert wrap_collator(turned)(samples(3, 5))["seq_lens"].tolist() == [5, 3]
+    else:
+        with pytest.raises(CollateError):
+            wrap_collator(turned)(samples(3, 5))

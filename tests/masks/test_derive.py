@@ -81,6 +81,11 @@ def test_keep_decides_the_polarity_of_key_masks(name):
         assert torch.equal(derive_segments(keys, keep=keep).keep, keep)
 
 
+def test_keys_of_one_polarity_that_say_another_padding_than_keep_are_refused():
+    with pytest.raises(CollateError, match="row 0"):
+        derive_segments(torch.tensor([[[[1, 1, 0]]]]), keep=torch.tensor([[0, 1, 1]]), polarity="keep")
+
+
 def test_the_compressed_triangle_beside_a_truth_is_an_ordinary_one():
     triangle = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     assert derive_segments(triangle[None, None], keep=torch.ones(1, 2048)) == Segments.from_lengths([2048])
@@ -160,3 +165,14 @@ def test_masks_of_nothing_hold_no_token(shape):
 def test_a_mask_that_does_not_fit_its_keep_mask_is_refused_by_its_shape(shape):
     with pytest.raises(CollateError, match=re.escape(str(list(shape)))):
         derive_segments(torch.ones(shape, dtype=torch.bool), polarity="keep", keep=torch.ones(2, 4, dtype=torch.bool))
+
+
+def test_packing_ids_beside_a_keep_mask():
+    ids = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 0, 0]])
+    assert derive_segments(ids, keep=ids != 0).ids.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_triangle_may_be_rows_too(blocked):
+    with pytest.raises(AmbiguousMaskError, match="or one square mask"):
+        derive_segments((torch.ones(3, 3).tril() != blocked).long())

@@ -262,6 +262,12 @@ def test_positions_that_do_not_restart_say_nothing(positions):
 # --- 2D masks: additive, declared, turned around (seams A4, A5)
 
 
+def test_positions_of_as_many_sequences_that_begin_elsewhere_are_another_truth():
+    keys = {"segment_ids": torch.tensor([[1, 1, 1, 2, 2]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    with pytest.raises(CollateError, match="Positions restart at other places"):
+        segments_from_batch({"input_ids": ones(1, 5), **keys})
+
+
 def test_one_row_turned_around_is_found_among_rows_that_are_right():
     """A label on the last token of the others says nothing of it; nor does one where another row is empty."""
     labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
@@ -449,3 +455,13 @@ def test_the_remedy_for_a_prefix_mask_works():
     with pytest.raises(AmbiguousMaskError, match=r"Pass pattern=Pattern.prefix\(\[2, 3\]\)"):
         segments_from_batch(batch)
     assert segments_from_batch(batch, pattern=Pattern.prefix([2, 3])) == told
+
+
+def test_keys_of_other_widths_are_no_batch():
+    with pytest.raises(CollateError, match=r"input_ids \[2, 4\], inputs_embeds \[2, 5\].*same rows and width"):
+        segments_from_batch({"input_ids": torch.ones(2, 4).long(), "inputs_embeds": torch.ones(2, 5, 3)})
+
+
+def test_offsets_of_one_row_in_a_batch_of_several_say_where_else_to_look():
+    with pytest.raises(CollateError, match="carry segment_ids"):
+        segments_from_batch({"input_ids": torch.ones(2, 4).long(), "cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])})

@@ -118,3 +118,8 @@ def test_the_least_room_is_the_least(lengths, multiple, more):
     assert len(with_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
     with pytest.raises(CollateError, match="Raise the width"):
         with_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)
+
+
+def test_more_tokens_than_the_row_is_wide():
+    with pytest.raises(CollateError, match=r"5 tokens with their alignment.*4 tokens wide"):
+        with_tail([3, 2], 4)

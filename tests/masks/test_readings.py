@@ -113,6 +113,11 @@ def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
         assert raised.value.instead == Pattern.sliding(2)
 
 
+def test_a_declared_prefix_has_a_length_for_each_sequence():
+    with pytest.raises(CollateError, match="3 lengths"):
+        derive_segments(dense(Segments.from_lengths([3, 4])), pattern=Pattern.prefix([1, 2, 3]))
+
+
 def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
     matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
     with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):

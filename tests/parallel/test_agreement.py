@@ -49,7 +49,7 @@ def test_a_fake_group_has_nobody_to_ask():
     try:
         cp = ContextParallel.from_group(dist.group.WORLD)
         assert split_batch({"input_ids": torch.arange(8)[None]}, cp)["input_ids"].tolist() == [[0, 1, 6, 7]]
-        assert gather_sequence(torch.zeros(1, 4), cp).shape == (1, 8)
+        assert gather_sequence(torch.zeros(1, 4), cp, Segments.from_lengths([8])).shape == (1, 8)
     finally:
         dist.destroy_process_group()
 

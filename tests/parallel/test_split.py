@@ -275,3 +275,10 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
 def test_a_batch_without_rows_keeps_its_shape(dtype):
     assert take_runs(torch.zeros(0, 8, 3, dtype=dtype), 1, ((0, 2), (6, 8))).shape == (0, 4, 3)
+
+
+def test_a_jagged_tensor_is_split_as_its_documents_are():
+    nested = torch.nested.nested_tensor([torch.arange(4), torch.arange(4, 8)], layout=torch.jagged)
+    batch = {"input_ids": nested, "cu_seq_lens_q": torch.tensor([0, 4, 8])}
+    out = split_batch(batch, ContextParallel(2, 0, layout="document_zigzag"))
+    assert out["input_ids"].values().tolist() == [0, 3, 4, 7]

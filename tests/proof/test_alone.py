@@ -58,3 +58,9 @@ def test_wrong_logits_are_told_and_those_of_other_rows_cannot_be_compared():
     for shape in ((3, 4), (3, 2, 4), (1, 9, 4)):
         with pytest.raises(CollateError, match="gathers the whole rows"):
             checked("TEDotProductAttention", torch.ones(shape))
+
+
+def test_a_key_of_which_nobody_knows_what_it_would_be_alone():
+    case = Case(segments=Segments([[1, 1, 2]]), model=Model(needs_mask_2d=False))
+    with pytest.raises(CollateError, match=r"mine.*What it would be for one sequence is not known"):
+        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": "x"}, case, torch.ones(1, 3, 4), None)

@@ -92,3 +92,14 @@ def test_run_is_a_function_of_any_kind():
     assert [*ways_of(lambda samples, *, layout="left": None, None)] == ["left", "right"]
     with pytest.raises(CollateError, match=r"run: got a int.*Pass a function"):
         ways_of(3, None)
+
+
+class Asked:
+    def __call__(self, samples):
+        return samples
+
+
+def test_a_class_is_no_function_and_what_has_no_signature_takes_no_layout():
+    with pytest.raises(CollateError, match="the class Asked"):
+        ways_of(Asked, None)
+    assert [*ways_of(max, None)] == [*ways_of(Asked(), None)]

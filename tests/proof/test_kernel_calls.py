@@ -12,7 +12,7 @@ from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.proof import kernel_calls
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
-from collate_npu.proof.told import Told, by_offsets, why_differs
+from collate_npu.proof.told import Told, begins_elsewhere, by_offsets, why_differs
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
 LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})
@@ -86,3 +86,46 @@ def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):
     monkeypatch.setattr(kernel_calls, "MOST_SCORES", 15)
     with pytest.raises(UnreadError, match="4 x 4"):
         kernel_calls._attention("sdpa", (1, 4), rows, by="its mask")
+
+
+X = torch.ones(2, 6, 1, 4)
+UNREAD = {
+    "it goes on from a state": ("chunk_gated_delta_rule", {"q": X, "k": X, "v": X, "initial_state": X}),
+    "no tensor tells its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
+    "its score_mod says": ("flex_attention", {"query": X, "key": X, "value": X, "score_mod": max}),
+    "is not rows of tokens": ("flash_attn_func", {"q": X[0]}),
+    "it has no offsets": ("flash_attn_varlen_func", {"q": X[0], "k": X[0]}),
+    "its queries are other tokens": (
+        "npu_fusion_attention",
+        {"query": X, "key": X[:, :5], "value": X[:, :5], "head_num": 1, "input_layout": "BSND"},
+    ),
+}
+
+
+@pytest.mark.parametrize("says", UNREAD)
+def test_a_call_that_is_not_read_says_why(says):
+    name, values = UNREAD[says]
+    with pytest.raises(UnreadError, match=says):
+        KERNELS[name][1](name, values)
+
+
+@pytest.mark.parametrize("segments", [LEFT, Segments([[1, 1, 2, 2, 2, 0]])], ids=["left", "packed"])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_the_operator_of_torch_npu_is_told_what_its_arguments_say(layout, segments):
+    from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+
+    x = torch.ones(*segments.shape, 1, 4)[segments.keep] if layout == "TND" else torch.ones(*segments.shape, 1, 4)
+    given = {**fusion_attention_kwargs(segments, layout=layout), "query": x, "key": x, "value": x, "head_num": 1}
+    found = KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", given)
+    truth = Segments.from_lengths([segments.sequence_lengths]) if layout == "TND" else segments
+    assert why_differs(found, truth) == ""
+
+
+def test_a_call_of_padded_rows_and_one_without_padding_are_compared_by_their_tokens():
+    """The attention of padded rows takes padding out."""
+    (first_T, _), neutral_T = by_offsets((0, 3, 6, 8), 8), torch.tensor([1, 0, 0, 1, 0, 0, 0, 0]).bool().numpy()
+    padded = Told("padded", "rule", (1, 8), first_T, neutral_T, "zeros")
+    for offsets, elsewhere in (((0, 2, 4, 6), []), ((0, 3, 4, 6), [2, 3])):
+        flat = Told("flat", "attention", (1, 6), *by_offsets(offsets, 6), "offsets")
+        assert begins_elsewhere(padded, flat).tolist() == begins_elsewhere(flat, padded).tolist() == elsewhere
+    assert begins_elsewhere(padded, Told("flat", "attention", (1, 5), *by_offsets((0, 5), 5), "offsets")) is None

@@ -100,3 +100,9 @@ def test_what_is_found_is_what_was_laid_out(samples, left):
     found = locate(made, features(*samples))
     assert [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])] == samples
     assert torch.equal(found.segments.keep.long(), made["attention_mask"])
+
+
+def test_one_answer_a_row_is_none_for_each_of_several_samples():
+    packed = locate(batch([1, 2, 3, 4, 5]) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, features([1, 2, 3], [4, 5]))
+    with pytest.raises(CollateError, match="one answer a row"):
+        packed.rows(torch.ones(1, 7))

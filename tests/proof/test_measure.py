@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from collate_npu.proof.measure import Compared, Errors, Numbers, alone, errors, measure, uncached
+from collate_npu import CollateError
+from collate_npu.proof.measure import Compared, Errors, Numbers, alone, errors, measure, scores_of, uncached
 
 NAN, INF = float("nan"), float("inf")
 
@@ -87,3 +89,9 @@ def test_samples_alone_add_up_and_leave_no_gradient():
     assert torch.allclose(both.gradients[name], first.gradients[name] + second.gradients[name])
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not alone(Model((0, 2, 0)), features[:1], gradients=False).finite, "one bad sample spoils them all"
+
+
+def test_what_a_model_gave_has_logits_or_last_states():
+    assert scores_of(SimpleNamespace(last_hidden_state=torch.ones(1))).tolist() == [1]
+    with pytest.raises(CollateError, match="gives logits"):
+        scores_of(SimpleNamespace(loss=torch.ones(())))
