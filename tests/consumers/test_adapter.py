@@ -215,6 +215,11 @@ def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, la
     assert BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel.layout == layout
 
 
+def test_packed_rows_of_a_model_that_nobody_named_are_refused():
+    with pytest.raises(CollateError, match="Beside recurrent layers such a batch needs another form"):
+        BatchAdapter(consumer="transformers")(batch_of(LEFT, segment_ids=Segments([[1, 1, 2, 2, 2], [1] * 5]).ids))
+
+
 def test_why_is_said_and_the_byte_limit_reaches_the_mask():
     assert "right only" in megatron(HYBRID).route(RIGHT).why
     assert "on the left" in megatron(HYBRID).route(LEFT).why

@@ -280,6 +280,16 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
         route("transformers", Segments.from_lengths([3, longest]), config=config, attn_implementation=kernel)
 
 
+def test_a_window_of_its_own_beside_another_pattern_is_refused_where_rows_are_longer():
+    model = Model(config=SimpleNamespace(sliding_window=2), needs_mask_2d=False, attn_implementation="sdpa")
+    for longest, refused in ((2, False), (3, True)):
+        case = transformers_room.Case(
+            segments=Segments.from_lengths([longest]), model=model, pattern=Pattern.of("bidirectional")
+        )
+        with pytest.raises(UnsupportedFormError, match="window of 2 of their own") if refused else nullcontext():
+            transformers_room.patterns_by_kind(case)
+
+
 @pytest.mark.parametrize("layers", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
 def test_each_kind_of_layer_gets_a_mask_of_its_own(layers):
     config = SimpleNamespace(sliding_window=2, layer_types=layers)
