@@ -1,12 +1,14 @@
 """Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from collate_npu import ContextParallel, Segments
-from collate_npu.parallel import gather_sequence, ranks_agree, split_batch
+from collate_npu.parallel import agreement, gather_sequence, ranks_agree, split_batch
 from collate_npu.parallel.agreement import batch_facts, digest
 
 SEGMENTS = Segments.from_lengths([2, 3])
@@ -27,6 +29,14 @@ def _in_a_worker(rows):
 
 def test_a_dataloader_worker_is_no_rank():
     assert list(DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=_in_a_worker)) == [[1, 2]]
+
+
+def test_only_ranks_that_talk_break_a_graph(monkeypatch):
+    monkeypatch.setattr(agreement, "_eager", lambda function: lambda *_, **__: "by itself")
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
+    called, alone, shared = agreement.uncompiled(lambda x, cp: "in a graph"), ContextParallel(2, 0), ContextParallel(2, 0)
+    object.__setattr__(shared, "group", "a group")
+    assert [called(1, alone), called(1, shared), called(1, cp=shared)] == ["in a graph", "by itself", "by itself"]
 
 
 def test_what_is_said_of_a_batch():
