@@ -100,7 +100,7 @@ def work(names: list[str], seed: int, minutes: float, steered: bool) -> None:
 
     if steered:
         flags = [f"-seed={seed}", f"-max_len={LONGEST}", "-len_control=0", "-rss_limit_mb=0", "-verbosity=0"]
-        flags += ["-timeout=0", "-report_slow_units=86400"]  # a machine that sleeps is no slow input
+        flags += ["-timeout=86400", "-report_slow_units=86400"]  # a machine that sleeps is no slow input
         atheris.Setup([sys.argv[0], *flags], once)
         atheris.Fuzz()
     for data in mutated(seed):
