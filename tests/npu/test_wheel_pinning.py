@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from collate_npu import BatchAdapter, PaddingCollator
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
-EPOCHS = 100 if "COLLATE_NPU_NIGHTLY" in os.environ else 1
+EPOCHS = 10 if "COLLATE_NPU_NIGHTLY" in os.environ else 1
 
 
 class Rows(torch.utils.data.Dataset):
