@@ -160,6 +160,23 @@ def test_max_length_is_a_limit_or_a_width():
         assert collator(THREE_AND_FIVE)["labels"].shape == (2, width)
 
 
+def test_rows_up_to_max_length_are_taken_and_longer_ones_refused():
+    for settings in ({}, {"padding_free": True}):
+        collator = PaddingCollator(tokenizer(), max_length=5, **settings)
+        assert collator(THREE_AND_FIVE)
+        with pytest.raises(CollateError, match="max_length is 5"):
+            collator([*THREE_AND_FIVE, {"input_ids": [1] * 6, "labels": [1] * 6}])
+
+
+def test_answers_of_extraction_are_places_that_padding_before_them_would_move():
+    rows = [{"input_ids": [1] * n, "start_positions": 0, "end_positions": 1} for n in (2, 3)]
+    assert PaddingCollator(tokenizer())(rows)["end_positions"].tolist() == [1, 1]
+    left = PaddingCollator(tokenizer(padding_side="left"))
+    assert left(rows[:1])["end_positions"].tolist() == [1]
+    with pytest.raises(CollateError, match="padding before its tokens moves them"):
+        left(rows)
+
+
 def test_padding_false_takes_rows_of_one_length():
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
     assert PaddingCollator(tokenizer(), padding=False)(rows)["input_ids"].tolist() == [[1, 2], [3, 4]]
@@ -325,6 +342,7 @@ def test_ignored_labels_and_token_types_have_the_collators_own_fill():
 BAD = [{"padding": padding} for padding in ((), (0, 8), (8, "16"), 8, "max_length", "do_not_pad")]
 BAD += [{"padding_side": "Right"}, {"sequence_multiple": 4}, {"max_sequences": 4}]
 BAD += [{"padding_free": True, **layout} for layout in ({"sequence_multiple": 0}, {"max_sequences": 1.5})]
+BAD += [{"padding_free": True, "separator_id": -(1 << 64)}]
 BAD += [{"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional"}]
 
 

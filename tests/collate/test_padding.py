@@ -157,3 +157,9 @@ def test_the_largest_number_of_int64_is_one_and_the_next_is_none():
     assert padding.pad_rows("input_ids", [largest], width=1, whole=True).tolist() == [[2**63 - 1]]
     with pytest.raises(CollateError, match="whole numbers"):
         padding.pad_rows("input_ids", [largest + np.uint64(1)], width=1, whole=True)
+
+
+@pytest.mark.parametrize("fill", [1 << 63, -(1 << 63), "0", None])
+def test_padding_holds_a_number_of_64_bits(fill):
+    with pytest.raises(CollateError, match="at most 64 bits"):
+        pad_rows("input_ids", [[1], [1, 2]], width=2, fill=fill)

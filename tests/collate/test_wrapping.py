@@ -11,9 +11,11 @@ from hypothesis import assume, given
 
 from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
 from collate_npu.collate import Layout, wrapping
+from collate_npu.collate.features import sample_segment_ids
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.sources import Sources
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -351,7 +353,7 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
 
 
 @pytest.mark.parametrize(
-    ("labels", "learns"), [([3, 4], True), ([-100, 4], False), ([], False), (3, False), (None, False)], ids=repr
+    ("labels", "learns"), [([3, 4], True), ([0], True), ([-100, 4], False), ([], False), (3, False), (None, False)], ids=repr
 )
 def test_who_learns_its_first_label(labels, learns):
     assert wrapping._begins({"labels": labels}) == learns
@@ -395,3 +397,11 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     else:
         with pytest.raises(CollateError):
             wrap_collator(turned)(samples(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("sample", "row", "told"), [([7], [7, 7], 2), ([5], [5, 7], 1), ([5, 5], [5, 5], 1), ([9], [5, 7], 0)]
+)
+def test_samples_may_stand_on_either_side_of_a_batch(sample, row, told):
+    samples = wrapping._Samples(*sample_segment_ids([{"input_ids": sample}, {"input_ids": [7, 7]}]))
+    assert len(samples.standing(Sources.of({"input_ids": torch.tensor([row, [7, 7]])}))) == told

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from collate_npu import Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import megatron
+from collate_npu.integrations import megatron, swift
+from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.integrations.verl.engine import _refuse_window
+from collate_npu.keys import KEEP_KEY
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,31 @@ def test_a_window_is_refused_from_the_first_row_on_that_it_would_cut(window, lon
     if window not in ((-1, 0), None):
         with pytest.raises(UnsupportedFormError, match="No attention of MindSpeed's reads a window"):
             _refuse_window(window, given(longest + 1))
+
+
+def test_padding_is_zeroed_in_the_first_argument_alone():
+    keep, hidden = torch.tensor([[0, 1, 1], [1, 1, 0]]), torch.ones(3, 2, 4)  # [S, B, H]
+    config = SimpleNamespace(sequence_parallel=False)
+    out, more = megatron.mcore_bridge._zero_padding(keep, config, None, (hidden, "more"))
+    assert torch.equal(out[..., 0].T, keep.float())
+    assert more == "more"
+
+
+@pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
+def test_swifts_rows_are_padded_to_what_both_chunks_of_each_rank_take(ranks, asked, padded_to):
+    def original(self, batch, padding_to):
+        return {"seq_lens": [2], KEEP_KEY: torch.ones(1, 3), "padding_to": padding_to}
+
+    template = SimpleNamespace(use_megatron=True, padding_free=False, sequence_parallel_size=ranks)
+    out = swift._collate(original, template, [], padding_to=asked)
+    assert out["padding_to"] == padded_to
+    assert out[KEEP_KEY].tolist() == [[True, True, False]]
+
+
+def test_swifts_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monkeypatch):
+    monkeypatch.setattr(swift_masks.mcore_bridge, "masks_padding", lambda model_type: True)
+    trainer = SimpleNamespace(args=SimpleNamespace(attention_backend="local"), kernel="megatron", npu=False)
+    wants = swift_masks.TrainerMasks._wants_dense
+    assert wants(trainer, Segments.from_lengths([2, 3], side="left"), recurrent=True)
+    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
+        wants(trainer, Segments.from_lengths([[2, 3]]), recurrent=True)
