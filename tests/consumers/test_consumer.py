@@ -10,7 +10,7 @@ from collate_npu import Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import consumer as room, transformers as transformers_room
 from collate_npu.consumers.consumer import Model, consumers
 from collate_npu.consumers.models import family_needs_mask_2d, layer_masks, text_config
-from collate_npu.errors import UnsupportedFormError
+from collate_npu.errors import CollateError, UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 CONSUMERS = consumers()
@@ -309,3 +309,8 @@ def test_a_config_is_asked_once_for_each_side():
         assert CONSUMERS["transformers"].route(right).form == "keep_2d"
         with pytest.raises(UnsupportedFormError, match="use_bias"):
             CONSUMERS["transformers"].route(left)
+
+
+def test_layers_that_no_config_tells_are_not_guessed():
+    with pytest.raises(CollateError, match="A model's config says which layers it has"):
+        needs_mask_2d(torch.nn.Linear(2, 2))

@@ -49,6 +49,11 @@ def test_axes_that_are_given_stay(counted):
     assert torch.equal(given(BY_AXES, PACKED, {"position_ids": axes(PACKED)}, counted)[1:], axes(PACKED))
 
 
+def test_a_model_that_counts_from_two_is_given_them_so():
+    model = Model(config=SimpleNamespace(), positions="places", first_position=2, needs_mask_2d=False)
+    assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}), LEFT.position_ids + 2)
+
+
 def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
     assert given(BY_IDS, RIGHT, {}) is None
     assert given(BY_IDS, WHOLE, {}) is None

@@ -10,6 +10,7 @@ from collate_npu import Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift
 from collate_npu.integrations.swift import masks as swift_masks
+from collate_npu.integrations.twinkle.stages import Stages, _segments
 from collate_npu.integrations.verl.engine import _refuse_window
 from collate_npu.keys import KEEP_KEY
 
@@ -69,3 +70,20 @@ def test_swifts_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monk
     assert wants(trainer, Segments.from_lengths([2, 3], side="left"), recurrent=True)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
         wants(trainer, Segments.from_lengths([[2, 3]]), recurrent=True)
+
+
+@pytest.mark.parametrize(("size", "rank", "held"), [(None, None, (1, 0)), (1, 3, (1, 0)), (2, 1, (2, 1))])
+def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
+    mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
+    stages = SimpleNamespace(processor=SimpleNamespace(device_mesh=mesh, framework="megatron"))
+    cp = Stages.cp.fget(stages)
+    assert (cp.size, cp.rank) == held
+
+
+@pytest.mark.parametrize(
+    ("axes", "lengths"), [(0, (4,)), (1, (2, 2)), (3, (4,)), (4, (2, 2))]
+)  # the first of four is text's
+def test_one_sample_of_twinkles_may_have_positions_of_several_axes(axes, lengths):
+    row = {"input_ids": torch.ones(1, 4).long()}
+    row |= {"position_ids": torch.tensor([[0, 1, 0, 1]] * axes)} if axes else {}
+    assert _segments(row).lengths == (lengths,)

@@ -107,6 +107,13 @@ def test_shapes_that_kernels_refuse_are_refused():
         reference_gated_delta_rule(q, k, v, g, beta, initial_state=torch.zeros(1, HV, K, V))
 
 
+def test_float64_is_computed_in_float64():
+    q, k, v = torch.randn(3, 1, 1, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zero = torch.zeros(1, 1, 1, dtype=torch.float64)
+    out = reference_gated_delta_rule(q, k, v, zero, zero + 1)[0]
+    torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) / 2 * v, atol=1e-15, rtol=0)
+
+
 def test_low_precision_comes_back_as_it_came():
     assert reference_gated_delta_rule(*(x.bfloat16() for x in rule_inputs(1, 5)))[0].dtype == torch.bfloat16
 
