@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import strategies
+import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
-from collate_npu.arrays import host_array, once, renumber, sequence_starts, side_around, side_of
+from collate_npu.arrays import host_array, host_tensor, once, renumber, sequence_starts, side_around, side_of
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2), st.sampled_from(["right", "left"]))
@@ -61,8 +62,14 @@ def test_sequences_begin_where_positions_restart(ids):
 
 def test_numbers_that_wrapped_around_are_refused():
     assert host_array("x", np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    assert host_array("x", np.array([255], np.uint8)).dtype == np.uint8
     with pytest.raises(CollateError, match="it wrapped around"):
         host_array("x", np.array([2**63], np.uint64))
+
+
+@pytest.mark.parametrize(("dtype", "read"), [(torch.float8_e5m2, torch.float32), (torch.uint16, torch.int64)])
+def test_types_that_torch_computes_little_with_are_read_as_wider_ones(dtype, read):
+    assert host_tensor("x", torch.tensor([1, 2]).to(dtype)).dtype == read
 
 
 def test_two_objects_are_asked_at_once():

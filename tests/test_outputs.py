@@ -116,6 +116,8 @@ def test_labels_move_by_a_whole_number_of_steps():
 def test_labels_of_another_shape(verb, shape):
     with pytest.raises(CollateError, match=r"labels: got int64 .*the batch is \[2, 5\].*Pad them with the tokens"):
         verb(torch.zeros(shape, dtype=torch.long), Segments.from_lengths([3, 5]))
+    with pytest.raises(CollateError, match="ignore_index"):
+        verb(torch.zeros(2, 5), Segments.from_lengths([3, 5]), ignore_index=-(1 << 63) - 1)
     with pytest.raises(CollateError, match="labels: got float8"):
         verb(torch.zeros(2, 5).to(torch.float8_e5m2), Segments.from_lengths([3, 5]))
     assert verb(torch.zeros(2, 5).half(), Segments.from_lengths([3, 5])).dtype == torch.float16
