@@ -21,7 +21,8 @@ from collate_npu import PaddingCollator
 
 STARTS = ("fork", "fork", "fork", "fork", "forkserver", "spawn")
 WAYS = ("whole", "whole", "pinned", "killed", "resumed")
-SECONDS = 10
+SECONDS = 120
+"""A loader that hangs; a loaded machine takes tens of them to start a process."""
 BEHIND = (Path(__file__).with_name("__main__.py"), "loaders", "--epochs")
 """The same, in a container that has little shared memory."""
 
