@@ -9,6 +9,7 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.integrations.context_parallel import context_parallel, ready_batch
 from collate_npu.integrations.megatron import gpt_batch
+from collate_npu.integrations.torchtitan.masks import layers_of
 
 LOCAL = nn.Sequential(type("DotProductAttention", (nn.Module,), {})())
 LOCAL.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=False)
@@ -35,3 +36,8 @@ keep = Segments.from_lengths([4, 2]).keep
 def test_a_batch_that_says_nothing_or_two_things_is_refused(read, masks, said):
     with pytest.raises(CollateError, match=said):
         read({"input_ids": torch.arange(8).view(2, 4), **masks})
+
+
+def test_what_is_no_model_has_no_layers():
+    with pytest.raises(CollateError, match="A model is a module"):
+        layers_of("llama3")

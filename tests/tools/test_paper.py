@@ -115,3 +115,11 @@ def test_a_pipe_that_nobody_reads_is_refused_before_anything_is_drawn(tmp_path):
     with pytest.raises(CollateError, match="got a pipe"):
         paper.check_place(tmp_path / "pipe.html")
     paper.check_place(tmp_path / "new.html")
+
+
+def test_each_part_of_a_drawn_line_stands_in_its_column(monkeypatch):
+    pytest.importorskip("matplotlib")
+    written = []
+    monkeypatch.setattr(paper, "_write", lambda axes, x, y, text, style: written.append((x, y, text)))
+    paper._png([Text("ab■中c"), Text("d")])
+    assert written == [(0, 0, "ab"), (2, 0, "■"), (3, 0, "中"), (5, 0, "c"), (0, 1, "d")]

@@ -64,3 +64,8 @@ def test_stacks_that_cannot_be_asked_are_told_as_not_known(monkeypatch):
     monkeypatch.setattr(probe, "ask", found.__getitem__)
     told = env.environment()
     assert (told.devices, told.runs, told.refused) == ("cpu only", {"not known": "gone"}, {})
+
+
+def test_a_home_at_the_root_masks_no_path(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    assert masked("/opt/lib / x") == "/opt/lib / x"

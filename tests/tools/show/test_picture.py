@@ -22,6 +22,7 @@ def test_segments_one_row_and_what_is_wide_is_folded():
     assert picture(square, row=1) == "■ ⬚ ⬚\n■ ■ ⬚\n■ ■ ■"
     assert picture(square, row=1, limit=2).startswith("◧ ⬚\n■ ■\n◧ a part of the block; 2 places a cell")
     assert picture(Segments.from_lengths([3, 5]), limit=3).startswith("■ ◧ ⬚\n■ ■ ■\n")
+    assert picture(Segments.from_lengths([3, 5]), limit=1).startswith("◧\n■\n")
 
 
 def test_a_batch_shows_both_masks():
