@@ -1,6 +1,7 @@
 """`assert_padding_invariant` passes right collators, says what to change of wrong ones, and refuses to compare in words."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 pytest.importorskip("transformers")
 import transformers
 
-from collate_npu import CollateError, PaddingCollator, wrap_collator
+from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
+from collate_npu.proof.invariance import _fault_of_masks
 from collate_npu.testing import assert_padding_invariant, byte_tokenizer, tiny_model
 
 pytestmark = pytest.mark.models
@@ -209,3 +211,15 @@ def test_the_model_and_the_features_stay_as_they_were_and_a_head_is_not_needed()
     assert seen == [[["attention_mask", "input_ids", "labels"]] * 3]
     with pytest.raises(AssertionError):
         assert_padding_invariant(model, by_pad_token, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mask", "said"),
+    [
+        (["linear_attention"], torch.ones(1, 5), "A row holds several samples: recurrent layers read cu_seq_lens_q"),
+        (["full_attention"], torch.ones(1, 5), "A row holds several samples, and attention runs over their boundaries"),
+    ],
+)
+def test_what_is_lost_of_packed_rows_depends_on_the_layers(kinds, mask, said):
+    packed = Segments.from_lengths([[3, 2]])
+    assert _fault_of_masks(SimpleNamespace(layer_types=kinds), {"attention_mask": mask}, packed).startswith(said)

@@ -11,7 +11,7 @@ from collate_npu import ContextParallel, Segments
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.masks import block_mask, dense
 from collate_npu.parallel import query_rows, split_tensor
-from collate_npu.proof.reading import Judge
+from collate_npu.proof.reading import Judge, row_of
 from collate_npu.proof.received import Received
 
 LEFT, RIGHT = Segments.from_lengths([8, 5], side="left"), Segments.from_lengths([8, 5])
@@ -137,3 +137,8 @@ def test_what_a_mask_means_depends_on_the_implementation(attn, mask, said):
     told = {} if mask is None else {"attention_mask": mask}
     why = asked.why_wrong(Received(name="self_attn", reader=nn.Module(), told=told, hidden=(2, 8, 4)))
     assert (said in why) if said else why == ""
+
+
+def test_a_mask_that_rows_share_is_that_of_each():
+    shared = torch.ones(1, 1, 2, 2).tril().bool()
+    assert torch.equal(row_of(shared, 1), shared[0, 0])
