@@ -97,6 +97,7 @@ VEOMNI_NEEDS = ("torchdata==0.11.0", "einops==0.8.2", "psutil", "packaging", "bl
 SKYRL_NEEDS = (
     "ray", "hydra-core", "omegaconf", "loguru", "jaxtyping", "tensordict", "torchdata==0.11.0", "pydantic==2.11.9", "pillow",
     "toml", "strenum", "msgpack", "redis", "boto3", "nest_asyncio", "fastapi", "uvicorn", "pyyaml", "einops",
+    "cloudpathlib",  # from 0.4 on
 )  # fmt: skip
 TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
@@ -499,6 +500,12 @@ def bench(session: nox.Session) -> None:
     put(session, "--no-deps", *LOADERS)
     put(session, TORCH, *newest, *needs, *DATA_NEEDS, *BENCH_NEEDS)
     session.run("python", "-m", "benchmarks", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none")
+def upstream(session: nox.Session) -> None:
+    """What newer releases of the other stacks change, into benchmarks/upstream.json and the guide's page of stacks."""
+    session.run(sys.executable, ".ci/upstream.py", *session.posargs, external=True)
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """`python -m benchmarks.page_of_stacks`: the guide's page of stacks, from what the peers sessions measured.
 
-`COLLATE_NPU_CELLS=1 nox -s SESSION` writes `benchmarks/stacks/STACK.json` (tests/peers/cells.py); by hand only what stands
-before the tables, in `head.md`.
+`COLLATE_NPU_CELLS=1 nox -s SESSION` writes `benchmarks/stacks/STACK.json` (tests/peers/cells.py), `nox -s upstream` what
+stands last; by hand only what stands before the tables, in `head.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "collate_npu" / "guide" / "stacks.md"
+NEWER = HERE / "upstream.json"
 LAYOUTS = ("padded right", "padded left", "packed", "packed, kernels there", "context parallel")
 WORST = ("wrong", "refused", "not run", "right")
 
@@ -22,7 +23,7 @@ def page() -> str:
     stacks = [json.loads(path.read_text("utf-8")) for path in sorted((HERE / "stacks").glob("*.json"))]
     head = (HERE / "stacks" / "head.md").read_text("utf-8")
     first = table("stack", [(_linked(each["stack"]), each["cells"]) for each in stacks])
-    return "\n\n".join([head.strip(), first, *map(_section, stacks)]) + "\n"
+    return "\n\n".join([head.strip(), first, *map(_section, stacks), newer(json.loads(NEWER.read_text("utf-8")))]) + "\n"
 
 
 def _section(stack: dict[str, Any]) -> str:
@@ -76,6 +77,28 @@ def _rank(verdict: dict[str, Any]) -> tuple[int, float]:
 def _word(verdict: dict[str, Any]) -> str:
     words = {"right": "✔", "wrong": f"✘ {verdict.get('error', 0):.2g}", "refused": "refused", "not run": "–"}
     return words[verdict["verdict"]]
+
+
+def newer(found: dict[str, Any]) -> str:
+    """What the tests say beside newer releases than those above, a line an environment."""
+    said = ["## Newer releases", "`nox -s upstream` runs the tests of the stacks once more, beside newer releases."]
+    lines = ["| environment | newer | tests | what changed |", "| --- | --- | --- | --- |"]
+    lines += [f"| {' | '.join(_newer(session, one))} |" for session, one in found.items() if one["newer"] or one["waiting"]]
+    same = ", ".join(session for session, one in found.items() if not (one["newer"] or one["waiting"]))
+    return "\n\n".join([*said, "\n".join(lines), *([f"Nothing is newer for {same}."] if same else [])])
+
+
+def _newer(session: str, one: dict[str, Any]) -> tuple[str, ...]:
+    red: dict[str, list[str]] = {}
+    for test, said in one.get("failed", {}).items():
+        red.setdefault(_short(said), []).append(test.rpartition("/")[2])
+    changed = [f"{len(tests)} × {said} ({tests[0].replace('|', '/')})" for said, tests in red.items()]
+    ahead = [f"{name} {old} → {new}" for name, (old, new) in one["newer"].items()]
+    newer = ", ".join([*ahead, *(f"not taken: {why}" for why in one["waiting"])])
+    if "passed" not in one:
+        return session, newer, f"{one['date']}: not run", "–"
+    told = f"{one['date']}: {one['passed']} of {one['passed'] + len(one['failed'])} pass, {one['skipped']} skipped"
+    return session, newer, told, "<br>".join(changed) or "nothing"
 
 
 def _linked(name: str) -> str:
