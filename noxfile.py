@@ -40,8 +40,9 @@ TRANSFORMERS = "transformers==5.23.0"
 OLDEST_TORCH = os.environ.get("COLLATE_NPU_OLDEST_TORCH", "torch==2.6.0")
 """torch_npu 2.6 is the oldest beside CANN 8.2 and later (COMPATIBILITY.md of Ascend/pytorch)."""
 TORCH_NEEDS = ("numpy", "filelock", "typing_extensions", "sympy==1.13.1", "networkx", "jinja2", "fsspec", "setuptools")
-OLDEST_TRANSFORMERS = "transformers==4.57.1"
-"""The first release with Qwen3-Next that is not withdrawn."""
+NEEDS = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
+OLDEST = tuple(need.replace(">=", "==") for need in NEEDS if not need.startswith("torch>="))
+"""The lower bounds as they stand; transformers 4.57.1 is the first release with Qwen3-Next that is not withdrawn."""
 TEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TWO_WORKERS = ("-n", "2", "--dist", "loadgroup")
 ATHERIS = "atheris==3.0.0; python_version >= '3.11' and python_version < '3.14' and platform_machine == 'x86_64'"
@@ -222,7 +223,7 @@ def install_tests(session: nox.Session, transformers: str = "newest") -> None:
     if transformers == "newest":
         install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS)
     else:
-        install(session, *TEST, *AUDIT, OLDEST_TRANSFORMERS, "accelerate==1.10.1")
+        install(session, *TEST, *OLDEST)
 
 
 @nox.session
@@ -269,6 +270,22 @@ def mutants(session: nox.Session) -> None:
         room = ROOMS[int(os.environ.get("COLLATE_NPU_SEED", "0")) % len(ROOMS)]
         where, env["COLLATE_NPU_MUTANTS_OF"] = [f"tests/{room}", "tests/test_laws.py"], f"collate_npu.{room}"
     session.run("pytest", "-q", "-p", "mutants.hunting", "-m", "not slow", *where, env=env)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Lines and branches of the rooms up to `proof` that no quick test in this process comes by, each with its number."""
+    install_tests(session)
+    session.install("pytest-cov==7.1.0", "coverage==7.17.3")
+    session.run("pytest", *QUICK, "--cov", "--cov-report=term-missing:skip-covered", *session.posargs, env=FAST)
+
+
+@nox.session
+def advisories(session: nox.Session) -> None:
+    """Known vulnerabilities of what the locks hold, where their database is reached; what it does not know is listed."""
+    session.install("pip-audit==2.10.1")
+    for lock in sorted(LOCKS.glob("*.txt")):
+        session.run("pip-audit", "--disable-pip", "--require-hashes", "--requirement", str(lock))
 
 
 @nox.session

@@ -23,10 +23,10 @@ LINES = {
     "integrations": (3298, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
-    "tests": (49900, 33000),
+    "tests": (50200, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
-WORDS = {"guide": (13460, 12000)}
+WORDS = {"guide": (13640, 12000)}
 """Words of the guide's English pages, without tables that the code writes; likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""
