@@ -33,6 +33,8 @@ SESSIONS = ("tests_all(newest)", "npu", *(name for name in dir(noxfile) if name.
 ARGUMENTS = {"tests_all(newest)": noxfile.TORCH_ALONE}
 STAY = {"peers_veomni": ("transformers",)}
 """What a stack asks for elsewhere than in the metadata of its wheel."""
+PATHS = re.compile(r"/\S*/site-packages/|(?<![\w./])/(?:[\w.+-]+/)+")
+"""Where this machine keeps files is nobody's matter."""
 
 
 class Recorder:
@@ -113,31 +115,35 @@ def settings(pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[
 
 
 def summed(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One session runs pytest several times. Where this machine keeps files is nobody's matter."""
+    """One session runs pytest several times."""
     whole: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": {}}
     for each in runs:
         whole |= {name: whole[name] + each.get(name, 0) for name in ("passed", "skipped")}
         for test, said in each["failed"].items():
-            whole["failed"][test] = re.sub(rf"/\S*/site-packages/|{re.escape(str(ROOT))}/", "", said)[:300]
+            whole["failed"][test] = PATHS.sub("", said)[:300]
     return whole
 
 
 def main() -> None:
     flags = {word for word in sys.argv[1:] if word.startswith("--")}
-    told = page_of_stacks.NEWER
-    found = json.loads(told.read_text("utf-8"))
     for session, pins in pins_of([word for word in sys.argv[1:] if word not in flags] or SESSIONS).items():
         new = newer.plan(pins)
         pairs = {name: [pin.version, new[name]["version"]] for name, pin in sorted(pins.items())}
         ahead = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
         one = {"date": str(date.today()), "newer": ahead, "waiting": newer.waiting(pins, new)}
-        if "--look" not in flags and (ahead or "--all" in flags):
-            one |= run(session, pins, new)
-        print(json.dumps({session: one}, indent=1), flush=True)
         if "--look" not in flags:
-            found[session] = one
-            told.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
-            page_of_stacks.PAGE.write_text(page_of_stacks.page(), "utf-8")
+            write(session, one | (run(session, pins, new) if ahead or "--all" in flags else {}))
+        else:
+            print(session, json.dumps(one, indent=1), flush=True)
+
+
+def write(session: str, one: dict[str, Any]) -> None:
+    """Into what is there now: another may run other sessions."""
+    told = page_of_stacks.NEWER
+    found = json.loads(told.read_text("utf-8")) | {session: one}
+    told.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
+    page_of_stacks.PAGE.write_text(page_of_stacks.page(), "utf-8")
+    print(page_of_stacks.newer({session: one}).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":
