@@ -3,7 +3,7 @@
 COLLATE_NPU_SEED repeats a run: examples, the producers' batches, and what the quick run takes of families and entries
 follow from it. Where none is given it comes from the clock; it stands in the header and below failures.
 HYPOTHESIS_PROFILE is `fast`, `full` (the default) or `fuzz`, which looks further. Under `fast` no test draws more than
-its 30 examples, whatever it asks for itself.
+its 25 examples, whatever it asks for itself.
 """
 
 import json
@@ -23,7 +23,7 @@ PROFILE = os.environ.setdefault("HYPOTHESIS_PROFILE", "full")
 REPORT = os.environ.pop("COLLATE_NPU_REPORT", "")  # of `nox -s upstream`; not for xdist's workers, nor for a run in a test
 # Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fast", max_examples=30, **common)
+settings.register_profile("fast", max_examples=25, **common)
 settings.register_profile("full", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=2500, **common)
 settings.load_profile(PROFILE)

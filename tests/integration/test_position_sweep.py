@@ -156,8 +156,10 @@ def test_padded_rows_of_the_collator(name, side):
 @pytest.mark.parametrize("settings", [{"padding_side": "left"}, {"padding_free": True}], ids=str)
 def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(settings):
     """RoBERTa's family leaves it at `padding_idx`, and counts on behind it."""
-    rows = [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
-    positions = collated(model_of("roberta", causal=False), rows, **settings)["position_ids"].flatten().tolist()
+    model, rows = model_of("roberta", causal=False), [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
+    if "padding_free" in settings and not reads_dense_mask(model):
+        pytest.skip("4.57's builds its own masks: a flat row is refused, as the next test says")
+    positions = collated(model, rows, **settings)["position_ids"].flatten().tolist()
     padding = [PAD] * (len(positions) - 6)
     assert positions == [PAD + 1, PAD, PAD + 2, PAD + 3, *padding, PAD + 1, PAD + 2]
 

@@ -3,6 +3,7 @@
 import ast
 import builtins
 
+import pytest
 from mutants.changes import ASLEEP, SWITCH, Changer, Switch, all_changes, drawn
 
 SOURCE = '''
@@ -64,6 +65,7 @@ def test_asleep_nothing_differs_and_awake_each_does(monkeypatch):
         assert [outcome(count, rows) for rows in batches] != wanted, change
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_and_no_two_are_alike():
     among = all_changes()
     first = drawn(40, 0, among)
