@@ -26,6 +26,8 @@ OTHER = {
 }  # fmt: skip
 WORDS = frozenset(("explain", "explain_rows", "say", "warn", "say_batch", "say_route", "say_hazards", "printable", "echo"))
 """Calls whose arguments are told to a reader."""
+TOLD = frozenset(("got", "says", "rule", "remedy"))
+"""Names of what is told to a reader."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and " " in str(node.value))
 
 
+def _is_told(node: ast.AST) -> bool:
+    """A line that only words such a text."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    names = {getattr(one, "id", "") for target in targets for one in getattr(target, "elts", [target])}
+    return bool(names) and names <= TOLD
+
+
 def _is_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
@@ -119,6 +128,8 @@ class Changer(ast.NodeTransformer):
         return node
 
     def visit(self, node: ast.AST) -> ast.AST:
+        if _is_told(node):
+            return node
         if isinstance(node, ast.stmt):
             self.statement = ast.unparse(node).partition("\n")[0][:100]
         changed = other(node) if self.inside else None

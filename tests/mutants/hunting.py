@@ -180,6 +180,8 @@ def _hunted(hunts: dict[int, tuple[float, list[pytest.Item]]], say: Callable[[st
         if child in running:
             number, _ = running.pop(child)
             fates[number] = "alive" if status == 0 else "killed"
+            if status == 0:
+                say(f"alive: {CHANGES[number]}\n")
             if len(fates) % 40 == 0:
                 say(f"{len(fates)} of {len(hunts)} hunted\n")
         for late in [child for child, (_, until) in running.items() if time.monotonic() > until]:

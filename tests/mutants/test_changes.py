@@ -16,7 +16,8 @@ def count(rows, most=4):
         if not row:
             continue
         if len(row) > most and row[0] == 1:
-            raise ValueError(f"{len(row) + 1} is more than {most}")
+            got = row[0] + len(row)
+            raise ValueError(f"{len(row) + 1} is more than {most}: {got}")
         found += len(row) - 1
     return found if found else "nothing was found"
 '''

@@ -23,6 +23,7 @@ from collate_npu.kernels.gated_delta import (
     reference_causal_conv1d,
     reference_gated_delta_rule,
 )
+from collate_npu.releases import installed, numbers
 
 H, HV, K, V, D, W = 1, 2, 16, 16, 8, 4
 PACKINGS = [
@@ -157,10 +158,14 @@ def test_the_rule_takes_these_without_a_word(name):
     assert rule_error(73, **SILENT[name]) > 1e-2
 
 
-def test_the_rule_ignores_a_table_and_takes_any_keyword():
-    """It builds its own (ops/gated_delta_rule/chunk.py:289-291): `chunk_indices` is for the functions below it."""
-    nonsense = torch.tensor([[0, 0], [5, 9]])
-    assert rule_error(73, cu_seqlens=OFFSETS, chunk_indices=nonsense, attention_mask=nonsense) < 1e-5
+def test_the_rule_takes_any_keyword():
+    assert rule_error(73, cu_seqlens=OFFSETS, attention_mask=OFFSETS) < 1e-5
+
+
+def test_the_rule_takes_another_blocks_table_without_a_word():
+    """0.5.2 drops it and builds its own (ops/gated_delta_rule/chunk.py:289-291); 0.6.0 computes what it names alone."""
+    error = rule_error(73, cu_seqlens=OFFSETS, chunk_indices=torch.tensor(chunk_indices(OFFSETS.tolist(), 128)))
+    assert error < 1e-5 if numbers(installed("fla")) < (0, 6) else error > 1e-2
 
 
 def test_what_no_sequence_covers_is_left_as_the_memory_was():

@@ -3,6 +3,8 @@
 import pytest
 from processes import found_by
 
+from collate_npu.releases import installed, numbers
+
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 
 pytestmark = pytest.mark.long("fla on two ranks")
@@ -25,6 +27,6 @@ def test_what_it_takes_in_silence_is_wrong(found, name):
     assert found[name] > 0.1
 
 
-def test_a_row_that_does_not_divide_loses_a_token_there_and_is_refused_here(found):
-    assert found["odd"] == 72  # of 73 tokens (fla 0.5.2 ops/cp/context.py:84)
+def test_a_row_that_does_not_divide_loses_a_token_there_or_is_refused_and_is_refused_here(found):
+    assert found.get("odd") == (72 if numbers(installed("fla")) < (0, 6) else None)  # of 73 (0.5.2 ops/cp/context.py:84)
     assert "73" in found["refused"]

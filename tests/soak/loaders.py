@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
@@ -21,8 +22,9 @@ from collate_npu import PaddingCollator
 
 STARTS = ("fork", "fork", "fork", "fork", "forkserver", "spawn")
 WAYS = ("whole", "whole", "pinned", "killed", "resumed")
-SECONDS = 120
-"""A loader that hangs; a loaded machine takes tens of them to start a process."""
+SECONDS, NOTICED = 120, 10
+"""A loader that hangs: a loaded machine takes tens of them to start a process. And until torch looks whether its workers
+live, where they are not its own children: below a fork server no signal tells it."""
 BEHIND = (Path(__file__).with_name("__main__.py"), "loaders", "--epochs")
 """The same, in a container that has little shared memory."""
 
@@ -53,18 +55,25 @@ class Soak:
             if how == "resumed" and find_spec("torchdata") is None:
                 how = "whole"
             self.counts[f"epochs: {how}, {start}"] += 1
-            if problem := getattr(self, f"_{how}")(start, self.draw.randrange(1 << 30)):
+            if problem := self._one(how, start, self.draw.randrange(1 << 30)):
                 self.problems.append(f"{how}, {start}, seed {self.seed}: {problem}")
         if epochs >= 100:
             self._little_shared_memory(epochs // 20)
 
-    def _loader(self, start: str, seed: int, kind: Any = DataLoader) -> tuple[Any, list[Any]]:
+    def _one(self, how: str, start: str, seed: int) -> str:
+        """What is wrong with an epoch; where it raises, the others still run."""
+        try:
+            return str(getattr(self, f"_{how}")(start, seed))
+        except Exception:
+            return traceback.format_exc()
+
+    def _loader(self, start: str, seed: int, kind: Any = DataLoader, timeout: int = SECONDS) -> tuple[Any, list[Any]]:
         side = random.Random(seed).choice(("left", "right"))
         rows, collate = Rows(seed, 24), PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")
         wanted = [collate([rows[n] for n in range(at, at + 4)]) for at in range(0, 24, 4)]
         context = get_context(start)
         loader = kind(
-            rows, 4, num_workers=2, collate_fn=collate, multiprocessing_context=context, timeout=SECONDS, prefetch_factor=2
+            rows, 4, num_workers=2, collate_fn=collate, multiprocessing_context=context, timeout=timeout, prefetch_factor=2
         )
         return loader, wanted
 
@@ -84,7 +93,7 @@ class Soak:
 
     def _killed(self, start: str, seed: int) -> str:
         """What comes before the loader notices is right, and it raises."""
-        loader, wanted = self._loader(start, seed)
+        loader, wanted = self._loader(start, seed, timeout=NOTICED)
         batches, found = iter(loader), []
         try:
             found.append(next(batches))
