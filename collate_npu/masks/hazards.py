@@ -49,7 +49,9 @@ def reads(full: Tensor, segments: Segments | None) -> str:
     if segments is None or not segments.spans or tuple(full.shape[-2:]) != (segments.shape[1],) * 2:
         return ""
     b, start, _ = segments.spans[0]
-    keeps = bool(full.reshape(-1, *full.shape[-2:])[b if full.ndim > 2 and full.shape[0] > 1 else 0, start, start])
+    for at in (b, 0)[: full.ndim - 2]:  # of the first head; one row may be that of all
+        full = full[min(at, len(full) - 1)]
+    keeps = bool(full[start, start])
     return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
 
 

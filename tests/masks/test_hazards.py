@@ -43,10 +43,12 @@ EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
         (LEFT, {"attention_mask": BIAS, "inputs_embeds": EMBEDS.float(), **KEEP}, ""),
         (LEFT, {"attention_mask": INFINITE, **KEEP}, "empty rows of -inf"),
         (LEFT, {"attention_mask": INFINITE.clamp(min=torch.finfo(torch.float32).min), **KEEP}, ""),
+        (RIGHT, {"attention_mask": torch.where(dense(RIGHT), 0.0, -torch.inf), "attention_mask_2d": RIGHT.keep}, ""),
         (LEFT, KEEP, "no mask"),
         (RIGHT, {"attention_mask_2d": RIGHT.keep}, ""),
         (LEFT, {"cu_seq_lens_q": torch.tensor([0, 3]), **KEEP}, ""),
         (LEFT, {"labels": IDS, "attention_mask": LEFT.keep}, "labels on padding"),
+        (LEFT, {"labels": IDS.masked_fill(~LEFT.keep, 0), "attention_mask": LEFT.keep}, "labels on padding"),
         (LEFT, {"labels": IDS.masked_fill(~LEFT.keep, -100), "attention_mask": LEFT.keep}, ""),
         (LEFT, {"labels": torch.tensor([1, 0]), "attention_mask": LEFT.keep}, ""),  # targets of a classifier
         (LEFT, {"input_ids": torch.full((2, 3), 9), "attention_mask": LEFT.keep}, "pad id of a real token"),
@@ -76,3 +78,14 @@ def test_integers_say_what_one_means(segments, polarity, dtype):
     assert "1 =" not in hazards(batch, None)["integer polarity"]
     wide = Segments.from_lengths([3, 3], width=4)  # one mask for all rows is read too
     assert reads(dense(wide, polarity=polarity)[:1], wide).endswith("attends" if polarity == "keep" else "blocked")
+
+
+def test_what_a_mask_means_is_read_at_a_real_token():
+    """Of the first row that has one; a mask of three dimensions, of one row for all, or without rows is read alike."""
+    late = Segments([[0, 0, 0], [1, 1, 0]])
+    full = dense(late)
+    for written in (full, full[:, 0], full[1:], full[1, 0], full.repeat(1, 3, 1, 1)):
+        assert (reads(written, late), reads(~written, late)) == ("True = attends", "True = blocked")
+    assert reads(dense(Segments.from_lengths([2], 3)), Segments.from_lengths([2], 3)) == "True = attends"
+    for fill, told in ((-9984.0, "additive"), (-9983.0, "")):
+        assert reads(torch.where(full, 0.0, fill), late) == told

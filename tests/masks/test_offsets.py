@@ -8,6 +8,8 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, last_token
 from collate_npu.collate import Layout
+from collate_npu.errors import AmbiguousMaskError
+from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import pad_documents, split_batch
 
@@ -15,10 +17,9 @@ IDS = torch.arange(8)[None]
 APART = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 
-def find(**keys):
-    return segments_from_batch(
-        {"input_ids": IDS, **{k: torch.tensor(v) if isinstance(v, list) else v for k, v in keys.items()}}
-    )
+def find(padding_free=False, **keys):
+    held = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in keys.items()}
+    return segments_from_batch({"input_ids": IDS, **held}, padding_free=padding_free)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,10 @@ def test_sequences_stand_where_the_physical_offsets_say_and_are_as_long_as_the_r
         {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "cu_seqlens_q": [0, 2, 5]},
         {"cu_seqlens": [0, 3, 5], "seq_lens": [3, 3]},
         {"cu_seqlens": [0, 3, 5], "seq_lens": [5]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [2]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "seq_lens": [4, 4]},
+        {"cu_seqlens": [0, 1], "_packed_seq_ids": [[0]], "input_ids": [[7]]},
+        {"cu_seqlens": [0, 3, 8], "num_padding": 8},  # nothing is left
         {"cu_seqlens": [0, 3, 9]},
         {"cu_seqlens": [3, 5]},
         {"cu_seqlens": [0, 5, 3]},
@@ -86,9 +91,12 @@ def test_lengths_of_padded_rows_are_held_against_their_mask():
     batch = {"input_ids": torch.ones(2, 3), "attention_mask_2d": keep}
     for right in ([3, 1], torch.tensor([3, 1]), [[3], [1]]):
         assert segments_from_batch({**batch, "seq_lens": right}) == Segments.from_keep(keep)
-    for wrong, said in (([[2, 1], [1]], "row 0"), ([3, 2], "row 1")):  # the first part a row that the mask leaves whole
+    wrongs = (([[2, 1], [1]], "row 0"), ([3, 2], "row 1"), ([3], "1 entries"))
+    for wrong, said in wrongs:  # the first part a row that the mask leaves whole
         with pytest.raises(CollateError, match=said):
             segments_from_batch({**batch, "seq_lens": wrong})
+    packed = Segments([[1, 1, 2], [0, 0, 1]])  # of such a row one length may count all
+    assert segments_from_batch({**batch, "segment_ids": packed.ids, "seq_lens": [3, 1]}) == packed
     assert segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 3]}) == Segments.from_lengths([3, 3])
     with pytest.raises(CollateError):
         segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?
@@ -103,6 +111,7 @@ TAILS = {
     "the last's, zeros": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
     "unsloth": {"packed_seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
     "torchtitan": {"position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
+    "NeMo Automodel": {"cu_seqlens": [0, 3, 5, 8], "_packed_seq_ids": [[1, 1, 1, 2, 2, 0, 0, 0]]},
 }
 
 
@@ -141,6 +150,72 @@ def test_a_tail_without_a_number_is_what_repeats(ids, positions, last, lengths):
     assert segments_from_batch(batch | tokens) == Segments.from_lengths([lengths], width=8)
 
 
+UNREAD = [[-100, 1, 2, -100, 4, -100, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("positions", "keys", "lengths"),
+    [
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 0, 0, 0], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 0, 1, 2], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 9, 4, 7], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 5]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "labels": [[-100, 1, 2, -100, 4, 0, 0, 0]]}, [3, 5]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "loss_mask": [[0, 1, 1, 0, 1, 0, 0, 0]]}, [3, 2]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "loss_mask": [[1] * 8]}, [3, 5]),
+        ([0] * 8, {"cu_seqlens": [0, 8]}, [8]),
+        ([0, 1, 2, 3, 4, 5, 0, 0], {"cu_seqlens": [0, 6, 8], "input_ids": [[1, 2, 3, 4, 5, 6, 7, 7]]}, [6]),
+        ([0], {"cu_seqlens": [0, 1], "input_ids": [[7]]}, [1]),
+        ([0, 0, 0, 1], {"input_ids": [[7, 2, 7, 2]], "loss_mask": [[1, 0, 0, 0]]}, [1, 1, 2]),
+        ([0, 1, 0, 0], {"input_ids": [[2, 7, 7, 7]], "labels": [[3, 0, -100, -100]]}, [2]),
+        ([0, 0, 0], {"input_ids": [[7] * 3], "labels": [[-100] * 3], "seq_lens": [1, 1, 1, 0]}, [1, 1, 1]),
+        ([*range(8)], {"segment_ids": [[1] * 3 + [2] * 5]}, [3, 5]),  # positions that tell nothing
+    ],
+)
+def test_where_a_row_ends_by_its_positions_and_what_nobody_learns(positions, keys, lengths):
+    assert find(position_ids=[positions], **keys) == Segments.from_lengths([lengths], len(positions))
+
+
+def test_a_dense_mask_of_ones_says_that_all_is_real():
+    batch = {"input_ids": IDS, "labels": IDS.where(IDS < 5, -100), "attention_mask": torch.ones(1, 8, 8, dtype=torch.bool)}
+    batch |= {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 4, 4, 4]]), "cu_seqlens": torch.tensor([0, 8])}
+    assert segments_from_batch(batch, polarity="keep", pattern="bidirectional") == Segments.from_lengths([8])
+
+
+def test_two_tokens_at_position_0_tell_nothing():
+    with pytest.raises(AmbiguousMaskError):
+        find(padding_free=True, input_ids=[[1, 2]], position_ids=[[0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions"),
+    [
+        ([[1, 1, 2, 2, 2]] * 2, [[0, 1, 0, 1, 2], [5, 6, 7, 8, 9]]),  # the mask alone parts the second row
+        ([[0, 0, 1, 1, 2, 2, 2]], [[1, 1, 0, 1, 2, 3, 4]]),
+        ([[1, 1, 0, 2, 2]], [[0, 1, 9, 0, 1]]),  # the mask leaves it open
+    ],
+)
+def test_a_dense_mask_and_positions_part_rows_together(ids, positions):
+    told = Segments(ids)
+    batch = {"input_ids": told.ids, "attention_mask_2d": told.keep, "attention_mask": dense(told)}
+    assert segments_from_batch({**batch, "position_ids": torch.tensor(positions)}) == told
+
+
+@pytest.mark.parametrize(
+    ("labels", "real"),
+    [(torch.zeros(2, 4), True), (torch.full((2, 4), -100), False), (torch.zeros(2), False), (None, False)],
+)
+def test_a_token_alone_at_position_0_is_real_where_it_is_learned(labels, real):
+    told = Segments([[1, 2, 2, 2]] * 2)
+    batch = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": dense(told), "position_ids": told.position_ids}
+    batch |= {} if labels is None else {"labels": labels.long()}
+    if real:
+        assert segments_from_batch(batch) == told
+        return
+    with pytest.raises(AmbiguousMaskError):
+        segments_from_batch(batch)
+
+
 @pytest.mark.parametrize("key", ["num_padding", "tail_padding_length"])
 def test_a_tail_begins_where_a_sequence_ends(key):
     """xtuner's SequenceContext.cat adds up the tails of contexts, which then stand inside the row."""
@@ -152,6 +227,10 @@ def test_unsloths_lengths_are_of_the_row_from_its_start():
     assert find(packed_seq_lengths=[3, 2]) == Segments.from_lengths([[3, 2]], width=8)
     with pytest.raises(CollateError):
         find(seq_lens=[3, 2])  # who says so with this name may have padding anywhere
+
+
+def test_lengths_beside_places_may_fill_some_of_them():
+    assert find(cu_seqlens=[0, 4, 8], seq_lens=[4, 2]) == Segments([[1, 1, 1, 1, 2, 2, 0, 0]])
 
 
 @pytest.mark.parametrize("count", [None, 16])

@@ -38,6 +38,21 @@ def test_the_fast_fill_of_every_pattern_is_its_definition(data):
     assert np.array_equal(filled, defined)
 
 
+@pytest.mark.parametrize("width", [64, 65, 128, 129])
+@pytest.mark.parametrize("pattern", [Pattern.of("causal"), Pattern.chunked(48)])
+def test_a_wide_fill_is_the_definition_too(pattern, width):
+    filled, defined = np.zeros((2, width, width), bool)
+    pattern.fill(filled, 0, 0, True, False)
+    Pattern.fill(pattern, defined, 0, 0, True, False)
+    assert np.array_equal(filled, defined)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("build", [Pattern.sliding, Pattern.chunked])
+def test_a_size_reaches_where_a_sequence_is_longer(build, size):
+    assert [build(size).reaches(n) for n in (size, size + 1)] == [False, True]
+
+
 @given(st.data())
 def test_a_pattern_reaches_further_where_it_is_not_plain_causal(data):
     pattern, longest = data.draw(strategies.patterns(1)), data.draw(st.integers(0, 9))
@@ -79,6 +94,11 @@ CAUSALLY, EVERY_SECOND = (lambda self, q, k, n: k <= q), (lambda self, q, k, n: 
         (lambda self, q, k, n: k <= q + 1, {}, "got causal=True. A token attends a later one"),
         (EVERY_SECOND, {}, "got cuts=False. A token does not attend the one before it"),
         (EVERY_SECOND, {"cuts": True, "settles": True}, "got settles=True. Queries behind the last token"),
+        (
+            lambda self, q, k, n: (k <= q) & (q // 24 == k // 24),  # of the tokens looked at, the last sees all
+            {"cuts": True, "settles": True},
+            "got settles=True. Queries behind the last token",
+        ),
     ],
 )
 def test_what_a_pattern_declares_is_compared_with_its_definition(attends, facts, rule):
@@ -90,3 +110,5 @@ def test_what_is_declared_rightly_passes():
     assert declaring(CAUSALLY)().causal
     assert declaring(CAUSALLY, settles=True)().settles
     assert declaring(EVERY_SECOND, cuts=True)().cuts
+    with pytest.raises(NotImplementedError):
+        declaring(Pattern.attends)()

@@ -110,6 +110,34 @@ def test_more_sequences_than_a_row_has_places_are_refused():
         with_tail([4], 8, max_sequences=1 << 40, repeats=True)
 
 
+@pytest.mark.parametrize(
+    ("width", "count", "behind", "told"),
+    [
+        (8, None, True, [4, 4]),
+        (12, None, True, [4, 4, 4]),
+        (15, 5, True, [4, 4, 2, 2, 3]),
+        (8, 2, True, [4, 4]),
+        (8, 2, False, [4, 4]),
+        (12, 2, True, [4, 8]),
+        (12, 2, False, "to 3 "),  # where attention looks ahead the tail is one more
+        (8, 1, True, "to 2 "),
+        (8, 1, False, "to 2 "),
+        (12, 1, True, "to 2 "),
+        (12, 1, False, "to 3 "),
+    ],
+)
+def test_a_row_without_a_sequence_to_spare(width, count, behind, told):
+    if isinstance(told, list):
+        assert with_tail([4, 4], width, max_sequences=count, behind=behind) == told
+        return
+    with pytest.raises(CollateError, match=f"Raise max_sequences {told}"):
+        with_tail([4, 4], width, max_sequences=count, behind=behind)
+
+
+def test_no_room_is_needed_where_no_sequence_is_missing_or_empty_ones_may_stand():
+    assert least_room(3, None) == least_room(3, 5, repeats=True) == least_room(3, 2) == least_room(3, 3) == 0
+
+
 @given(lengths, multiples, st.integers(1, 8))
 def test_the_least_room_is_the_least(lengths, multiple, more):
     held = aligned(lengths, multiple)

@@ -35,6 +35,9 @@ def drawn(text):
 LEFT_FILLED, RIGHT_FILLED = "■■■■ ■■■■ ⬚⬚■⬚ ⬚⬚■■", "■⬚⬚⬚ ■■⬚⬚ ■■■■ ■■■■"
 HOLE, GAP = "■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", "■⬚⬚⬚⬚ ■■⬚⬚⬚ ⬚⬚⬚⬚⬚ ⬚⬚⬚■⬚ ⬚⬚⬚■■"
 LONE, LONE_BESIDE_UNFORCED = "■⬚⬚ ■■⬚ ⬚⬚■", "■⬚⬚⬚ ■■⬚⬚ ⬚⬚■⬚ ⬚⬚⬚⬚"
+UNFORCED_BETWEEN, FULL = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■■■■ ■■■■■ ⬚⬚⬚⬚■", "■■■ ■■■ ■■■"
+HOLE_AND_END_FILLED, ONE_FILLED = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■■■■ ■■⬚■⬚ ■■■■■", "■■■■ ⬚■⬚⬚ ⬚■■⬚ ⬚⬚⬚■"
+TWO_LONE = "■⬚⬚⬚ ■■⬚⬚ ⬚⬚■⬚ ⬚⬚⬚■"
 CAUSAL, NO_DIAGONAL, LONELY_ROW = "■⬚⬚ ■■⬚ ■■■", "■⬚⬚ ■⬚⬚ ■■■", "■⬚⬚ ■■⬚ ■⬚■"
 
 
@@ -54,6 +57,13 @@ CAUSAL, NO_DIAGONAL, LONELY_ROW = "■⬚⬚ ■■⬚ ■■■", "■⬚⬚ �
         (HOLE, {"keep": np.ones((1, 4), bool)}, "3 real tokens where the 2D mask has 4"),
         (NO_DIAGONAL, {}, "key 1 is attended by other tokens, but token 1 is padding or does not attend itself"),
         (LONELY_ROW, {}, "rows that no pattern gives"),
+        ("■", {"unmasked_rows": True}, "rows that all see everything"),
+        (HOLE_AND_END_FILLED, {"unmasked_rows": True}, [1, 1, 0, 1, 0]),
+        (ONE_FILLED, {"pattern": Pattern.of("causal")}, "sequences of 2, 1 tokens"),
+        (UNFORCED_BETWEEN, {"pattern": Pattern.of("causal")}, [1, 1, 0, 0, 2]),
+        (FULL, {"pattern": Pattern.prefix(3)}, [1, 1, 1]),
+        (LONE, {"keep": np.array([[False, False, True]])}, [0, 0, 1]),
+        (TWO_LONE, {"keep": np.array([[False, False, True, True]]), "pattern": Pattern.of("causal")}, "turned around"),
     ],
 )
 def test_what_a_picture_means_or_may_mean(picture, settings, said):
@@ -86,6 +96,8 @@ def test_one_pattern_explains_the_whole_batch():
 def test_a_producer_of_unmasked_rows_makes_a_full_last_row_doubtful():
     left = np.concatenate([drawn(LEFT_FILLED), np.tri(4, dtype=bool)[None]])
     assert read_square(left).ids.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    longer = np.concatenate([drawn("■■■■ ■■■■ ■■■■ ⬚⬚⬚■"), np.tri(4, dtype=bool)[None]])
+    assert read_square(longer).ids.tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
     right = np.concatenate([drawn(RIGHT_FILLED), np.tri(4, dtype=bool)[None]])
     with pytest.raises(AmbiguousMaskError, match="row 1: got a last row that sees everything"):
         read_square(right)
@@ -104,13 +116,22 @@ def test_known_segments_are_compared_at_real_queries_alone():
         readings.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
 
 
-def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would():
-    segments = Segments.from_lengths([5])
-    matrix = dense(segments, pattern=Pattern.sliding(2))[:, 0].numpy()
-    for known in (Known(pattern=Pattern.of("causal")), Known(segments=segments, pattern=Pattern.of("causal"))):
+@pytest.mark.parametrize(
+    ("declared", "right"), [("causal", Pattern.sliding(2)), (Pattern.sliding(2), "causal"), ("causal", "bidirectional")]
+)
+def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would(declared, right):
+    segments, declared = Segments.from_lengths([5]), Pattern.of(declared)
+    matrix = dense(segments, pattern=right)[:, 0].numpy()
+    for known in (Known(pattern=declared), Known(segments=segments, pattern=declared)):
         with pytest.raises(UnexplainedError) as raised:
             readings.read_square(square(matrix), known)
-        assert raised.value.instead == Pattern.sliding(2)
+        assert raised.value.instead == Pattern.of(right)
+
+
+def test_a_window_of_one_token_is_read_beside_padding():
+    segments, window = Segments.from_lengths([3], 5), Pattern.sliding(1)
+    matrix = dense(segments, pattern=window)[:, 0].numpy()
+    assert readings.read_square(square(matrix), Known(segments=segments)).pattern == window
 
 
 def test_a_declared_prefix_has_a_length_for_each_sequence():
@@ -124,12 +145,54 @@ def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
         readings.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
     narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
     assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
+    packed, keep = Segments([[1, 1, 1, 2, 2]]), np.ones((1, 5), bool)  # without a hole it is two
+    matrix = dense(packed, pattern=Pattern.sliding(2))[:, 0].numpy()
+    assert read_square(matrix, keep=keep, pattern=Pattern.sliding(2)) == packed
 
 
 def test_one_row_that_sees_everything_among_causal_rows_is_not_read_as_real():
     batch = np.concatenate([dense(Segments([[1, 1, 1, 0]]))[0].numpy(), np.ones((1, 4, 4), bool)])
     with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
         read_square(batch)
+    with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
+        read_square(np.concatenate([drawn("■■ ⬚■"), drawn("■■ ■■")]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "size"),
+    [
+        ([[1, 1, 1, 2, 2, 2]], 3),
+        ([[1, 1, 2, 2, 3]], 2),
+        ([[1, 1, 2, 2, 2]], None),
+        ([[0, 1, 1, 2]], 2),
+        ([[0, 0, 1, 1], [1, 1, 2, 2]], 2),
+        ([[1, 1, 1, 1], [1, 1, 2, 2]], None),
+        ([[1, 1, 1, 0, 2, 2]], 4),
+        ([[1, 1, 2, 2, 0, 0]], None),  # padding that attends as the sequence before it belongs to its chunk
+    ],
+)
+def test_packed_sequences_that_chunks_would_make_too(ids, size):
+    packed = Segments(ids)
+    matrix, keep = dense(packed)[:, 0].numpy(), packed.array != 0
+    if size is None:
+        assert read_square(matrix, keep=keep) == packed
+        return
+    with pytest.raises(AmbiguousMaskError, match=rf"chunked\({size}\)"):
+        read_square(matrix, keep=keep)
+
+
+def test_padding_that_attends_nothing_ends_no_chunk():
+    matrix = dense(Segments([[1, 1, 2, 2, 0, 0]]))[:, 0].numpy()
+    matrix[:, 4:] = False
+    with pytest.raises(AmbiguousMaskError, match=r"chunked\(2\)"):
+        read_square(matrix)
+
+
+def test_a_hole_between_sequences_that_look_ahead_is_no_window():
+    packed = Segments([[1, 1, 0, 2, 2]])
+    matrix = dense(packed, pattern="bidirectional")[:, 0].numpy()
+    matrix[:, 2] = False
+    assert read_square(matrix) == packed
 
 
 def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
@@ -139,6 +202,11 @@ def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
     assert read_square(matrix, keep=keep) == Segments.from_keep(keep)
     with pytest.raises(AmbiguousMaskError, match="turned around"):
         read_square(matrix, keep=~keep)
+    ones = Segments.from_lengths([[1] * 6], 8)  # nor is padding that attends itself alone
+    assert read_square(np.eye(8, dtype=bool)[None], keep=ones.keep.numpy(), pattern=Pattern.of("causal")) == ones
+    beside = Segments([[1, 1, 1, 2, 2, 3, 3]])  # sequences of two are none of them
+    read = read_square(dense(beside)[:, 0].numpy(), keep=beside.array > 1, pattern=Pattern.of("causal"))
+    assert read == Segments([[0, 0, 0, 1, 1, 2, 2]])
 
 
 # --- the proof

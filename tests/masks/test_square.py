@@ -41,8 +41,16 @@ def test_what_is_read_is_the_mask(attention, written, layout):
             assert (square.rows(b, low, high) == truth[b, low:high]).all()
             assert ((square.raw_rows(b, low, high) == square.attends) == truth[b, low:high]).all()
     assert [high for _, high in square.blocks()][-1] == S
+    heads = 2 if layout == "heads" else 1
+    most = max(min(24, B * S * S * heads // 4), S * heads)
+    assert all((high - low) * S * heads <= most for low, high in square.blocks())
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
+
+
+def test_one_token_has_heads_too():
+    square = Square(MaskValues(torch.tensor([[[[False]], [[True]]]]), "keep"), "keep", 1)
+    assert (square.raw_rows(0, 0, 1) == square.attends).all()
 
 
 @given(strategies.attentions(), st.data())

@@ -162,10 +162,10 @@ def test_the_rule_takes_any_keyword():
     assert rule_error(73, cu_seqlens=OFFSETS, attention_mask=OFFSETS) < 1e-5
 
 
-def test_the_rule_takes_another_blocks_table_without_a_word():
-    """0.5.2 drops it and builds its own (ops/gated_delta_rule/chunk.py:289-291); 0.6.0 computes what it names alone."""
-    error = rule_error(73, cu_seqlens=OFFSETS, chunk_indices=torch.tensor(chunk_indices(OFFSETS.tolist(), 128)))
-    assert error < 1e-5 if numbers(installed("fla")) < (0, 6) else error > 1e-2
+@pytest.mark.skipif(numbers(installed("fla")) >= (0, 6), reason="0.6.0 computes by the table: another one ends the process")
+def test_the_rule_drops_a_table():
+    """It builds its own (0.5.2 ops/gated_delta_rule/chunk.py:289-291): `chunk_indices` is for the functions below it."""
+    assert rule_error(73, cu_seqlens=OFFSETS, chunk_indices=torch.tensor([[0, 0], [5, 9]])) < 1e-5
 
 
 def test_what_no_sequence_covers_is_left_as_the_memory_was():
