@@ -25,7 +25,7 @@ SIZES = {"time": (1, "milliseconds", 1e3), "memory": (2, "MiB at the peak", 1 / 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Two rows of panels, PNG: a line a function; dotted is linear, and by width also quadratic."""
     plt.rcParams.update({"font.size": 7.5, "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK})
-    figure, panels = plt.subplots(2, 3, figsize=(8, 5.2), dpi=200, layout="constrained")
+    figure, panels = plt.subplots(2, 3, figsize=(8, 5.2), dpi=110, layout="constrained")
     for line, (title, (at, unit, scale)) in zip(panels, SIZES.items()):
         for axes, axis in zip(line, AXES):
             for name, points in _points(result["rows"], axis).items():
