@@ -13,6 +13,7 @@ from strategies import segment_ids
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import (
+    boundaries,
     chunk_indices,
     chunk_offsets,
     flat_offsets,
@@ -98,8 +99,9 @@ def test_offsets_of_one_length_move_no_sequence(lengths, tail, count):
 def test_offsets_of_one_length_with_padding_between():
     assert flat_offsets(ROW, max_sequences=5) == (0, 3, 4, 6, 7, 8)
     assert flat_offsets(ROW, padding="behind", max_sequences=2) == (0, 4, 8)
-    with pytest.raises(CollateError, match="max_sequences"):
-        flat_offsets(ROW, max_sequences=0)
+    for padding, count in (("own", 0), ("behind", 3), ([0, 4, 6, 8], 4)):
+        with pytest.raises(CollateError, match="max_sequences"):
+            flat_offsets(ROW, padding=padding, max_sequences=count)
 
 
 # --- chunk tables
@@ -119,7 +121,14 @@ def test_the_sequence_is_named_by_its_place_in_the_offsets():
     assert chunk_indices([0, 3, 3, 73], 64).tolist() == [[0, 0], [2, 0], [2, 1]]
 
 
-@pytest.mark.parametrize(("chunk", "block"), [(16, 8192), (32, 4096), (64, 2048), (128, 1024)])
+def test_a_table_has_as_many_chunks_as_the_limit_says(monkeypatch):
+    monkeypatch.setattr(boundaries, "MAX_CHUNKS", 3)
+    assert len(chunk_indices([0, 3], 1)) == 3
+    with pytest.raises(CollateError, match="4 chunks"):
+        chunk_indices([0, 4], 1)
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(1, 1 << 17), (16, 8192), (32, 4096), (64, 2048), (128, 1024), (1 << 16, 2)])
 def test_the_cumsum_counts_in_blocks_of_its_own(chunk, block):
     assert cumsum_block(chunk) == block
 

@@ -36,7 +36,7 @@ NUMBERS = [[0] * 3 + [1] * 70 + [2] * 7]
         ("fla_npu_cumsum", ROW, {"cu_seqlens": (0, 3, 73, 80), "chunk_indices_out": (0, 0, 1, 0, 2, 0)}),
         ("fla_npu_flash", ROW, {"cu_seqlens": [0, 3, 73, 80], "cu_seqlens_list": [0, 3, 73, 80]}),
         ("fla_npu_conv", ROW, {"query_start_loc": (0, 3, 73, 80)}),
-        ("fla_npu_recurrent", SHORT, {"actual_seq_lengths": [0, 3, 4, 1]}),
+        ("fla_npu_recurrent", Segments.from_lengths([[3, 8]], width=12), {"actual_seq_lengths": [0, 3, 8, 1]}),
         ("torch_npu", ROW, {"actual_seq_lengths": [3, 70, 7]}),
     ],
 )
@@ -45,6 +45,7 @@ def test_each_kernels_own_spelling(kernel, segments, expected):
 
 
 def test_tables_are_built_on_request_and_the_convolutions_is_always_in_64():
+    assert gated_delta_kwargs(ROW, kernel="fla_npu_cumsum", chunk_size=1)["chunk_indices_out"] == (0, 0, 1, 0, 2, 0)
     for kernel, chunk in (("fla", 32), ("fla_conv", 64)):
         table = gated_delta_kwargs(ROW, kernel=kernel, chunk_size=32, tables=True)["chunk_indices"]
         assert np.array_equal(table, chunk_indices([0, 3, 73, 80], chunk))

@@ -26,10 +26,12 @@ def test_what_is_known_of_a_call_holds(call: Any) -> None:
     found = gated_delta_breaches(call.kwargs, **call.says)
     silent = [breach.silent for breach in found]
     verdicts = {OK: not found, REJECT: not all(silent), SILENT: bool(found) and all(silent)}
-    assert verdicts.get(call.expected, call.expected in [breach.rule for breach in found])
+    told = [each for each in found if each.rule == call.expected and call.tells in f"{each.where}: {each.got}. {each.says}"]
+    assert verdicts.get(call.expected, call.silent in (None, *(each.silent for each in told)) and bool(told))
     with pytest.raises(UnsupportedFormError) if found else contextlib.nullcontext() as error:
         check_gated_delta_contract(call.kwargs, **call.says)
-    assert not call.looks or f" They look like {call.looks}." in str(error.value)
+    looks = {each.says.partition(" They look like ")[2].rstrip(".") for each in found}
+    assert looks | {""} == {call.looks, ""}
     for breach in found:
         assert all(text in str(error.value) for text in (breach.rule, breach.says, breach.remedy, breach.source))
     if call.right is not None:
@@ -121,16 +123,19 @@ def test_the_circle_of_remedies_ends(name: str) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "says", "message"),
     [
-        ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: .*fla_conv"), ({}, {"kernel": ""}, "Close to it"),
+        ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"),
+        ({}, {"kernel": ""}, r"Close to it:\s+\w"), ({}, {"training": "yes"}, "training"),
         ({}, {"T": 0}, "T"), ({}, {"B": 0}, "B"), ({}, {"T": 2.5}, "T"), ({}, {"chunk_size": "64"}, "chunk_size"),
         ({}, {"context_parallel": 2}, "context_parallel"), ({}, {"versions": "0.5.2"}, "versions"),
         ({}, {"versions": ["fla"]}, "versions"), ({}, {"versions": {"fla": "banana"}}, "versions"),
+        ({}, {"versions": {"transformer": "5.23.0"}}, "Write 'transformers'"),
         ([("cu_seqlens", 3)], {}, "kwargs"),
     ],
 )  # fmt: skip
 def test_names_sizes_and_types_that_are_not_known_are_refused(kwargs: Any, says: dict[str, Any], message: str) -> None:
-    with pytest.raises(CollateError, match=message):
-        check_gated_delta_contract(kwargs, **ONE | says)
+    for judge in (check_gated_delta_contract, gated_delta_breaches):
+        with pytest.raises(CollateError, match=message):
+            judge(kwargs, **ONE | says)
 
 
 def test_the_message_names_tokens_and_releases() -> None:

@@ -99,12 +99,21 @@ def test_shapes_that_kernels_refuse_are_refused():
     q, k, v, g, beta = rule_inputs(2, 5)
     with pytest.raises(CollateError, match="2 rows"):
         reference_gated_delta_rule(q, k, v, g, beta, cu_seqlens=[0, 5])
-    heads = v[:, :, :1].repeat(1, 1, 3, 1)[:, :4]
-    for wrong in ((q.mT, k.mT, v, g, beta), (q, k, v, g[..., :1], beta), (q, k, heads, g, beta)):
+    heads, few = v[:, :, :1].repeat(1, 1, 3, 1)[:, :4], g[..., None].repeat(1, 1, 1, K - 1)
+    for wrong in ((q.mT, k.mT, v, g, beta), (q, k, v, g[..., :1], beta), (q, k, heads, g, beta), (q, k, v, few, beta)):
         with pytest.raises(UnsupportedFormError, match="tokens before the heads"):
             reference_gated_delta_rule(*wrong)
     with pytest.raises(UnsupportedFormError, match="One state a sequence"):
         reference_gated_delta_rule(q, k, v, g, beta, initial_state=torch.zeros(1, HV, K, V))
+
+
+def test_each_channel_of_a_key_decays_by_its_own_gate():
+    """Of keys that have one channel alone, its gate is that of the head."""
+    q, k, v, _, beta = rule_inputs(2, 5)
+    gates = -torch.rand(2, 5, HV, K, generator=torch.Generator().manual_seed(0))
+    for channel, one in enumerate(torch.eye(K)):
+        out, of_head = (reference_gated_delta_rule(q * one, k * one, v, g, beta)[0] for g in (gates, gates[..., channel]))
+        torch.testing.assert_close(out, of_head)
 
 
 def test_float64_is_computed_in_float64():
@@ -163,13 +172,13 @@ def test_only_equality_of_numbers_counts_so_equal_neighbours_leak():
 
 
 def test_the_inputs_before_a_sequence_are_its_state():
-    x, weight, bias = taps(T=12)
+    x, weight, bias = taps(B=2, T=12)
     whole = reference_causal_conv1d(x, weight, bias, "silu")
     state = x[:, 1:4].mT
     assert (reference_causal_conv1d(x[:, 4:], weight, bias, "silu", initial_state=state) - whole[:, 4:]).abs().max() < 1e-6
-    both = torch.cat([torch.zeros_like(state), state])
-    packed = reference_causal_conv1d(x, weight, bias, "silu", cu_seqlens=[0, 4, 12], initial_state=both)
-    assert (packed - whole).abs().max() < 1e-6
+    states = torch.stack([torch.zeros_like(state[0]), state[0], x[0, 8:11].mT])
+    packed = reference_causal_conv1d(x[:1], weight, bias, "silu", cu_seqlens=[0, 4, 11, 12], initial_state=states)
+    assert (packed - whole[:1]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
