@@ -8,8 +8,9 @@ import pytest
 import strategies
 import torch
 from hypothesis import given, strategies as st
+from torch.nn.attention.bias import causal_lower_right
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, arrays
 from collate_npu.arrays import host_array, host_tensor, once, renumber, sequence_starts, side_around, side_of
 
 
@@ -34,7 +35,8 @@ def positions(row):
 
 @given(strategies.segment_ids())
 def test_positions_of_rows_with_holes(ids):
-    assert Segments(ids).position_ids.tolist() == [positions(row) for row in ids]
+    with np.errstate(all="raise"):
+        assert Segments(ids).position_ids.tolist() == [positions(row) for row in ids]
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=3))
@@ -70,6 +72,39 @@ def test_numbers_that_wrapped_around_are_refused():
 @pytest.mark.parametrize(("dtype", "read"), [(torch.float8_e5m2, torch.float32), (torch.uint16, torch.int64)])
 def test_types_that_torch_computes_little_with_are_read_as_wider_ones(dtype, read):
     assert host_tensor("x", torch.tensor([1, 2]).to(dtype)).dtype == read
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float16, torch.float64])
+def test_others_stay_as_they_are(dtype):
+    assert host_tensor("x", torch.ones(2, dtype=dtype).to_sparse()).dtype == dtype
+
+
+@pytest.mark.parametrize("array", [np.arange(3, dtype=">i4"), np.ones((2, 2), ">f8"), np.arange(6).reshape(2, 3)[:, ::-1]])
+def test_of_bytes_or_places_in_another_order_torch_gets_a_copy(array):
+    assert torch.from_numpy(host_array("x", array)).tolist() == array.tolist()
+
+
+def test_a_tensor_by_name_only_is_refused():
+    with pytest.raises(CollateError, match="CausalBias"):
+        host_tensor("x", causal_lower_right(2, 2))
+
+
+DOORS = {
+    "ids": Segments,
+    "from_ids": Segments.from_ids,
+    "from_keep": Segments.from_keep,
+    "from_position_ids": lambda x: Segments.from_position_ids(np.cumsum(x, axis=1) - 1),
+    "from_lengths": lambda x: Segments.from_lengths([x.shape[1]] * len(x)),
+    "a sparse tensor": lambda x: host_tensor("x", torch.tensor(x).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_more_places_than_offsets_count_are_refused(door, monkeypatch):
+    monkeypatch.setattr(arrays, "MOST_PLACES", 6)
+    DOORS[door](np.ones((2, 3), int))
+    with pytest.raises(CollateError, match="got 7 places"):
+        DOORS[door](np.ones((1, 7), int))
 
 
 def test_two_objects_are_asked_at_once():

@@ -2,13 +2,14 @@
 
 import inspect
 from dataclasses import fields
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, outputs, wrap_collator
-from collate_npu.checked import _hints, checked, here
+from collate_npu.checked import _hints, checked, dimension, here
 from collate_npu.collate.wire import Layout
 from collate_npu.collate.wrapping import WrappedCollator
 from collate_npu.kernels import check, fusion_attention, gated_delta
@@ -178,12 +179,26 @@ def test_a_device_is_tried_unless_its_name_alone_is_asked():
 
 def test_what_is_not_judged_passes():
     @checked
-    def told(rows: list[int], width: int | None = None, *, side: object = None) -> tuple[object, ...]:
+    def told(
+        rows: list[int], width: int | None = None, *, side: object = None, way: Literal["one"] = "one"
+    ) -> tuple[object, ...]:
         return rows, width, side
 
     assert told("x", torch.tensor(3), side=3) == ("x", 3, 3)
     with pytest.raises(CollateError, match="width: got a str"):
         told([], "x")
+    with pytest.raises(CollateError, match="way: got a int"):
+        told([], way=1)
+
+
+@pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2, 1.0])
+@pytest.mark.parametrize("kind", [lambda dim: dim, np.float32, np.int64])
+def test_a_dimension_is_a_whole_number_of_any_kind(dim, kind):
+    if isinstance(kind(dim), (int, np.integer)) and -2 <= dim < 2:
+        assert dimension("x", torch.ones(2, 3), kind(dim)) == int(dim) % 2
+    else:
+        with pytest.raises(CollateError, match="2 dimensions"):
+            dimension("x", torch.ones(2, 3), kind(dim))
 
 
 @pytest.mark.parametrize("kind", [PaddingCollator, WrappedCollator, Layout])

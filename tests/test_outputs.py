@@ -80,6 +80,16 @@ def test_repad_takes_what_unpad_gave():
     with pytest.raises(CollateError, match=r"repad: got float32 \[7\].*8 real tokens"):
         repad(torch.zeros(7), Segments.from_lengths([3, 5]))
 
+    with pytest.raises(CollateError, match="fill: got 1000"):
+        repad(torch.zeros(8, dtype=torch.int8), Segments.from_lengths([3, 5]), fill=1000)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 5).to_sparse(), torch.nested.nested_tensor([torch.ones(5)] * 2)])
+@pytest.mark.parametrize("verb", [unpad, repad, last_token, shift_labels, ignore_first_labels])
+def test_neither_sparse_nor_nested_ones_are_taken(verb, x):
+    with pytest.raises(CollateError):
+        verb(x, Segments.from_lengths([3, 5]) if verb is not repad else Segments.from_lengths([1, 1]))
+
 
 # --- labels
 

@@ -49,7 +49,15 @@ from collate_npu import (
     split_batch,
     wrap_collator,
 )
-from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import (
+    AmbiguousMaskError,
+    PolarityError,
+    UnsupportedFormError,
+    explain,
+    explain_rows,
+    shape_of,
+    short,
+)
 from collate_npu.masks import dense, none_is_exact
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
@@ -184,6 +192,15 @@ def test_rows_are_sorted_and_counted():
         "key: 2 bad rows.\n  row 0: got a\n  row 2: got b\nRule.\nRemedy."
     )
     assert explain_rows("key", [(2, "b")], "Rule.", "Remedy.").startswith("key: 1 bad row.\n")
+
+
+def test_of_a_long_text_its_beginning_and_end_are_shown():
+    text = "".join(map(str, range(10)))
+    assert [short(text, most) for most in (10, 8, 4)] == [
+        text,
+        "0123 ... 10 characters ... 89",
+        "01 ... 10 characters ... 9",
+    ]
 
 
 def test_what_arrived():

@@ -19,6 +19,8 @@ from collate_npu.releases import (
     cann_of,
     installed,
     numbers,
+    outside,
+    page_of,
     post,
     precedes,
 )
@@ -89,9 +91,20 @@ def test_what_is_wrong_before_a_release_hurts_there_alone():
         return [version for version in ("26.6.0", "26.7.0.dev0", "26.8.0", "main") if fact.hurts(version)]
 
     assert hurting("26.8") == ["26.6.0", "26.7.0.dev0"]
-    assert hurting("26.8", after="26.7") == ["26.7.0.dev0"]
+    assert hurting("26.8", after="26.7") == hurting("26.8", after="26.7.0") == ["26.7.0.dev0"]
     assert hurting("") == ["26.6.0", "26.7.0.dev0", "26.8.0"]
     assert not Since("mine", "26.8", "here").hurts("26.6.0")
+
+
+def test_outside_are_releases_before_the_oldest_and_after_the_newest_that_ran(monkeypatch):
+    oldest, newest = releases.RUN["trl"]
+    for version, told in ((oldest, ""), (newest, ""), ("", ""), ("0.23.9", f"{oldest} to {newest}"), ("99.0", newest)):
+        monkeypatch.setitem(releases._FOUND, "trl", version)
+        assert outside("trl") == outside("trl", here=version)
+        assert bool(outside("trl")) == bool(told)
+        assert told in outside("trl")
+    assert "(1.0)" in outside("mine", "1.0", "0.9")
+    assert [page_of("axolotl"), page_of("mine")] == ["llamafactory-axolotl", "index"]
 
 
 def test_every_fact_is_asked_by_somebody():

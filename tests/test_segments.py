@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
+from collate_npu.segments import counts_as
 
 
 def sequences(row):
@@ -155,13 +156,38 @@ def test_sequences_of_no_tokens_leave_no_trace():
     assert Segments.from_lengths([[0, 2, 0, 1], [0]]).ids.tolist() == [[1, 1, 2], [0, 0, 0]]
     assert Segments.from_lengths([]).shape == (0, 0)
     assert Segments.from_cu_seqlens([0, 0, 2, 2, 3]).ids.tolist() == [[1, 1, 2]]
+    assert Segments.from_cu_seqlens([0]).shape == (1, 0)
+
+
+@pytest.mark.parametrize("offsets", [[0.0, 3.0, 5.0], [[0, 3, 5]], [[0, 3, 5, -1]], [[0, 3, 5, -1, -1]]])
+def test_offsets_may_be_floats_or_one_row_filled_at_its_end(offsets):
+    assert Segments.from_cu_seqlens(torch.tensor(offsets)).lengths == ((3, 2),)
+
+
+def test_lengths_may_be_a_table():
+    assert Segments.from_lengths(np.array([[3, 2], [4, 0]])).lengths == ((3, 2), (4,))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "side"), [([3, 5], "left"), ([3, 5], "right"), ([[2, 3], [4]], "right"), ([0, 2], "right")]
+)
+def test_positions_are_known_again(lengths, side):
+    segments = Segments.from_lengths(lengths, width=6, side=side)
+    right = segments.position_ids.numpy()
+    assert counts_as(segments, right)
+    right[-1, -1] += 1
+    assert not counts_as(segments, right)
+
+
+def test_labels_of_one_token_a_row():
+    assert Segments.from_ids([[7], [7]]).ids.tolist() == [[1], [1]]
 
 
 @pytest.mark.parametrize("ids", [np.zeros((0, 0)), np.zeros((0, 4)), np.zeros((3, 0)), np.zeros((2, 3))])
 def test_batches_of_nothing(ids):
     segments = Segments.from_ids(ids.astype(np.int64))
     assert segments.shape == ids.shape
-    assert (segments.num_tokens, segments.max_length, segments.spans) == (0, 0, ())
+    assert (segments.num_tokens, segments.max_length, segments.longest_span, segments.spans) == (0, 0, 0, ())
     assert segments.cu_seqlens_host == (0,)
     assert segments.lengths == ((),) * len(ids)
     assert segments.position_ids.shape == segments.keep.shape == ids.shape
@@ -175,7 +201,8 @@ def test_equality_and_repr():
     assert segments != "segments"
     assert repr(segments) == "Segments(B=2, S=5, lengths=[3+2, 5], padding='none')"
     assert repr(Segments.from_lengths([0, 1])) == "Segments(B=2, S=1, lengths=[0, 1], padding='right')"
-    assert "..." in repr(Segments.from_lengths([1] * 9))
+    assert f"lengths=[{', '.join('1' * 8)}]" in repr(Segments.from_lengths([1] * 8))
+    assert f"lengths=[{', '.join('1' * 8)}, ...]" in repr(Segments.from_lengths([1] * 9))
     with pytest.raises(TypeError):
         hash(segments)
 
@@ -183,6 +210,8 @@ def test_equality_and_repr():
 def test_segments_are_frozen():
     with pytest.raises(AttributeError):
         Segments.from_lengths([3]).ids = torch.zeros(1, 3)
+    for segments in (Segments.from_lengths([3]), Segments([[1, 1]]), Segments.from_ids([[1, 2]])):
+        assert not segments.array.flags.writeable
 
 
 def test_the_ids_of_bool_and_wide_tensors():
@@ -216,6 +245,10 @@ def test_labels_beyond_32_bits_stay_labels():
         (lambda: Segments.from_cu_seqlens([3, 8]), "no leading 0"),
         (lambda: Segments.from_cu_seqlens([0, 5, 3]), "[0, 5, 3]"),
         (lambda: Segments.from_cu_seqlens([]), "cu_seqlens: got []"),
+        (lambda: Segments.from_cu_seqlens([0, 2.5]), "[0.0, 2.5]"),
+        (lambda: Segments.from_cu_seqlens([[-1]]), "cu_seqlens: got [-1]"),
+        (lambda: Segments.from_cu_seqlens([[0, 3], [0, 2]]), "[[0, 3], [0, 2]]"),
+        (lambda: Segments.from_lengths(np.ones((1, 2, 2), int)), "lengths: got int64 [1, 2, 2]"),
         (lambda: Segments.from_cu_seqlens([0, 9], width=8), "row 0: got lengths [9]"),
         (lambda: Segments.from_position_ids([0, 1, 2]), "position_ids: got int64 [3]"),
     ],

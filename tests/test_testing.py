@@ -1,8 +1,10 @@
 """The room that builds tiny models: it finds every hybrid family, its models are sound, and on them a fault shows."""
 
+import inspect
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +127,7 @@ def test_the_model_is_as_asked_for_and_the_random_state_and_the_notices_as_they_
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert torch.allclose(one.lm_head.weight, 5 * plain.lm_head.weight)
     assert torch.equal(one.model.norm.weight, plain.model.norm.weight)
+    assert float(one.model.layers[0].linear_attn.conv1d.weight.std()) > 0.3
     model = build(attn_implementation="eager", dtype=torch.bfloat16)
     assert (model.training, model.dtype, model.config._attn_implementation) == (False, torch.bfloat16, "eager")
 
@@ -174,6 +177,8 @@ def test_special_tokens_follow_the_bytes_and_it_pads_on_the_side_asked_for(side,
         batch = tokenizer(["ab", "c"], padding=True)
         assert set(batch) == {"input_ids", "attention_mask"}
         assert batch["attention_mask"][1] == kept
+        limit = text(testing.tiny_config("qwen3_next", vocab_size=VOCAB)).max_position_embeddings
+        assert tokenizer.model_max_length == limit
 
 
 @pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
@@ -185,3 +190,40 @@ def test_references_refuse_what_their_kernels_do_not_compute():
         rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 5]))
         with pytest.raises(CollateError, match=r"\[last\]"):
             rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 4]))
+    with pytest.raises(CollateError, match="Llama"), testing.reference_kernels(testing.tiny_model("llama", vocab_size=9)):
+        pass
+
+
+OUTS = {
+    "a tensor": lambda out: out,
+    "a tensor and its state": lambda out: (out, out[:, -1]),
+    "a tensor and no state": lambda out: (out, None),
+    "nothing": lambda out: None,
+}
+
+
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("name", ["chunk_kda", "mamba_chunk_scan_combined"])
+def test_the_function_of_a_model_is_run_on_each_sequence(name, out):
+    def plain(x, scale, *, gate, weight, **kwargs):
+        return OUTS[out](x.cumsum(1) * scale * gate * weight)
+
+    x, scale = torch.arange(50.0).view(1, 5, 2, 5), torch.ones(1, 1)
+    held = {"gate": torch.arange(5.0).view(1, 5, 1, 1), "weight": torch.ones(1, 5)}
+    run = testing.kernels._reference(SimpleNamespace(kernel=name, function=plain))
+    key, two, one = "cu_seqlens", torch.tensor([0, 2, 5]), torch.tensor([0, 5])
+    if "mamba" in name:
+        key, two, one = "seq_idx", torch.tensor([[0, 0, 1, 1, 1]]), torch.zeros(1, 5)
+    assert list(inspect.signature(run).parameters) == ["x", "scale", "gate", "weight", key]
+    parts = [x[:, a:b].cumsum(1) * held["gate"][:, a:b] for a, b in ((0, 2), (2, 5))]
+    for same in ({}, {key: None}, {key: one}):
+        torch.testing.assert_close(run(x, scale, **held, **same), plain(x, scale, **held))
+    right = {"a tensor and its state": (torch.cat(parts, 1), torch.cat([part[:, -1] for part in parts]))}
+    torch.testing.assert_close(run(x, scale, **held, **{key: two}), right.get(out, OUTS[out](torch.cat(parts, 1))))
+
+
+def test_a_convolution_by_reference_takes_channels_before_tokens():
+    conv = testing.kernels._reference(SimpleNamespace(kernel="causal_conv1d_fn"))
+    x, weight = torch.arange(10.0).view(1, 2, 5), torch.tensor([[1.0, 10.0], [2.0, 20.0]])
+    out = conv(x, weight, seq_idx=torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))
+    assert out.tolist() == [[[0, 10, 20, 32, 43], [100, 130, 140, 174, 196]]]

@@ -284,7 +284,8 @@ def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple
 
 def _check_width(width: int, cp: ContextParallel) -> None:
     if width % cp.min_multiple:
-        tp, block = (f" * {n} {name}" if n > 1 else "" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")))
+        others = ((cp.tensor_parallel, "tp"), (cp.block, "block"))
+        tp, block = (f", {cp.size} * {n} {name}" if n > 1 else "" for n, name in others)
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""
         rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{tp}{block})."
         to = -(-width // cp.multiple) * cp.multiple

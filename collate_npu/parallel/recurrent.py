@@ -29,7 +29,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from collate_npu.arrays import host_array
+from collate_npu.arrays import as_offsets, host_array
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, row_offsets, token_runs
@@ -102,7 +102,7 @@ def check_recurrent_split(
         return
     right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
-    if not same_tokens(cp, right, len(bounds) - 1):
+    if not same_tokens(cp, right, len(set(bounds)) - 1):
         rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
         stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
         remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
@@ -130,9 +130,9 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
 
         0 4 12   ->   0 4 6, 0 before   |   0 6, 2 before
     """
-    bounds = tuple(map(int, host_array("offsets", offsets).tolist()))
+    bounds = tuple(as_offsets("offsets", host_array("offsets", offsets)).tolist())
     (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
-    if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(bounds) - 1):
+    if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(set(bounds)) - 1):
         rule = "State goes from rank to rank in contiguous slices of the row."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, "Use layout='contiguous'."))
     inside = sorted({start, stop, *(n for n in bounds if start < n < stop)})

@@ -191,9 +191,24 @@ def test_arguments_go_before_the_tokenizer():
     assert PaddingCollator(pad_token_id=0) == PaddingCollator(pad_token_id=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         collator.pad_token_id = 1
+    with pytest.raises(CollateError, match="return_tensors: got 'np'"):
+        collator(THREE_AND_FIVE, "np")
 
 
 # --- consumers
+
+
+@pytest.mark.parametrize(("side", "places"), [("left", [[0, 1]]), ("right", None)])
+def test_on_the_left_a_consumer_has_positions_without_padding_too(side, places):
+    collator = PaddingCollator(tokenizer(padding_side=side), consumer="transformers")
+    found = collator([{"input_ids": [1, 2]}]).get("position_ids")
+    assert found is places or found.tolist() == places
+
+
+def test_positions_of_the_samples_that_count_places_are_counted_again_for_a_consumer():
+    collator = PaddingCollator(tokenizer(padding_side="left"), consumer="transformers")
+    features = [{"input_ids": [1], "position_ids": [1]}, {"input_ids": [2, 3], "position_ids": [0, 1]}]
+    assert collator(features)["position_ids"].tolist() == [[0, 0], [0, 1]]
 
 
 def test_padding_free_with_a_consumer():
@@ -269,13 +284,15 @@ def test_where_all_sequences_are_used_the_last_takes_the_tail():
     with pytest.raises(CollateError, match="Raise max_sequences to 3"):
         flat(padding=(8,), max_sequences=2, pattern="bidirectional")  # it would look ahead into the padding
     assert flat(padding=(8,), max_sequences=3, pattern="bidirectional")["cu_seqlens_padded"].tolist() == [0, 3, 5, 8]
+    with pytest.raises(CollateError, match="5 tokens in all, and a tail of 2"):
+        flat(padding=(6,), max_sequences=4)
 
 
 def test_the_narrowest_width_that_fits():
-    for needed, width in ((1, 4), (4, 4), (5, 8), (9, 12)):
+    for needed, width in ((1, 1), (2, 5), (5, 5), (6, 9), (9, 9)):
         row = [{"input_ids": list(range(needed))}]
-        assert flat(row, padding=[12, 4, 8])["input_ids"].shape == (1, width)
-        for widths in ([12, 4, 8], np.array([12, 4, 8]), torch.tensor([12, 4, 8]), range(4, 13, 4)):
+        assert flat(row, padding=[9, 1, 5])["input_ids"].shape == (1, width)
+        for widths in ([9, 1, 5], np.array([9, 1, 5]), torch.tensor([9, 1, 5]), range(1, 10, 4)):
             assert PaddingCollator(tokenizer(), padding=widths)(row)["input_ids"].shape == (1, width)
     with pytest.raises(CollateError, match=r"got 13 tokens[\s\S]*Raise the widths"):
         flat([{"input_ids": list(range(13))}], padding=[12, 4, 8])
@@ -322,6 +339,8 @@ def test_axes_of_positions_and_vision_in_aligned_rows():
     assert batch["position_ids"][:, 0, :8].tolist() == [[0, 1, 2, 3] * 2, [5, 5, 6, 7, 0, 1, 2, 3], [2, 3, 4, 5, 0, 1, 2, 3]]
     assert batch["text_position_ids"].tolist() == [[0, 1, 2, 3] * 3]
     assert batch["pixel_values"].shape == (2, 3)
+    with pytest.raises(CollateError, match="no axes beside pixel_values"):
+        flat([{"input_ids": [1, 2], "pixel_values": torch.ones(2, 3)}])
 
 
 @pytest.mark.parametrize("labels", [[1, 0], [[0.5, 1.0, 0.0, 1.0, 0.0], [0.0] * 5]])
@@ -342,7 +361,8 @@ def test_ignored_labels_and_token_types_have_the_collators_own_fill():
 BAD = [{"padding": padding} for padding in ((), (0, 8), (8, "16"), 8, "max_length", "do_not_pad")]
 BAD += [{"padding_side": "Right"}, {"sequence_multiple": 4}, {"max_sequences": 4}]
 BAD += [{"padding_free": True, **layout} for layout in ({"sequence_multiple": 0}, {"max_sequences": 1.5})]
-BAD += [{"padding_free": True, "separator_id": -(1 << 64)}]
+BAD += [{name: -(1 << 63) - 1} for name in ("separator_id", "label_pad_token_id")]
+BAD += [{"padding_free": "yes"}, {"allow_empty": 1}, {"model": DENSE}]
 BAD += [{"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional"}]
 
 
@@ -350,6 +370,12 @@ BAD += [{"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional
 def test_settings_without_a_meaning_are_refused_at_once(settings):
     with pytest.raises(CollateError):
         PaddingCollator(tokenizer(), **laid_out(settings))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "model"])
+def test_a_name_is_neither_a_tokenizer_nor_a_model(name):
+    with pytest.raises(CollateError, match=f"^{name}: "):
+        PaddingCollator(**{name: "Qwen/Qwen3"}, pad_token_id=0)
 
 
 @pytest.mark.parametrize(

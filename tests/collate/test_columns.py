@@ -95,6 +95,7 @@ def test_a_table_is_read_where_it_lies():
 def test_what_goes_out_of_a_table_aliases_nothing():
     table = pa.table({"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]], "image_grid_thw": [[1, 2, 2]]})
     batch = PaddingCollator(pad_token_id=0)(table)
+    same(batch, PaddingCollator(pad_token_id=0)(table.to_batches()[0]))
     for value in batch.values():
         if isinstance(value, torch.Tensor):
             value.fill_(True)
@@ -132,11 +133,18 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
     assert len(loaded) == 3
 
 
+class Gone:
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise OSError("the file is gone")
+
+
 @pytest.mark.parametrize(
     ("features", "told"),
     [
-        ({"input_ids": [1, 2, 3]}, "seq_lengths"),
-        ({"input_ids": np.array([1, 2, 3])}, "seq_lengths"),
+        (Gone(), "OSError: the file is gone"),
+        (pa.table([[[1]], [[2]]], ["input_ids", "input_ids"]), "features: got input_ids more than once"),
+        ({"input_ids": [1, 2, 3]}, "^input_ids: "),
+        ({"input_ids": np.array([1, 2, 3])}, "^input_ids: "),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "sum to 2"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
@@ -190,9 +198,12 @@ def test_positions_that_do_not_restart_say_nothing(places):
     assert batch["position_ids"].tolist() == [places]
 
 
-def test_what_says_the_sequences_itself_is_not_overruled_by_positions():
-    row = PACKED_ROWS[0] | {"attention_mask": [1, 1, 2, 2, 3]}
-    assert PaddingCollator(padding_free=True)([row])["cu_seq_lens_q"].tolist() == [0, 2, 4, 5]
+@pytest.mark.parametrize(
+    ("mask", "ends"), [([1, 1, 2, 2, 3], [0, 2, 4, 5]), ([1, 1, 2, 2, 2], [0, 2, 5]), ([1, 1, 1, 1, 0], [0, 3, 4])], ids=str
+)
+def test_what_says_the_sequences_itself_is_not_overruled_by_positions(mask, ends):
+    row = PACKED_ROWS[0] | {"attention_mask": mask}
+    assert PaddingCollator(padding_free=True)([row])["cu_seq_lens_q"].tolist() == ends
 
 
 def test_samples_that_are_no_dicts_are_refused_with_what_makes_dicts_of_them():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from collate_npu import CollateError, PaddingCollator
-from collate_npu.collate.features import read_features
+from collate_npu.collate.features import read_features, sample_segment_ids
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
 
@@ -44,6 +44,7 @@ def test_mappings_that_are_no_dicts_are_features():
     ("key", "value", "kind"),
     [
         ("labels", [0.0, 1.0, 0.0], "targets"),
+        ("labels", [0] * 8 + [0.5], "targets"),
         ("vector", [0.5, 1.0, 0.0], "sample"),
         ("position_ids", np.zeros((3, 3), int), "axes"),
         ("position_ids", [[0, 1, 2]] * 3, "axes"),
@@ -60,8 +61,11 @@ def test_what_a_key_is_does_not_depend_on_the_lengths_of_a_batch(key, value, kin
 
 def test_keys_nobody_listed_are_listed_by_the_caller():
     rows = [{"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0]}]
-    with pytest.raises(CollateError, match=r"x: 2 bad rows(.|\n)*keys=\{\*\*KEYS, 'x': TOKENS\}"):
-        kinds(*rows)
+    arrays = [row | {"x": np.array(row["x"])} for row in rows]
+    for held in (rows, rows[::-1], arrays):
+        with pytest.raises(CollateError, match=r"x: 2 bad rows(.|\n)*keys=\{\*\*KEYS, 'x': TOKENS\}"):
+            kinds(*held)
+    assert kinds(*(row | {"x": np.array(row["x"]).astype(str)} for row in rows))["x"] == "sample"
     assert read_features(rows, keys={**KEYS, "x": TOKENS}).kinds["x"] == "tokens"
     assert read_features(rows, keys={**KEYS, "x": SAMPLE}).kinds["x"] == "sample"
     assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0, 4.0]})["x"] == "sample"
@@ -76,6 +80,7 @@ def test_labels_and_positions_of_a_sample():
     assert kinds({"input_ids": [1, 2], "position_ids": [0, 1]})["position_ids"] == "tokens"
     assert kinds({"input_ids": [1, 2], "label": 1})["labels"] == "sample"
     assert kinds({"input_ids": [1, 2], "label_ids": [1, 2]})["labels"] == "tokens"
+    assert kinds({"input_ids": [1, 2], "labels": ["a", "b"]})["labels"] == "tokens"  # refused where they are laid out
 
 
 def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
@@ -98,8 +103,10 @@ def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
         ({"seq_lengths": [2, 1]}, [1, 1, 2]),
         ({"seq_lengths": torch.tensor([3])}, [1, 1, 1]),
         ({"seq_lengths": 3}, [1, 1, 1]),
+        ({"seq_lengths": [0, 3]}, [1, 1, 1]),
         ({"seq_lengths": [2, 1], "attention_mask": [1, 0, 1]}, [1, 0, 2]),
         ({"seq_lengths": [2, 1], "attention_mask": [1, 1, 2]}, [1, 1, 2]),
+        ({"seq_lengths": [2, 1], "attention_mask": [1, 0, 2]}, [1, 0, 2]),
         ({"attention_mask": [1, 1, 0], "attention_mask_2d": [1, 1, 0]}, [1, 1, 0]),
     ],
 )
@@ -110,6 +117,32 @@ def test_a_sample_s_own_truth(feature, ids):
 
 def test_no_truth_but_the_length():
     assert read_features([{"input_ids": [0, 0, 0]}]).segment_ids is None
+    for made in (list, tuple, np.array, torch.tensor):
+        assert read_features([{"input_ids": [0, 0, 0], "attention_mask": made([1, 1, 1])}]).segment_ids is None
+
+
+MASKED = {"input_ids": [5, 5, 5], "attention_mask": [1, 1, 0], "seq_lengths": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("features", "ids"),
+    [
+        ([MASKED, {"input_ids": [6, 6, 6], "seq_lengths": [1, 2]}, {"input_ids": [7, 7]}], [[1, 2, 0], [1, 2, 2], [1, 1]]),
+        ([{"input_ids": [5, 5], "seq_lengths": 2}], [[1, 1]]),
+        ([{"input_ids": [5, 5], "attention_mask": [[1, 0], [1, 1]]}], None),  # the inner collator's to lay out
+        ([[MASKED, MASKED], [MASKED]], [[1, 2, 0, 3, 4, 0], [1, 2, 0]]),
+        ([[MASKED, {"text": "a"}]], None),
+        ([[{"text": "a"}]], None),
+    ],
+)
+def test_samples_that_another_collator_pads_may_each_tell_something_else(features, ids):
+    found = sample_segment_ids(features)[1]
+    assert (found and [row.tolist() for row in found]) == ids
+
+
+def test_ids_of_samples_that_another_collator_pads_are_whole_numbers():
+    with pytest.raises(CollateError, match=r"got 1\.5 at token 0"):
+        sample_segment_ids([{"input_ids": [1.5]}])
 
 
 def test_rows_without_tokens_are_allowed_if_asked():
@@ -134,7 +167,8 @@ def tokens(*lengths, **columns):
     ("features", "told"),
     [
         ([], "features: got no samples"),
-        ([[1, 2]], "features: 1 bad row.\n  row 0: got a list"),
+        ([[7]], "features: 1 bad row.\n  row 0: got a list"),
+        ([{"tokens": [1]}], "torch.utils.data.default_collate"),
         ([{"x": 1}], "input_ids: got samples of x."),
         ([{"prompt_ids": [1], "chosen_ids": [2]}], "Wrap the collator that makes rows of these columns"),
         ([{"text": "a"}], "Tokenise first: [tokenizer(text)"),
@@ -147,6 +181,7 @@ def tokens(*lengths, **columns):
         (tokens(2, 2, attention_mask=[[[1, 1]], 1]), "row 0: got 2 dimensions\n  row 1: got 0 dimensions"),
         (tokens(2, 2, attention_mask=[[0, -1], [0.5, 1]]), "row 0: got values [-1, 0]\n  row 1: got values [0.5, 1.0]"),
         (tokens(2, attention_mask=[[float("nan"), 1.0]]), "row 0: got values [1.0, nan]"),
+        (tokens(2, attention_mask=[[np.ones(2), np.ones(2)]]), "row 0: got 2 dimensions"),
         (tokens(2, 2, seq_lengths=[[1, 2], [3]]), "row 0: got [1, 2], which sum to 3\n  row 1: got [3], which sum to 3"),
         (
             tokens(2, 2, attention_mask=[[1, 1], [1, 1]], attention_mask_2d=[[1, 1], [1, 0]]),
@@ -155,12 +190,15 @@ def tokens(*lengths, **columns):
         (tokens(2, seq_lengths=[[-1, 3]]), "seq_lengths: 1 bad row"),
         (tokens(2, seq_lengths=[[0.5, 1.5]]), "seq_lengths: 1 bad row"),
         (tokens(4, seq_lengths=[[2, 2]], attention_mask=[[1, 2, 2, 2]]), "row 0: got other sequences than attention_mask"),
+        (tokens(3, seq_lengths=[[3]], attention_mask=[[1, 2, 2]]), "row 0: got other sequences than attention_mask"),
         ([{"input_ids": [1, 2]}, {"input_ids": torch.zeros(1, 2)}], "input_ids: 1 bad row.\n  row 1: got float32 [1, 2]"),
         (tokens(2, 3, labels=[[0.5], [0.5, 1.0]]), "row 0: got 1 numbers\n  row 1: got 2 numbers"),
         (tokens(2, 2, position_ids=[np.zeros((3, 2)), np.zeros((2, 2))]), "row 0: got shape [3, 2] beside 2 input_ids"),
         (tokens(3, routed_experts=[np.zeros((2, 1, 1))]), "A rollout routes all but its last token"),
         (tokens(2, labels=[[1, 2]], label=[1]), "labels: 1 bad row"),
         (tokens(2, loss_scale=[[1.0]]), "loss_scale: 1 bad row"),
+        (tokens(2, 2, loss_scale=[1.5, [1.0, 1.0]]), "loss_scale: 1 bad row.\n  row 0: got 1.5"),
+        (tokens(2, 2, labels=[1, "a"]), "labels: 1 bad row.\n  row 1: got a str"),
         (tokens(2, position_ids=[[0, 1, 2]]), "position_ids: 1 bad row"),
     ],
 )
@@ -178,8 +216,9 @@ def test_what_is_no_batch_of_samples_is_told_so(given):
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor])
 def test_ids_that_are_true_or_false_are_no_ids(made):
-    with pytest.raises(CollateError, match="the ids"):
-        read_features([{"input_ids": made([True, False])}])
+    for before in ([], [[1, 2]], [np.array([1, 2])]):
+        with pytest.raises(CollateError, match=f"row {len(before)}: got values that are true(.|\n)*the ids"):
+            read_features([{"input_ids": row} for row in (*before, made([True, False]))])
 
 
 def test_flat_tokens_may_have_a_sample_of_none():

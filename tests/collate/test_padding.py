@@ -10,7 +10,7 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, unpad
+from collate_npu import CollateError, arrays, unpad
 from collate_npu.collate import padding
 from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, round_up, stack_values
 from collate_npu.keys import KEYS, SAMPLE
@@ -104,6 +104,29 @@ def test_round_up(value, multiple, rounded):
     assert round_up(value, multiple) == rounded
 
 
+@pytest.mark.parametrize(
+    ("rows", "right", "left", "flat"),
+    [
+        ([[1, 2], [3]], [[1, 2, 2], [3, 3, 3]], [[1, 1, 2], [2, 2, 3]], [[1, 2, 3, 3]]),
+        ([[], [5]], [[5, 5, 5], [5, 5, 5]], [[0, 0, 0], [0, 0, 5]], [[5, 5, 5, 5]]),
+    ],
+)
+@pytest.mark.parametrize("made", [list, lambda row: np.array(row, np.int64)])
+def test_padding_may_hold_what_the_token_beside_it_does(rows, right, left, flat, made):
+    held = [made(row) for row in rows]
+    for side, told in (("right", right), ("left", left)):
+        assert padding.pad_rows("routed_experts", held, width=3, side=side, fill="last", whole=True).tolist() == told
+    assert flatten_rows("routed_experts", held, width=4, fill="last").tolist() == flat
+
+
+def test_a_batch_has_at_most_so_many_places(monkeypatch):
+    for module in (arrays, padding):
+        monkeypatch.setattr(module, "MOST_PLACES", 3)
+    assert pad_rows("x", [[1]], width=3).shape == (1, 3)
+    with pytest.raises(CollateError, match="4 places"):
+        pad_rows("x", [[1]], width=4)
+
+
 # --- refusals
 
 
@@ -121,8 +144,10 @@ def test_round_up(value, multiple, rounded):
         ("labels", [[1, 2], [[1], [2]]], "row 1: got values of shape [1]"),
         ("x", [[1, 2], [[1], [2]]], "row 1: got values of shape [1]"),
         ("x", [np.zeros((2, 3)), np.zeros((2, 4))], "row 1: got values of shape [4]"),
+        ("x", [np.zeros(2), np.zeros((2, 1))], "row 1: got values of shape [1]"),
         ("x", [[1], ["a", "b"]], "row 1: got <U1 [2] starting ['a', 'b']"),
         ("x", [[[1], [1, 2]], [1]], "row 0: got nested lists of unequal length"),
+        ("labels", [[[1], [1, 2]], [1]], "row 0: got nested lists of unequal length"),
     ],
 )
 @pytest.mark.parametrize("layout", [pad_rows, flatten_rows])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import pickle
 from functools import partial
@@ -137,7 +138,7 @@ def shm_mappings():
 
 def test_whole_numbers_take_the_bytes_they_need():
     ids = torch.arange(1000)
-    whole = {2000: ids, 1000: ids % 128, 4000: ids + 2**15, 8000: ids + 2**31}
+    whole = {2000: ids, 1000: ids % 128, 4000: ids + 2**15, 8000: ids + 2**31, 24: (ids[:20] - 128).short()}
     others = {2000: ids.int(), 4000: torch.zeros(1000), 1000: ids > 3, 2008: torch.ones(1004, dtype=torch.bfloat16)}
     for byte_size, tensor in (*whole.items(), *others.items()):
         _, (_, _, buffer) = transport._pack(Shipment(x=tensor))
@@ -154,10 +155,32 @@ def test_a_long_batch_takes_one_storage_and_a_long_mask_its_own():
     assert buffer.nbytes() == 9 * INLINE_BYTES
     assert [place[0] for place in places] == ["ids", "labels", "keep"]
     assert rest["mask"].numel() == INLINE_BYTES + 1
+    assert rest["mask"].is_shared()
+    for short in ({"mask": mask}, {"keep": mask[1:]}):
+        assert type(transport._pack(Shipment(short))[1][2]) is bytes
     small = transport._pack(Shipment(ids=ids[:9], mask=mask))[1][2]
     assert isinstance(small, torch.UntypedStorage), "a message beside a long mask"
     shared = ids.clone().share_memory_()
     assert transport._pack(Shipment(ids=shared))[1][0]["ids"] is shared, "copied, though it lies in shared memory"
+
+
+def test_without_shared_memory_all_of_a_batch_goes_in_the_message(monkeypatch):
+    def full(*_):
+        raise RuntimeError("no space left")
+
+    said = []
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
+    monkeypatch.setattr(transport.debug, "say", lambda *told, level: said.append((*told, level)))
+    batch = {"ids": torch.arange(INLINE_BYTES) + 2**33, "keep": torch.arange(2 * INLINE_BYTES) > 3}
+    for sent in (batch, {"labels": torch.arange(INLINE_BYTES)}):
+        rest, places, buffer = transport._pack(Shipment(sent))[1]
+        assert type(buffer) is bytes
+        assert [place[0] for place in places] == [*sent]
+        assert all(torch.equal(value, sent[key]) for key, value in transport._unpack(rest, places, buffer).items())
+        assert "no space left" in said[-1][1]
+        assert said.pop()[2] == logging.WARNING
+    assert len(said) == 2
 
 
 def test_outside_a_worker_the_batch_is_itself():

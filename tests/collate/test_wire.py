@@ -9,7 +9,7 @@ from hypothesis import given
 
 from collate_npu import CollateError, Segments
 from collate_npu.collate import Layout
-from collate_npu.collate.wire import Emitter
+from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.forms import offsets_of
@@ -33,7 +33,7 @@ def test_modes_without_a_consumer(attention):
     exact = none_is_exact(segments, pattern)
     masked = dense(segments, polarity="masked", pattern=pattern)
     for mode in MODES:
-        batch = {"input_ids": segments.ids}
+        batch = {"input_ids": segments.ids, "segment_ids": segments.ids}  # which come last, where they are needed
         if mode == "none" and not exact:
             with pytest.raises(UnsupportedFormError, match="attention_mask='none' was asked for"):
                 finished(batch, segments, attention_mask=mode, pattern=pattern)
@@ -79,6 +79,16 @@ def test_offsets_come_together():
     assert out["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert out["seq_lens"].tolist() == [3, 2]
     assert out["max_length_q"] == out["max_length_k"] == 3
+
+
+@pytest.mark.parametrize(
+    ("told", "longest"), [({}, 4), ({"max_length_q": 8, "max_length_k": None}, 8), ({"max_seqlen": torch.tensor(8)}, 8)]
+)
+def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
+    batch = {"cu_seqlens_padded": torch.tensor([0, 4, 8]), **told}
+    out = with_offsets(batch, Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]]))
+    assert out["cu_seq_lens_q"].tolist() == [0, 4, 8]
+    assert out["max_length_q"] == out["max_length_k"] == longest
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -124,7 +124,9 @@ def test_a_flat_row_of_one_sample_and_one_with_offsets_and_no_positions():
         return batch | {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
 
     assert wrap_collator(flat)(samples(4))["cu_seq_lens_q"].tolist() == [0, 4]
-    assert wrap_collator(inner)(samples(3, 5))["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    for told in (samples(3, 5), [{"text": "a"}]):
+        wrapped = wrap_collator(lambda _: inner(samples(3, 5)))
+        assert wrapped(told)["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
 
 
 def test_ones_beside_the_positions_of_a_flat_row():
@@ -206,7 +208,9 @@ def test_padding_free_flattens_every_key_of_tokens():
 
     def inner(features):
         batch = packing("attention_mask")(features)
-        return batch | {"loss_scale": batch["input_ids"] / 2, "position_ids": positions, "score": torch.tensor([1.0, 2.0])}
+        experts = batch["input_ids"][..., None].repeat(1, 1, 2)
+        more = {"position_ids": positions, "score": torch.tensor([1.0, 2.0]), "routed_experts": experts}
+        return batch | {"loss_scale": batch["input_ids"] / 2} | more
 
     batch = wrap_collator(inner, padding_free=True)(NESTED)
     assert batch["loss_scale"].tolist() == [[n / 2 for n in range(1, 10)]]
@@ -214,6 +218,14 @@ def test_padding_free_flattens_every_key_of_tokens():
     assert batch["position_ids"][1, 0].tolist() == [6, 7, 8, 9, 10, 6, 7, 8, 9]
     assert batch["text_position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
     assert batch["score"].tolist() == [1.0, 2.0]
+    assert batch["routed_experts"].tolist() == [[[n, n] for n in range(1, 10)]]
+
+
+@pytest.mark.parametrize("axes", [(), (2,)])
+def test_padding_free_refuses_what_follows_the_tokens_and_nobody_listed(axes):
+    inner = Inner("2d")
+    with pytest.raises(CollateError, match=r"^mine: "):
+        wrap_collator(lambda rows: inner(rows) | {"mine": torch.ones(2, 5, *axes)}, padding_free=True)(samples(3, 5))
 
 
 def test_a_flat_row_without_the_padding_of_its_sample():
@@ -262,6 +274,25 @@ def test_arguments_reach_the_inner_collator():
     assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_second_rows_of_a_batch_get_no_keys_that_are_for_the_first(side):
+    inner = Inner("2d", side=side)
+    wrapped = wrap_collator(lambda rows: inner(rows) | {"KL_input_ids": torch.ones(2, 5)}, consumer="transformers")
+    if side == "right":
+        assert "position_ids" not in wrapped(samples(3, 5))
+    else:
+        with pytest.raises(UnsupportedFormError, match=r"^KL_input_ids: (.|\n)*position_ids"):
+            wrapped(samples(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"), [([1, 2], "test_wrapping.py"), ({"x": torch.ones(1, 2)}, "^input_ids: got a batch of x")]
+)
+def test_what_is_no_batch_of_tokens_is_refused(batch, told):
+    with pytest.raises(CollateError, match=told):
+        wrap_collator(lambda _: batch)(samples(2))
+
+
 # --- flat rows with padding behind each sample
 
 ALIGNED = {
@@ -283,6 +314,25 @@ def test_padding_behind_each_sample_is_padding_whatever_its_id(rows, told):
     assert segments_from_batch(out) == segments_from_batch(inner(features))
     if len(rows) > 1 or told != "physical offsets alone":  # there one row's padding is a tail, as anywhere
         assert out["cu_seq_lens_q"].tolist() == [4 * n for n in range(len(rows) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "offsets", "found"),
+    [
+        ([[1], [0]], [1, 0, 0, 0, 0, 0, 0, 0], [0, 2, 4, 6, 8], [1, 0, 2, 0, 0, 0, 0, 0]),  # two more, for equal shapes
+        ([[1], [0]], [1, 0, 0, 0], [0, 4], [1, 2, 0, 0]),  # the row is one sequence for the kernel, the samples are two
+        ([[1], [5]], [1, 0, 0, 0, 5, 0], [0, 4, 8], None),  # of a longer row
+        ([[1], [5]], [1, 0, 0, 0, 6, 0], [0, 4, 6], [1, 1, 1, 1, 2, 2]),  # of other samples
+    ],
+)
+def test_offsets_place_the_samples_that_stand_there(rows, ids, offsets, found):
+    wrapped = wrap_collator(lambda _: {"input_ids": torch.tensor([ids]), "cu_seq_lens_q": torch.tensor(offsets)})
+    features = [{"input_ids": row} for row in rows]
+    if found:
+        assert segments_from_batch(wrapped(features)).ids.tolist() == [found]
+    else:
+        with pytest.raises(CollateError):
+            wrapped(features)
 
 
 # --- labels
@@ -359,9 +409,13 @@ def test_who_learns_its_first_label(labels, learns):
     assert wrapping._begins({"labels": labels}) == learns
 
 
-def test_a_polarity_that_is_none_is_refused_before_any_batch():
-    with pytest.raises(CollateError, match="polarity"):
-        wrap_collator(PaddingCollator(pad_token_id=0), polarity="keeps")
+@pytest.mark.parametrize(
+    ("inner", "settings", "told"),
+    [(flat, {"polarity": "keeps"}, "polarity"), (flat, {"padding_free": "yes"}, "padding_free"), (Inner, {}, "inner")],
+)
+def test_settings_that_mean_nothing_are_refused_before_any_batch(inner, settings, told):
+    with pytest.raises(CollateError, match=f"^{told}: "):
+        wrap_collator(inner, **settings)
 
 
 @pytest.mark.models
@@ -384,7 +438,7 @@ def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too(
     assert positions("right") is None
 
 
-@pytest.mark.parametrize("offsets", [[0, 8], [0, 3, 9], [0, 5, 8]])
+@pytest.mark.parametrize("offsets", [[0, 8], [0, 3, 9], [0, 3, 8], [0, 5, 8]])
 def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     """Offsets that do not place the samples, and tokens that do not stand in their order: what the row says counts."""
 
@@ -397,6 +451,8 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     else:
         with pytest.raises(CollateError):
             wrap_collator(turned)(samples(3, 5))
+    one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
+    assert one(samples(3, 5))["seq_lens"].tolist() == [8]
 
 
 @pytest.mark.parametrize(

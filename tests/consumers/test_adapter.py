@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
+from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments, debug
 from collate_npu.consumers import adapter as home
-from collate_npu.consumers.consumer import consumers
+from collate_npu.consumers.consumer import Model, consumers
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels import check
 from collate_npu.masks import dense
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -22,6 +23,8 @@ LEFT = Segments.from_lengths([3, 5], side="left")
 FLAT = Segments.from_lengths([[3, 5]])
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 DENSE = SimpleNamespace(layer_types=["full_attention"])
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 4}
+MADE = ("position_ids", "attention_mask", "attention_mask_2d")
 
 
 def batch_of(segments, **keys):
@@ -83,6 +86,52 @@ def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
         megatron(config, polarity="masked")(window)
 
 
+def test_labels_of_a_decoder_tell_nothing_of_these_tokens():
+    batch = batch_of(LEFT, attention_mask_2d=LEFT.keep, labels=torch.tensor([[7, 7, -100, -100, -100], [7] * 5]))
+    adapter = megatron(DENSE)
+    with pytest.raises(CollateError, match="all on padding"):
+        adapter(batch)
+    adapter.labels = "decoder"
+    assert adapter(batch)["labels"] is batch["labels"]
+
+
+def test_only_who_adapts_the_model_leaves_out_a_2d_mask_that_others_may_read():
+    adapter = BatchAdapter(DENSE, consumer="transformers")
+    adapter.model = Model(config=DENSE, needs_mask_2d=False, pattern="causal")
+    assert adapter.route(RIGHT).form == "keep_2d"
+    adapter.at_model = True
+    assert adapter.route(RIGHT).form == "none"
+
+
+def test_what_is_made_is_where_the_batch_is():
+    out = megatron(HYBRID).render(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
+    assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}
+    there = megatron(HYBRID, device="meta")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
+    assert {key for key, value in there.items() if value.is_meta} == {"input_ids", *MADE}
+    assert megatron(HYBRID).masks(RIGHT).keys() == {"attention_mask", "attention_mask_2d"}
+    assert megatron(DENSE).masks(LEFT, "meta").keys() == {"attention_mask"}
+
+
+@pytest.mark.parametrize("cp", [None, ContextParallel(1, 0)])
+def test_positions_are_made_on_the_device_unless_ranks_compare_them(monkeypatch, cp):
+    asked, made = [], home.positions_for
+    monkeypatch.setattr(home, "positions_for", lambda *given: asked.append(given[-1]) or made(*given))
+    megatron(DENSE, device="meta", context_parallel=cp)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
+    assert asked == [torch.device("meta") if cp is None else None]
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_calls_of_kernels_are_said_of_flat_rows_on_recurrent_layers(monkeypatch, on, padding_free, model):
+    said = []
+    monkeypatch.setattr(debug, "ON", on)
+    monkeypatch.setattr(check, "say_batch", lambda *given: said.append(given[0]))
+    batch = batch_of(FLAT, cu_seqlens=FLAT.cu_seqlens) if padding_free else batch_of(RIGHT, attention_mask_2d=RIGHT.keep)
+    megatron(model, padding_free=padding_free)(batch)
+    assert bool(said) == (on and padding_free and model is HYBRID)
+
+
 # --- context parallelism
 
 
@@ -120,6 +169,14 @@ def test_every_consumer_gets_its_own_tokens_of_the_2d_mask_unless_the_whole_row_
     assert torch.equal(own["attention_mask_2d"], segments.keep[:, 2:6])
     whole = BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(2, 1, mask_2d="global"))(batch)
     assert torch.equal(whole["attention_mask_2d"], segments.keep)
+
+
+def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens_rows():
+    flat = Segments.from_lengths([[4, 8]])
+    cp = ContextParallel(2, 1, layout="document_zigzag")
+    adapter = BatchAdapter(DENSE, consumer="transformers", padding_free=True, context_parallel=cp)
+    out = adapter(batch_of(flat, cu_seqlens=flat.cu_seqlens))
+    assert torch.equal(out["attention_mask"], dense(flat)[:, :, [1, 2, 6, 7, 8, 9]])
 
 
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
@@ -174,6 +231,13 @@ def test_the_model_must_be_told_where_it_matters():
             with pytest.raises(CollateError, match="Pass model=, model_type= or needs_mask_2d="):
                 BatchAdapter(consumer=consumer)
             BatchAdapter(consumer=consumer, padding_free=True)
+    for named in ({}, {"model": HYBRID}, {"model": HYBRID, "model_type": "mine"}):
+        with pytest.raises(CollateError, match="Pass consumer="):
+            BatchAdapter(**named, needs_mask_2d=True)
+    assert BatchAdapter(model_type="mine", needs_mask_2d=True).consumer.name == "megatron"
+    for wrong in ({"model": 5}, {"polarity": "white"}):
+        with pytest.raises(CollateError, match=f"^{next(iter(wrong))}: got"):
+            megatron(**wrong, needs_mask_2d=True)
     out = megatron(torch.nn.Module(), needs_mask_2d=True)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
     assert out["attention_mask_2d"].any()
 
@@ -189,6 +253,7 @@ def test_an_argument_namespace():
     kernels = ((local, "megatron"), (enum, "megatron"), (fused, "transformer_engine"), ({}, "megatron"))
     for given, consumer in (*kernels, ({"attention_backend": "flash"}, "transformer_engine")):
         assert BatchAdapter.from_args(SimpleNamespace(padding_free=False, **given), model=HYBRID).consumer.name == consumer
+    assert not BatchAdapter.from_args(SimpleNamespace(), model=HYBRID).padding_free
     config = SimpleNamespace(model_type="mine", layer_types=["linear_attention"])
     told = SimpleNamespace(padding_free=False, model_info=SimpleNamespace(config=config))
     assert BatchAdapter.from_args(told).model.needs_mask_2d is True
@@ -200,19 +265,20 @@ def test_an_argument_namespace():
 
 
 @pytest.mark.parametrize(
-    ("said", "layout"),
+    ("said", "layout", "shared"),
     [
-        ({}, "zigzag"),
-        ({"cp_partition_mode": "contiguous"}, "contiguous"),
-        ({"context_parallel_algo": "megatron_cp_algo"}, "zigzag"),
-        ({"context_parallel_algo": "ulysses_cp_algo"}, "ulysses"),
+        ({}, "zigzag", 1),
+        ({"cp_partition_mode": "contiguous", "sequence_parallel": True}, "contiguous", 1),
+        ({"context_parallel_algo": "megatron_cp_algo", **TENSOR_PARALLEL}, "zigzag", 1),
+        ({"context_parallel_algo": "ulysses_cp_algo", **TENSOR_PARALLEL, "sequence_parallel": True}, "ulysses", 4),
     ],
 )
-def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, layout):
+def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, layout, shared):
     made = lambda **settings: ContextParallel(2, 0, **settings)  # noqa: E731
     monkeypatch.setattr(ContextParallel, "from_megatron", made)
     args = SimpleNamespace(padding_free=False, context_parallel_size=2, **said)
-    assert BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel.layout == layout
+    cp = BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel
+    assert (cp.layout, cp.tensor_parallel) == (layout, shared)
 
 
 def test_packed_rows_of_a_model_that_nobody_named_are_refused():
@@ -237,6 +303,35 @@ def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
     assert out["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
     assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 3, 8]
     assert out["max_length_q"] == 5
+    assert "cu_seqlens" not in out
+    model.model_type = "kimi_linear"
+    kimi = BatchAdapter(model, consumer="transformers", padding_free=True)(batch)
+    assert kimi["cu_seqlens"].tolist() == [0, 3, 8]
+    assert kimi["cu_seqlens"] is not kimi["cu_seq_lens_q"]
+
+
+def test_offsets_that_kernels_know_otherwise_go_no_further():
+    one, told = Segments.from_lengths([[8]]), {"cu_seq_lens_q", "seq_idx"}
+    for segments, unread, left in ((FLAT, "scan", told), (one, "scan", set()), (one, "", told)):
+        adapter = BatchAdapter(HYBRID, consumer="transformers", padding_free=True)
+        adapter.model = Model(config=HYBRID, needs_mask_2d=False, model_type="mine", boundaries_unread=unread)
+        offsets = segments.cu_seqlens
+        numbers = {"seq_idx": segments.ids - 1, "seq_lens": offsets.diff()[None], "qkv_format": "thd"}
+        out = adapter(batch_of(segments, cu_seq_lens_q=offsets, cu_seqlens=offsets.clone(), **numbers))
+        assert out.keys() & {"cu_seq_lens_q", "cu_seqlens", *numbers} == left
+        out = adapter(batch_of(segments, cu_seqlens=offsets))
+        assert out.keys() & {"cu_seqlens"} == ({"cu_seqlens"} if left else set())
+
+
+def test_positions_that_tell_sequences_are_looked_at_without_a_cache():
+    config = SimpleNamespace(model_type="mixtral", output_router_logits=True)
+    adapter = BatchAdapter(config, consumer="transformers", padding_free=True)
+    batch = batch_of(FLAT, position_ids=FLAT.position_ids)
+    out = adapter(batch)
+    assert (out["use_cache"], out["attention_mask"]) == (False, None)
+    assert "use_cache" not in adapter.render(batch_of(RIGHT), RIGHT, padding_free=False)
+    with pytest.raises(UnsupportedFormError, match="router"):
+        adapter.render(batch | {"position_ids": FLAT.position_ids * 2}, FLAT)
 
 
 @pytest.mark.parametrize("width", [4, 5])

@@ -1,12 +1,13 @@
 """Consumers: the table is whole, every route is the one its source says, and configs tell who needs the 2D mask."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from collate_npu import Pattern, Segments, needs_mask_2d, releases
+from collate_npu import ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
 from collate_npu.consumers import consumer as room, transformers as transformers_room
 from collate_npu.consumers.consumer import Model, consumers
 from collate_npu.consumers.models import family_needs_mask_2d, layer_masks, text_config
@@ -32,6 +33,7 @@ def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
 PACKED = Segments.from_lengths([[3, 2], [5]])
+FLAT, ONE, HOLE = Segments.from_lengths([[3, 5]]), Segments.from_lengths([[8]]), Segments([[1, 0, 1]])
 SLIDING = Pattern.sliding(2)
 
 
@@ -40,7 +42,119 @@ def case_of(segments, pattern="causal", config=None, **model):
     return room.Case(segments=segments, model=known, pattern=Pattern.of(pattern))
 
 
+def varied(case, settings, model):
+    return replace(case, **settings, model=replace(case.model, **model))
+
+
+LEARNS = SimpleNamespace(output_router_logits=True)
+BOTH, ONE_RANK = ["sliding_attention", "full_attention"], ContextParallel(1, 0)
+INDEXER = {"index_topk": 4, "index_n_heads": 2}
+SPARSE = {"attention_type": "block_sparse", "num_random_blocks": 1, "block_size": 1}
+
+
 # --- single rules of transformers, where a route takes the first of several
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "none"),
+    [
+        *(({"keys": keys}, {}, True) for keys in ((), ("input_ids",))),
+        *(({"keys": (key,)}, {}, False) for key in ("past_key_values", "cache_params", "state", "pixel_values")),
+        *((settings, {}, False) for settings in ({"at_model": False}, {"padding_free": True}, {"segments": LEFT})),
+        *(({}, {"attn_implementation": kernel}, kernel == "flex_attention") for kernel in ("eager", "flex_attention")),
+        *(({}, model, False) for model in ({"looks_ahead": ("types",)}, {"config": LEARNS}, {"pattern": None})),
+    ],
+)
+def test_a_2d_mask_gives_way_to_none_only_where_nobody_reads_it(settings, model, none):
+    case = varied(case_of(RIGHT), {"at_model": True, **settings}, model)
+    assert bool(transformers_room._by_kernel(case)) == none
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
+    monkeypatch.setattr(debug, "ON", on)
+    for kernel, faster in (("sdpa", on), ("eager", False)):
+        why = transformers_room._by_2d(case_of(RIGHT, attn_implementation=kernel))
+        assert ("adapt(model)" in why) == faster
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "told"),
+    [
+        ({}, {}, True),
+        *((settings, {}, False) for settings in ({"padding_free": False}, {"restarts": False}, {"segments": ONE})),
+        *((settings, {}, False) for settings in ({"segments": Segments([[1, 2, 0]])}, {"pattern": SLIDING})),
+        *((settings, {}, False) for settings in ({"context_parallel": ONE_RANK}, {"keys": ["past_key_values"]})),
+        *(({}, {"attn_implementation": kernel}, kernel == "eager") for kernel in ("eager", "flex_attention")),
+        *(({}, model, False) for model in ({"model_type": "gpt_oss"}, {"config": None})),
+    ],
+)
+def test_positions_alone_tell_sequences_only_where_all_else_allows_it(monkeypatch, settings, model, told):
+    case = varied(case_of(FLAT, config=LEARNS, model_type="mixtral"), {"padding_free": True, **settings}, model)
+    assert transformers_room._by_positions(case) == told
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.5.0")
+    assert not transformers_room._by_positions(case)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths", "depends"),
+    [
+        *((INDEXER, lengths, lengths == [5, 6]) for lengths in ([5, 6], [3, 5], [4, 6], [6, 6])),
+        *((SPARSE, lengths, lengths == [6, 8]) for lengths in ([6, 8], [6, 7], [8, 8])),
+    ],
+)
+def test_the_width_matters_to_sequences_that_are_long_and_not_the_longest(fields, lengths, depends):
+    case = case_of(Segments.from_lengths(lengths), config=SimpleNamespace(**fields))
+    assert bool(transformers_room._width(case)) == depends
+
+
+@pytest.mark.parametrize(("longest", "clash"), [(4, False), (5, True)])
+def test_rotary_frequencies_of_the_longest_clash_with_those_of_others(longest, clash):
+    rope = SimpleNamespace(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})
+    segments = Segments.from_lengths([3, longest])
+    assert form("transformers", segments, config=rope) == ("refused" if clash else "keep_2d")
+    assert form("transformers", segments, config=SimpleNamespace()) == "keep_2d"
+
+
+@pytest.mark.parametrize(
+    ("segments", "kernel", "lost"),
+    [(PACKED, "flex_attention", True), (RIGHT, "flex_attention", False), (PACKED, "sdpa", False)],
+)
+def test_a_block_mask_drops_windows_of_packed_rows(segments, kernel, lost):
+    config = SimpleNamespace(sliding_window=2, layer_types=BOTH)
+    assert bool(transformers_room._lost_window(case_of(segments, config=config, attn_implementation=kernel))) == lost
+
+
+def test_packed_rows_are_refused_to_models_that_mix_tokens_or_build_their_own_masks():
+    why = lambda segments, fields, **model: transformers_room._unplaced(case_of(segments, config=fields, **model))  # noqa: E731
+    fourier, plain = SimpleNamespace(model_type="fnet"), SimpleNamespace()
+    assert "Fourier" in why(PACKED, fourier)
+    assert "its own masks" in why(PACKED, plain, reads_dense=False)
+    assert why(RIGHT, fourier) == why(PACKED, plain) == ""
+    assert transformers_room._unplaced(varied(case_of(PACKED), {}, {"config": None, "reads_dense": False})) == ""
+
+
+@pytest.mark.parametrize(("by", "key"), [("images", "pixel_values"), ("types", "token_type_ids")])
+def test_a_dense_mask_would_replace_the_sight_of_an_image(by, key):
+    for segments, keys, model, refused in (
+        (PACKED, (key,), (by,), True),
+        (PACKED, (), (by,), False),
+        (PACKED, (key,), (), False),
+        (RIGHT, (key,), (by,), False),
+    ):
+        case = replace(case_of(segments, looks_ahead=model), keys=keys)
+        assert bool(transformers_room._looks_ahead(case)) == refused
+
+
+def test_a_window_is_made_of_a_2d_mask_where_every_layer_has_it():
+    for layers, said in ((BOTH[:1], True), (BOTH, False)):
+        case = case_of(LEFT, SLIDING, config=SimpleNamespace(sliding_window=2, layer_types=layers))
+        assert bool(transformers_room._by_2d(case)) == said
+
+
+def test_a_pooler_beside_answers_for_every_token_takes_packed_rows():
+    for head, refused in (("pooler", False), ("first", True), ("last", True)):
+        assert bool(transformers_room._pooled(case_of(PACKED, pooling=head))) == refused
 
 
 def test_the_lowest_float64_is_no_number_to_eager_attention_where_a_row_begins_with_padding():
@@ -60,6 +174,24 @@ def test_padding_leaks_where_there_is_some():
     fourier = {"config": SimpleNamespace(model_type="fnet"), "model_type": "fnet"}
     for segments, leaks in ((LEFT, True), (Segments.from_lengths([4, 4]), False)):
         assert bool(transformers_room._leak(case_of(segments, **fourier))) == leaks
+    for recurrent in (False, True):
+        assert bool(transformers_room._leak(varied(case_of(HOLE), {}, {"needs_mask_2d": recurrent}))) == recurrent
+        assert form("megatron", HOLE, needs_2d=recurrent) == ("refused" if recurrent else "masked")
+    assert form("megatron", HOLE, needs_2d=True, padding_free=True) == "none"
+
+
+def test_a_flat_row_may_carry_state_where_nobody_said():
+    for padding_free in (False, True):
+        assert [
+            room.Case(segments=FLAT, model=Model(needs_mask_2d=needs), padding_free=padding_free).recurrent
+            for needs in (None, False, True)
+        ] == [padding_free, False, True]
+
+
+@pytest.mark.parametrize("fields", [None, {}, {"_attn_implementation": "eager"}])
+def test_a_kernel_is_said_where_the_config_names_it(fields):
+    model = Model(config=None if fields is None else SimpleNamespace(**fields), attn_implementation="eager")
+    assert ("eager" in model.said) == bool(fields)
 
 
 def test_a_2d_mask_says_nothing_of_packed_rows():
@@ -79,6 +211,12 @@ def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
     assert all(form.reads for form in consumer.forms)
     assert all(refusal.of and refusal.remedy for refusal in consumer.refuses)
     assert ".py" in consumer.source or "generate_mask" in consumer.source
+
+
+@pytest.mark.parametrize("name", ["nobody", 5, ["megatron"]])
+def test_a_name_that_no_consumer_has(name):
+    with pytest.raises(CollateError, match="Known are"):
+        room.consumer_named(name)
 
 
 def form(consumer, segments, **settings):

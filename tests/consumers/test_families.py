@@ -3,12 +3,13 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from collate_npu import Segments
+from collate_npu import Segments, releases
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.families import READ_BY, RUNS_ON, also_told, why_state_runs_on
 from collate_npu.consumers.recurrent_kernels import kernel_calls
@@ -63,7 +64,24 @@ def test_what_is_said():
     assert why_state_runs_on(flat("minimax")).startswith("in minimax, MiniMaxLightningAttention is plain torch")
     assert why_state_runs_on(flat("of_tomorrow")) == "in of_tomorrow, of which nothing is known here"
     assert why_state_runs_on(flat("")) == "nobody said which model it is"
-    assert "is plain torch" not in why_state_runs_on(flat("kimi_linear", boundaries_unread=""))
+    by_layer = flat("qwen4_exp_text", config=SimpleNamespace(ple_layer_ids=[0]), boundaries_unread="")
+    assert "ple_layer_ids" in why_state_runs_on(by_layer)
     assert [also_told(flat(name)) for name in ("kimi_linear", "bailing_hybrid", "qwen3_next")] == [("cu_seqlens",)] * 2 + [
         ()
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "unread", "why"),
+    [
+        *(("5.18.1", unread, "before transformers 5.19") for unread in ("a kernel", None)),
+        *((version, "", "") for version in ("5.18.1", "5.19.0", "5.20.0")),
+        *((version, "a kernel", "a kernel") for version in ("5.19.0", "5.20.0")),
+        ("5.19.0", None, "before 5.20"),
+        ("5.20.0", None, ""),
+    ],
+)
+def test_what_a_model_was_asked_counts_where_the_release_lets_it_see(monkeypatch, version, unread, why):
+    monkeypatch.setitem(releases._FOUND, "transformers", version)
+    said = why_state_runs_on(flat("kimi_linear", config=SimpleNamespace(), boundaries_unread=unread))
+    assert said.startswith(why) if why else said == ""

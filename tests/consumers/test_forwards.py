@@ -7,7 +7,8 @@ from torch import nn
 
 from collate_npu import CollateError
 from collate_npu.consumers import forwards
-from collate_npu.consumers.forwards import first_position, position_rule, reads_dense_mask
+from collate_npu.consumers.consumer import Model
+from collate_npu.consumers.forwards import first_position, label_rule, looks_ahead, pooling, position_rule, reads_dense_mask
 
 pytest.importorskip("transformers")
 Base = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils", "main_input_name": "input_ids"})
@@ -33,7 +34,7 @@ def model(outer, inner=None, **config):
     made = outer()
     if inner is not None:
         made.model = inner()
-    made.config = SimpleNamespace(model_type="mine", pad_token_id=7, **config)
+    made.config = SimpleNamespace(**{"model_type": "mine", "pad_token_id": 7} | config)
     return made
 
 
@@ -72,11 +73,13 @@ def test_the_modeling_file_tells_how_positions_are_counted(text, rule, first, so
     source(text)
     assert position_rule(model(Reads)) == rule
     assert first_position(model(Reads)) == first
+    assert first_position(model(Reads, model_type="mpnet")) == 2
 
 
 def test_a_dense_mask_is_read_by_those_that_build_theirs_with_the_common_code(source):
     source("from ...masking_utils import create_causal_mask")
     assert reads_dense_mask(model(Reads))
+    assert not reads_dense_mask(model(Reads, model_type="bloom"))
     source("attention_mask.unsqueeze(1)")
     assert not reads_dense_mask(model(Reads))
 
@@ -84,3 +87,57 @@ def test_a_dense_mask_is_read_by_those_that_build_theirs_with_the_common_code(so
 def test_a_config_that_no_class_of_transformers_reads_asks_for_the_model():
     with pytest.raises(CollateError, match="Pass the model itself"):
         position_rule(SimpleNamespace(model_type="mine"))
+
+
+@pytest.mark.parametrize(
+    ("text", "by"),
+    [
+        ("", ()),
+        *((told, ("images",)) for told in ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids")),
+        ("torch.where(token_type_ids ==", ("types",)),
+        ("token_type_ids[:, None, None, :]", ("images", "types")),
+    ],
+)
+def test_masks_that_look_ahead_are_told_by_images_or_types(text, by, source):
+    source(text)
+    assert tuple(each for each in ("images", "types") if looks_ahead(model(Reads), each)) == by
+    assert Model.of(model(Reads), needs_2d=False).looks_ahead == by
+
+
+def test_a_module_of_transformers_is_asked_all_of_it_and_a_stranger_nothing(source):
+    source("masking_utils position_ids.shape[0] == 4")
+    made = model(Reads)
+    made.is_causal = True
+    read = Model.of(made, needs_2d=True)
+    assert (read.positions, read.reads_dense, read.pattern) == ("axes", True, "causal")
+    assert "no function that is known" in read.boundaries_unread
+    assert Model.of(made, needs_2d=False).boundaries_unread is None
+    source("")
+    assert not Model.of(made, needs_2d=False).reads_dense
+    stranger = nn.Linear(1, 1)
+    assert "not transformers'" in Model.of(stranger, needs_2d=True).boundaries_unread
+    assert Model.of(stranger, needs_2d=False) == Model(config=stranger, needs_mask_2d=False, dtype=stranger.weight.dtype)
+
+
+def test_labels_of_a_config_that_says_nothing_of_two_sides_are_no_decoders():
+    assert label_rule(model(Reads)) is None
+    assert label_rule(model(Reads, is_encoder_decoder=True)) == "decoder"
+
+
+class Pools(Base):
+    def forward(self, input_ids=None):
+        self.pooled = input_ids[:, 0]
+
+
+class PoolsImages(Base):
+    def forward(self, pixel_values=None):
+        self.pooled = pixel_values[:, 0]
+
+
+class PoolsElsewhere(nn.Module):
+    forward = Pools.forward
+
+
+def test_only_parts_of_transformers_that_read_ids_pool_tokens():
+    found = {inner: pooling(model(PassesOn, inner)) for inner in (Pools, PoolsImages, PoolsElsewhere, Reads)}
+    assert found == {Pools: "pooler", PoolsImages: "", PoolsElsewhere: "", Reads: ""}

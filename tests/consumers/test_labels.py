@@ -25,11 +25,36 @@ def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
     ids = IDS[: segments.ids.numel()].view(segments.shape)
     own = handed_over(segments, {"labels": ids.clone()})["labels"]
     assert torch.equal(own, ignore_first_labels(ids, segments))
-    strange = torch.full_like(ids, 7)
+    strange = torch.zeros_like(ids)
     assert torch.equal(handed_over(segments, {"labels": strange})["labels"], strange.masked_fill(~segments.keep, -100))
-    assert torch.equal(
-        handed_over(segments, {"labels": strange}, labels_shifted=False)["labels"], ignore_first_labels(strange, segments)
-    )
+    for told in ({"labels_shifted": False}, {"consumer": "transformers"}):  # whose models move them themselves
+        own = handed_over(segments, {"labels": strange}, **told)["labels"]
+        assert torch.equal(own, ignore_first_labels(strange, segments))
+    for weights in (torch.ones(segments.shape), torch.ones(3)):
+        found = handed_over(segments, {"labels": strange, "loss_mask": weights})["loss_mask"]
+        assert torch.equal(found, segments.keep.float() if weights.ndim > 1 else weights)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_one_label_at_either_end_of_a_sequence_tells_and_0_is_a_token(place):
+    ids = torch.tensor([[0, 6, 0, 7, 8, 8]])
+    labels = torch.full_like(ids, -100)
+    labels[0, [place, 4]] = ids[0, [place, 4]]
+    found = handed_over(Segments.from_lengths([[4, 2]]), {"input_ids": ids, "labels": labels})["labels"]
+    assert found[0, 4] == -100
+
+
+def test_without_tokens_the_last_label_of_a_sequence_before_another_is_taken_for_its_first_token():
+    labels = torch.full(PACKED.shape, 7)
+    found = handed_over(PACKED, {"shift_labels": labels, "tokens": IDS[:12].view(2, 6)})["shift_labels"]
+    assert found.tolist() == [[7, 7, -100, 7, 7, -100], [7, 7, 7, 7, -100, -100]]
+
+
+def test_labels_that_are_moved_already_stay_so_on_a_transformers_model():
+    labels = torch.tensor([[21, 22, 99, 24, 99, 0]])
+    segments = Segments.from_lengths([[3, 2]], width=6)
+    found = handed_over(segments, {"labels": labels}, consumer="transformers", labels_shifted=True)["labels"]
+    assert found.tolist() == [[21, 22, 99, 24, 99, -100]]
 
 
 def test_the_last_label_of_a_sequence_tells_too():
@@ -54,7 +79,7 @@ def moved(segments, ids, end):
     return labels
 
 
-@pytest.mark.parametrize("key", ["labels", "shift_labels"])
+@pytest.mark.parametrize("key", ["labels", "shift_labels", "shifted_labels"])
 @pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
 def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples_own_end_is_not(segments, key):
     ids = IDS[: segments.ids.numel()].view(segments.shape)

@@ -39,6 +39,12 @@ def test_each_reason_belongs_to_its_places(fields, right, left, holes):
         assert (expected in why) if expected else why == ""
 
 
+@pytest.mark.parametrize(("longest", "cut"), [(8, False), (9, True)])
+def test_a_hole_cuts_a_window_short_where_a_row_is_longer(longest, cut):
+    fields = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    assert bool(why_padding_leaks(config(**fields), "holes", longest=longest)) == cut
+
+
 @pytest.mark.parametrize(("release", "leaks_there"), [("4.57.1", True), ("5.0.0", False), ("5.23.0", False)])
 def test_a_fault_that_a_release_mended_is_looked_up_by_release(release, leaks_there, monkeypatch):
     monkeypatch.setitem(releases._FOUND, "transformers", release)
@@ -50,7 +56,8 @@ def test_a_fault_that_a_release_mended_is_looked_up_by_release(release, leaks_th
     [
         ({}, None),
         ({"index_topk": 2048, "index_n_heads": 32}, None),
-        ({"index_topk": 2048, "index_n_heads": 4}, 2048),
+        ({"index_topk": 2048, "index_n_heads": 8}, None),
+        ({"index_topk": 2048, "index_n_heads": 7}, 2048),
         ({"index_topk": 512, "index_n_heads": 4, "compress_rates": {"compressed_sparse_attention": 4}}, 2048),
         ({"index_n_heads": 2, "index_topk_blocks": 16}, None),
     ],
@@ -105,6 +112,6 @@ def test_absolute_positions_leak_only_where_none_can_be_given(rule, leaks_there,
 
 
 def test_block_sparse_attention_is_full_up_to_a_width():
-    sizes = {"num_random_blocks": 1, "block_size": 4}
-    assert sparse_from(config(attention_type="block_sparse", **sizes)) == 28
+    sizes = {"num_random_blocks": 3, "block_size": 4}
+    assert sparse_from(config(attention_type="block_sparse", **sizes)) == 44
     assert sparse_from(config(attention_type="original_full", **sizes)) is sparse_from(config()) is None

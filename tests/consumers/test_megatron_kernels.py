@@ -4,6 +4,7 @@
 attention of TransformerEngineNPU, whose own file could not be read: there is the mode of a compressed triangle, 2, assumed.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from collate_npu import BatchAdapter, Segments
 from collate_npu.consumers import megatron
 from collate_npu.consumers.consumer import Case, Model, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args
+from collate_npu.consumers.megatron import kernel_of, kernel_of_args, refuse_unread_padding
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle
 from collate_npu.masks import dense
@@ -118,3 +119,17 @@ def test_packages_tell_whose_attention_it_is(install, names, flash, here):
     assert kernel_of(model_of("DotProductAttention")) == "megatron"
     if "mindspeed" not in names:
         assert kernel_of(model_of("TEDotProductAttention")) == flash
+
+
+@pytest.mark.parametrize(
+    ("segments", "kernel", "recurrent", "refused"),
+    [
+        (RIGHT, "transformer_engine", True, False),
+        (LEFT, "megatron", False, False),
+        (LEFT, "megatron", True, True),
+        (LEFT, "transformer_engine", False, True),
+    ],
+)
+def test_padding_that_nothing_reads_is_refused(segments, kernel, recurrent, refused):
+    with pytest.raises(UnsupportedFormError) if refused else nullcontext():
+        refuse_unread_padding(segments, kernel, recurrent=recurrent)

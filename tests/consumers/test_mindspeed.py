@@ -148,6 +148,10 @@ def test_flat_rows(te, kind):
 def test_context_parallelism_takes_no_mask(te):
     """0.16.0: ring_context_parallel.py:474-497 in mode 3, general get_batch_utils.py:180-203."""
     assert mindspeed.kernel_of_settings(settings_of(cp=2), te=te) == "mindspeed"
+    for alone in (SimpleNamespace(attention_mask_type="general"), settings_of("general", cp=None)):
+        assert mindspeed.kernel_of_settings(alone, te="own") == "mindspeed_dense"
+    with pytest.raises(UnsupportedFormError, match="context_parallel_algo: got kvallgather"):
+        mindspeed.layout_of_settings(SimpleNamespace(context_parallel_algo="kvallgather_cp_algo"))
     with pytest.raises(UnsupportedFormError, match="Set attention_mask_type=causal"):
         mindspeed.kernel_of_settings(settings_of("general", cp=2), te=te)
     with pytest.raises(UnsupportedFormError, match="Leave context_parallel out"):
@@ -158,14 +162,14 @@ def test_context_parallelism_takes_no_mask(te):
 @pytest.mark.parametrize("consumer", ["mindspeed", "mindspeed_dense"])
 def test_a_window_that_is_dropped_is_refused(consumer):
     model = Model(config=SimpleNamespace(window_size=(3, 0)), needs_mask_2d=False)
-    wide = Model(config=SimpleNamespace(window_size=(-1, 0)), needs_mask_2d=False)
+    wide = [Model(config=SimpleNamespace(window_size=size), needs_mask_2d=False) for size in ((-1, 0), (), None, 1)]
     route = consumer_named(consumer).route
     with pytest.raises(UnsupportedFormError, match=r"drops Megatron's window_size .* \(3, 0\)"):
         route(Case(segments=Segments.from_lengths([5]), model=model))
     assert route(Case(segments=Segments.from_lengths([4]), model=model))
     with pytest.raises(UnsupportedFormError, match=r"\(0, 0\)"):
         route(Case(segments=RIGHT, model=Model(config=SimpleNamespace(window_size=(0, 0)), needs_mask_2d=False)))
-    assert route(Case(segments=RIGHT, model=wide))
+    assert all(route(Case(segments=RIGHT, model=each)) for each in wide)
     sliding = Case(segments=RIGHT, model=model, pattern=Pattern.sliding(4))
     assert consumer_named("mindspeed_dense").route(sliding).form == "masked"
 

@@ -1,5 +1,6 @@
 """What a config or a module tells, on stand-ins: who reads its batches, what is inside a wrapper, which windows it has."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,8 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu.consumers.models import attention_windows, config_of, consumer_of, pattern_of, unwrap, windows
-from collate_npu.errors import UnsupportedFormError
+from collate_npu.consumers.models import (
+    attention_windows,
+    config_of,
+    consumer_of,
+    has_two_sides,
+    is_compiled,
+    is_encoder,
+    needs_mask_2d,
+    pattern_of,
+    unwrap,
+    windows,
+)  # fmt: skip
+from collate_npu.errors import CollateError, UnsupportedFormError
 
 
 def class_of(package, name, *bases):
@@ -77,6 +89,7 @@ def config(**fields):
 
 
 SLIDING = ["full_attention", "sliding_attention"]
+FLASH = (({}, None), ({"_attn_implementation": "sdpa"}, None), ({"_attn_implementation": "flash_attention_2"}, 8))
 
 
 @pytest.mark.parametrize(
@@ -85,13 +98,15 @@ SLIDING = ["full_attention", "sliding_attention"]
         (config(), {"": None}),
         (config(sliding_window=8), {"": 8}),  # mistral
         (config(sliding_window=8, use_sliding_window=False), {"": None}),  # qwen3_moe
-        (config(sliding_window=None), {"": None}),
+        *((config(sliding_window=none), {"": None}) for none in (None, 0, -1)),
+        (config(sliding_window=1), {"": 1}),
         (config(layer_types=["full_attention"], sliding_window=8), {"full_attention": None}),  # dots1
         (config(layer_types=SLIDING, sliding_window=8), {"full_attention": None, "sliding_attention": 8}),
         (config(layer_types=["chunked_attention"], attention_chunk_size=16), {"chunked_attention": 16}),
         (config(layer_types=["sliding_attention"], local_attention=128), {"sliding_attention": 64}),  # modernbert
         (config(layer_types=["linear_attention", "sliding_attention"], attention_window_size=9), {"sliding_attention": 9}),
         (config(text_config=config(sliding_window=8)), {"": 8}),
+        *((config(model_type="moshi", sliding_window=8, **on), {"": size}) for on, size in FLASH),
     ],
 )
 def test_windows_are_those_of_the_layers_that_use_them(given, expected):
@@ -126,3 +141,51 @@ def test_a_pattern_is_told_only_where_every_layer_says_the_same(flags, said):
         model.add_module(f"layer{number}", layer)
     assert pattern_of(model) == said
     assert pattern_of(Wrapper(model)) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (config(model_type="bert"), True),
+        (config(model_type="llama"), False),
+        (config(), False),
+        *((config(model_type="bert", **{name: True}), False) for name in ("is_decoder", "is_encoder_decoder", "causal")),
+    ],
+)
+def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(given, expected):
+    pytest.importorskip("transformers")
+    assert is_encoder(given) == expected
+
+
+def test_without_transformers_nothing_is_known_to_be_an_encoder(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+    assert not is_encoder(config(model_type="bert"))
+
+
+@pytest.mark.parametrize("wrong", [5, None, ["layer"]])
+def test_what_is_no_model_has_no_layers(wrong):
+    with pytest.raises(CollateError, match="model: got"):
+        needs_mask_2d(wrong)
+
+
+def test_a_name_that_no_registry_has_is_refused_with_the_nearest():
+    pytest.importorskip("transformers")
+    with pytest.raises(CollateError, match=r"'qwen3_nex'.*qwen3_next"):
+        needs_mask_2d("qwen3_nex")
+
+
+@pytest.mark.parametrize(
+    ("inner", "said", "expected"), [("encoder", True, True), ("encoder", False, False), ("layers", True, False)]
+)
+def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said, expected):
+    model = nn.Module()
+    model.config, model.model = config(is_encoder_decoder=said), nn.ModuleDict({inner: nn.Module()})
+    assert has_two_sides(model) == expected
+    del model.config.is_encoder_decoder
+    assert not has_two_sides(model)
+
+
+def test_a_module_of_which_a_part_is_compiled():
+    plain, inside, in_place = nn.Linear(1, 1), nn.Sequential(torch.compile(nn.Linear(1, 1))), nn.Linear(1, 1)
+    in_place.compile()
+    assert [is_compiled(model) for model in (plain, inside, nn.Sequential(in_place))] == [False, True, True]

@@ -45,6 +45,8 @@ def test_a_block_mask_made_there_goes_along():
 def test_positions_made_on_a_device_are_those_of_the_host(lengths, side):
     segments = Segments.from_lengths(lengths, 7, side)
     assert torch.equal(positions_on(segments, CPU), segments.position_ids)
+    assert positions_on(segments, torch.device("meta")).is_meta
+    assert not positions_on(segments, None).is_meta
     packed = Segments.from_lengths([[2, 3], [4]])
     assert torch.equal(positions_on(packed, CPU), packed.position_ids)
     holes = Segments.from_keep([[True, False, True]])

@@ -7,7 +7,7 @@ import torch
 
 from collate_npu import Segments
 from collate_npu.consumers.consumer import Case, Model, consumer_named
-from collate_npu.consumers.positions import positions_for
+from collate_npu.consumers.positions import kind_of, positions_for, restart
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks.sources import Sources
 
@@ -37,7 +37,7 @@ def test_a_model_of_several_axes_makes_them_where_it_can():
     assert torch.equal(given(BY_AXES, PACKED, {"position_ids": own}), torch.cat([PACKED.position_ids[None], own]))
     assert torch.equal(given(BY_AXES, PACKED, {"position_ids": four}), four)
     flat = torch.tensor([[0, 1, 2, 0, 9]])
-    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": flat})[1:], flat.expand(3, 1, 5))
+    assert torch.equal(given(BY_AXES, PACKED, {"position_ids": flat}), torch.stack([PACKED.position_ids, flat, flat, flat]))
     with pytest.raises(UnsupportedFormError, match="Where images stand"):
         given(BY_AXES, PACKED, IMAGE)
 
@@ -51,7 +51,25 @@ def test_axes_that_are_given_stay(counted):
 
 def test_a_model_that_counts_from_two_is_given_them_so():
     model = Model(config=SimpleNamespace(), positions="places", first_position=2, needs_mask_2d=False)
-    assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}), LEFT.position_ids + 2)
+    for counted in (False, True):
+        assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}, counted), LEFT.position_ids + 2)
+    own = {"position_ids": torch.full((2, 4), 7), "text_position_ids": LEFT.position_ids}
+    assert given(model, LEFT, own, counted=True) is own["position_ids"]
+
+
+def test_positions_that_are_right_stay_with_what_they_say_of_padding():
+    model, right = Model(config=SimpleNamespace(), needs_mask_2d=False), LEFT.position_ids.masked_fill(~LEFT.keep, 1)
+    assert given(model, LEFT, {"position_ids": right}) is right
+
+
+@pytest.mark.parametrize("start", range(-3, 5))
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_positions_count_and_from_where(start, first):
+    begins, places = start in (0, first), torch.arange(4)[None]
+    assert kind_of(LEFT.position_ids + start, LEFT, first) == ("derived" if start == 0 else "own")
+    assert kind_of(RIGHT.position_ids + start, RIGHT, first) == ("derived" if start == 0 else "own")
+    assert kind_of(places + start, LEFT, first) == ("places" if begins else "own")
+    assert kind_of(places[:, :3] + start, LEFT, first) == kind_of((places + start).expand(3, 2, 4), LEFT, first) == "own"
 
 
 def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
@@ -61,3 +79,15 @@ def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
     assert given(BY_IDS, RIGHT, strange).tolist() == [[2, 3, 1, 1], [2, 3, 4, 5]]
     own = {"input_ids": torch.tensor([[5, 1, 5, 5, 5]])}  # its padding id among the tokens
     assert given(BY_IDS, PACKED, own).tolist() == [[2, 1, 3, 2, 3]]
+
+
+def test_whether_positions_begin_again_with_each_sequence_and_there_alone():
+    two = Segments.from_lengths([[3, 2], [1, 4]])
+    for segments in (PACKED, WHOLE, two):
+        text = segments.position_ids
+        for positions in (text, text + 7, torch.stack([text, 0 * text, 5 * text])):
+            assert restart(positions, segments)
+            assert not restart(positions, Segments.from_lengths([[1, 4]] * len(segments.ids)))
+        assert not restart(2 * text, segments)
+    assert not restart(LEFT.position_ids, LEFT)
+    assert not restart(None, PACKED)

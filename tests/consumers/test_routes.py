@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Segments, debug
-from collate_npu.consumers.routes import cheapest_said, say_batch, shape_said
+from collate_npu.consumers.routes import bytes_said, cheapest_said, cost_said, say_batch, shape_said
 
 
 @pytest.fixture
@@ -46,6 +46,15 @@ def test_the_cheapest_form_and_what_others_take(segments, said):
     assert cheapest_said(segments).startswith(said)
 
 
+@pytest.mark.parametrize(("form", "size"), [("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72)])
+def test_what_a_mask_takes(form, size):
+    assert cost_said(form, Segments.from_lengths([1, 3])) == f"{size} bytes"
+
+
+def test_sizes_are_said_in_bytes_up_to_a_mebibyte():
+    assert [bytes_said(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
+
+
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
     segments = Segments.from_lengths([1, 3])
     for cp in (None, ContextParallel(2, 0), ContextParallel(2, 1)):
@@ -57,6 +66,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     assert sum("context parallelism: none" in text for text in said.values()) == 3
     for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
+    assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
 
 
 @pytest.mark.parametrize(

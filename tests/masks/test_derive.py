@@ -4,6 +4,7 @@ The exhaustive proof that nothing is read wrong is law 2, in test_laws.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense
+from collate_npu.masks.find import segments_from_batch
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -49,6 +51,13 @@ def test_a_key_is_real_if_any_head_uses_it():
 def test_biases_of_keys_need_no_declaration():
     assert derive_segments(additive(LEFT.keep, -torch.inf)) == LEFT
     assert derive_segments(additive(LEFT.keep[:, None, None], -1e4)) == LEFT
+
+
+def test_keys_of_two_tokens_and_queries_of_one():
+    two, one = Segments([[1, 0], [1, 1]]), Segments([[1], [0]])
+    assert derive_segments(two.keep[:, None, None], polarity="keep") == two
+    for matrix in (one.keep, torch.ones(2, 1, 1, 1, dtype=torch.bool)):  # a real query alone says what it attends
+        assert derive_segments(matrix, keep=one.keep) == one
 
 
 def test_two_dims_are_keys_unless_the_batch_is_another_size():
@@ -94,7 +103,8 @@ def test_the_compressed_triangle_beside_a_truth_is_an_ordinary_one():
 def test_a_causal_mask_without_padding_agrees_with_padding_on_the_right():
     """No real token attends what the 2D mask calls padding, so both compute the same."""
     causal = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-    assert derive_segments(causal, keep=RIGHT.keep) == RIGHT
+    for written in (causal, causal[:, 0], causal[:1], causal[0], causal[0, 0]):
+        assert derive_segments(written, keep=RIGHT.keep) == RIGHT
     with pytest.raises(CollateError, match="row 0"):
         derive_segments(causal, keep=LEFT.keep)
 
@@ -117,6 +127,10 @@ BOTH = (
     "attention_mask: got bool [2, 1, 4, 4]. Both readings are possible: as 'keep' it is Segments(B=2, S=4, "
     "lengths=[4, 4], padding='none'); as 'masked' it is Segments(B=2, S=4, lengths=[0, 0], padding='right'). "
 )
+ROW = Segments.from_lengths([4])
+FILLED = torch.tensor([[True] * 3, [False] * 3, [True] * 3])
+FIRST = torch.tensor([[True, False, False]] * 3)  # one token, or two that attend both ways
+JUNK = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]])
 SHARD = (
     "attention_mask: got float32 [2, 1, 3, 6]. 3 query rows and 6 keys: a context-parallel shard, or a KV cache. "
     "Derive from the whole mask, before the split; self-attention has as many rows as keys."
@@ -133,7 +147,17 @@ SHARD = (
         (dense(RIGHT), {"polarity": "masked"}, AmbiguousMaskError, "row 0: got as 'masked'"),
         (torch.tensor([[1, 2, 0]]), {"polarity": "masked"}, PolarityError, "packing ids"),
         (torch.ones(2, 1, 3, 6), {}, AmbiguousMaskError, SHARD),
+        (torch.ones(2, 3, 6), {}, AmbiguousMaskError, "3 query rows and 6 keys"),
         (torch.ones(6), {}, UnsupportedFormError, "float32 [6]"),
+        (RIGHT.keep, {"keep": torch.ones(5)}, UnsupportedFormError, "float32 [5]"),
+        (RIGHT.keep, {"batch_size": 2.0}, CollateError, "batch_size: got 2.0"),
+        (FIRST[None], {"pattern": "causal"}, PolarityError, "as 'masked' it is bidirectional"),
+        (FILLED[None], {}, PolarityError, "as 'keep' it is ambiguous too"),
+        (torch.stack([FILLED, FIRST]), {"pattern": "causal"}, AmbiguousMaskError, "last rows that see everything"),
+        (dense(RIGHT, pattern="bidirectional"), {"pattern": "causal"}, AmbiguousMaskError, "pattern='bidirectional'"),
+        (dense(RIGHT, pattern=Pattern.sliding(2)), {"pattern": "causal"}, AmbiguousMaskError, "pattern=Pattern.sliding(2)"),
+        (torch.eye(3)[None], {"pattern": Pattern.chunked(2)}, AmbiguousMaskError, "pattern=Pattern.sliding(1)"),
+        (dense(ROW, pattern=Pattern.prefix(2))[0, 0], {"pattern": Pattern.prefix([2])}, AmbiguousMaskError, "or one square"),
         (torch.ones(1, 1, 1, 4, 4), {}, UnsupportedFormError, "[B,H,S,S]"),
         (dense(RIGHT), {"batch_size": 3}, CollateError, "The batch has 3 rows"),
         (RIGHT.keep, {"batch_size": 3}, CollateError, "The batch has 3 rows"),
@@ -141,6 +165,7 @@ SHARD = (
         (torch.ones(2048, 2048, dtype=torch.uint8).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(1, 1, 2048, 2048).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(3072, 2048, dtype=torch.bool).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
+        (torch.full((1, 1, 2048, 2048), -1e4).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
     ],
 )
 def test_refusals(attention_mask, settings, error, told):
@@ -150,15 +175,25 @@ def test_refusals(attention_mask, settings, error, told):
     assert told in str(raised.value)
 
 
+def test_only_without_a_truth_beside_a_mask_is_it_a_remedy_to_pass_one():
+    batch = {"input_ids": torch.ones(1, 4), "segment_ids": [[1, 1, 1, 1]], "attention_mask": JUNK}
+    beside = partial(derive_segments, JUNK, keep=torch.ones(1, 4)), partial(segments_from_batch, batch)
+    for ask in (partial(derive_segments, JUNK), *beside):
+        with pytest.raises(AmbiguousMaskError) as raised:
+            ask()
+        assert ("pass keep=" in str(raised.value)) == (ask not in beside)
+
+
 def test_another_square_of_2048_is_derived():
     segments = Segments.from_lengths([2000], 2048)
     assert derive_segments(dense(segments)) == segments
     assert derive_segments(dense(segments)[0, 0], batch_size=1) == segments
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (0, 1, 4, 4), (2, 1, 0, 0)])
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 1, 4, 4), (2, 1, 0, 0), (2, 0, 0)])
 def test_masks_of_nothing_hold_no_token(shape):
-    assert derive_segments(torch.zeros(shape)).num_tokens == 0
+    assert derive_segments(torch.zeros(shape)).shape == (shape[0], shape[-1])
+    assert derive_segments(torch.zeros(0, 0), batch_size=2).shape == (2, 0)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (3, 4), (3, 1, 4, 4), (2, 1, 4, 5), (2, 1, 5, 4)])
@@ -170,6 +205,8 @@ def test_a_mask_that_does_not_fit_its_keep_mask_is_refused_by_its_shape(shape):
 def test_packing_ids_beside_a_keep_mask():
     ids = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 0, 0]])
     assert derive_segments(ids, keep=ids != 0).ids.tolist() == ids.tolist()
+    square = torch.tensor([[1, 2, 2], [1, 1, 2], [1, 1, 1]])  # 1 is a triangle, were it a matrix
+    assert derive_segments(square) == Segments(square)
 
 
 @pytest.mark.parametrize("blocked", [False, True])

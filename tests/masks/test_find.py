@@ -79,6 +79,7 @@ TAIL = Segments.from_lengths([[3, 2]], 8)
 WHOLE, ROW = Segments.from_lengths([5, 5]), Segments.from_lengths([8])
 KEEP = {"attention_mask_2d": LEFT.keep}
 LEFT_BIAS = torch.where(LEFT.keep, 0.0, torch.finfo(torch.float32).min)
+LEFT_ROWS, ODD = LEFT.keep[:, None, None], Segments.from_lengths([1, 2, 3])
 HEADS = torch.cat([dense(LEFT), dense(LEFT, pattern=Pattern.sliding(2))], 1)
 ALIBI = dense(LEFT, polarity="bias") + -0.5 * (torch.arange(5)[:, None] - torch.arange(5)).abs()
 ALL_TRUE = {"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}
@@ -91,7 +92,7 @@ LONG = Segments.from_lengths([100, 128], side="left")
 AXES = torch.stack([torch.tensor([[0, 1, 2, 0, 1]]), *[torch.full((1, 5), 7)] * 3])
 PARTED, TWO = Segments([[1, 1, 1, 2, 2]]), {"segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 2]])}
 SEVEN = {"attention_mask_2d": ones(1, 7)}
-SHIFTED = {"labels": torch.tensor([[-100] * 3 + [9, -100], [-100] * 5])}  # 9 predicts the token of a row of one
+SHIFTED = {"labels": torch.tensor([[-100] * 3 + [0, -100], [0] * 5])}  # the first 0 predicts the token of a row of one
 ALONE = Segments.from_lengths([1, 5], side="left")
 ELSEWHERE = restarting([0, 1, 0, 1, 2, 0, 1])
 COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was lost counts on too
@@ -126,6 +127,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((1, 8), COUNTED, {"padding_free": True}, ROW),
         ((1, 5), {"segment_ids": PARTED.ids, "cu_seqlens": torch.tensor([0, 3, 5])}, {}, PARTED),
         ((1, 5), {"segment_ids": PARTED.ids, "cu_seqlens": torch.tensor([0, 2, 5])}, {}, "disagrees with segment_ids"),
+        ((2, 5), KEEP, {"padding_free": True}, "2 rows"),
         # polarity, declared or not
         ((2, 5), MASKED, {"polarity": "masked"}, LEFT),
         ((2, 5), MASKED, {"polarity": "keep"}, ""),
@@ -138,6 +140,20 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((2, 5), {"attention_mask": LEFT.keep, **KEEP}, {"polarity": "masked"}, "disagrees with the other mask"),
         ((2, 5), {"attention_mask": LEFT_BIAS}, {"polarity": "bias"}, LEFT),
         ((2, 5), {"attention_mask": LEFT_BIAS}, {}, LEFT),
+        ((2, 5), {"attention_mask": LEFT_BIAS, **KEEP}, {}, LEFT),
+        (
+            (2, 5),
+            {"attention_mask": LEFT_BIAS, **restarting([0, 0, 0, 1, 2], [0, 1, 0, 1, 2])},
+            {},
+            Segments([[0, 0, 1, 1, 1], [1, 1, 2, 2, 2]]),
+        ),
+        ((2, 5), {**ZEROS, "segment_ids": ones(2, 5) - 1}, {}, Segments(ones(2, 5) - 1)),
+        # as many rows as tokens, and one mask for all rows
+        ((3, 3), {"attention_mask": ODD.keep.float()}, {}, ODD),
+        ((3, 3), {"attention_mask": dense(ODD, polarity="bias")[2, 0]}, {}, "or one square mask"),
+        ((2, 5), {"attention_mask": dense(WHOLE)[0, 0]}, {}, WHOLE),
+        ((1, 5), {"attention_mask": dense(WHOLE)[:1]}, {}, Segments.from_lengths([5])),
+        ((2, 1), {"attention_mask": torch.ones(2, 1, 1, 1).bool()}, {"polarity": "keep"}, Segments(ones(2, 1))),
         ((2, 5), {"attention_mask_2d": LEFT_BIAS}, {}, "It is additive"),
         # masks by head, with values, by kind of layer, by a predicate
         ((2, 5), {"attention_mask": HEADS}, {}, "not the same for every head"),
@@ -145,6 +161,8 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((2, 5), {"attention_mask": ALIBI}, {}, "adds values where it attends"),
         ((2, 5), {"attention_mask": ALIBI, **KEEP}, {}, "adds values where it attends"),
         ((2, 5), {"attention_mask": dense(LEFT).expand(2, 3, 5, 5)}, {}, LEFT),
+        ((2, 5), {"attention_mask": dense(LEFT)[:, 0]}, {}, LEFT),
+        ((2, 5), {"attention_mask": LEFT_ROWS.expand(2, 3, 1, 5)}, {"polarity": "keep", "pattern": "causal"}, LEFT),
         ((2, 5), {"attention_mask": MAPPING}, {}, LEFT),
         ((2, 5), {"attention_mask": {**MAPPING, "linear_attention": LEFT.keep.flip(1)}}, {}, "row 0: "),
         ((2, 128), {"attention_mask": block_mask(LONG)}, {}, LONG),
@@ -158,6 +176,19 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((2, 4), {"attention_mask": dense(EQUAL)}, {}, "attends itself"),
         ((2, 4), {"attention_mask": dense(EQUAL), "position_ids": EQUAL.position_ids}, {}, EQUAL),
         ((1, 4), {"attention_mask": dense(ONE), "cu_seqlens": torch.tensor([0, 2, 4])}, {}, ONE),
+        ((2, 5), {**ALL_TRUE, "position_ids": torch.arange(5)[None]}, {"pattern": "bidirectional"}, "Both readings"),
+        (
+            (1, 5),
+            {"attention_mask": torch.tensor([[[[1, 1, 1, 1, 0]]]]), "segment_ids": torch.tensor([[1, 1, 2, 2, 0]])},
+            {"polarity": "keep", "pattern": "causal"},
+            Segments([[1, 1, 2, 2, 0]]),
+        ),
+        (
+            (1, 4),
+            {"attention_mask": dense(Segments([[1, 0, 1, 1]]), pattern="bidirectional")},
+            {"polarity": "keep"},
+            "mask of bidirectional",
+        ),
         # masks turned around, which segment_ids may say is right
         ((2, 5), {"attention_mask_2d": ALONE.keep, **SHIFTED}, {}, "carry segment_ids"),
         ((2, 5), {"attention_mask_2d": ALONE.keep, "segment_ids": ALONE.ids, **SHIFTED}, {}, ALONE),
@@ -182,6 +213,7 @@ def test_a_predicate_of_more_scores_than_memory_has_is_refused():
 def test_tokens_may_be_embeddings_or_megatrons():
     for key, shape in (("inputs_embeds", (2, 5, 3)), ("tokens", (2, 5))):
         assert segments_from_batch({key: torch.zeros(shape), "attention_mask_2d": LEFT.keep}) == LEFT
+        assert segments_from_batch({key: torch.zeros(shape), "attention_mask": dense(WHOLE)}) == WHOLE
     with pytest.raises(CollateError, match="keys labels"):
         segments_from_batch({"labels": torch.zeros(2, 5)})
 
@@ -272,8 +304,9 @@ def test_one_row_turned_around_is_found_among_rows_that_are_right():
     """A label on the last token of the others says nothing of it; nor does one where another row is empty."""
     labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
     keep = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    with pytest.raises(CollateError, match="row 1: got 2 labels, all on padding"):
-        segments_from_batch({"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels, "attention_mask_2d": keep})
+    for key in ("attention_mask", "attention_mask_2d"):
+        with pytest.raises(CollateError, match=rf"^{key}: 1 bad row\.\s+row 1: got 2 labels, all on padding"):
+            segments_from_batch({"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels, key: keep})
     keep[1] = False
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels.where(keep, -100), "attention_mask_2d": keep}
     with pytest.raises(CollateError, match="row 1: got no real token"):
@@ -324,24 +357,25 @@ def test_two_sources_that_differ_raise_whichever_they_are(data):
 
 
 TRIANGLE = dense(Segments.from_lengths([6, 6]))
-LOOKS_PADDED = torch.tensor([[9, 9, 9, 1, 2, 3], [4, 5, 6, 7, 8, 1]])
+LOOKS_PADDED = torch.tensor([[0, 0, 9, 1, 2, 3], [4, 5, 6, 7, 8, 1]])
 
 
 @pytest.mark.parametrize("turn", [False, True], ids=["begins", "ends"])
-@pytest.mark.parametrize("labels", [None, "ids", "ignored"])
+@pytest.mark.parametrize("labels", [None, "ids", "ignored", "classes"])
 def test_a_triangle_over_rows_that_look_padded_is_refused_unless_they_are_learned(turn, labels):
     """By tokens that repeat at an end without a label; the id of padding is asked nowhere."""
     ids = LOOKS_PADDED.flip(1) if turn else LOOKS_PADDED
     batch = {"input_ids": ids, "attention_mask": TRIANGLE}
-    batch |= {} if labels is None else {"labels": ids.clone() if labels == "ids" else ids.masked_fill(ids == 9, -100)}
+    told = {"ids": ids.clone(), "ignored": ids.masked_fill(ids == 0, -100), "classes": torch.tensor([1, 0])}
+    batch |= {} if labels is None else {"labels": told[labels]}
     if labels == "ids":
         assert segments_from_batch(batch) == Segments.from_lengths([6, 6])
     else:
-        with pytest.raises(AmbiguousMaskError, match=r"row 0: got 3 times the token 9 where it (begin|end)s"):
+        with pytest.raises(AmbiguousMaskError, match=r"row 0: got 2 times the token 0 where it (begin|end)s"):
             segments_from_batch(batch)
     real = Segments.from_lengths([6, 6])
     assert segments_from_batch({**batch, "attention_mask_2d": real.keep}) == real
-    told = Segments.from_lengths([3, 6], side="right" if turn else "left")
+    told = Segments.from_lengths([4, 6], side="right" if turn else "left")
     assert segments_from_batch({**batch, "attention_mask": None, "attention_mask_2d": told.keep}) == told
 
 

@@ -12,8 +12,8 @@ from rotation import some
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.masks import block_mask, dense, none_is_exact, varlen
-from collate_npu.masks.forms import EVALUATED_BYTES, mask_mod, open_empty_rows
+from collate_npu.masks import block_mask, dense, forms, none_is_exact, varlen
+from collate_npu.masks.forms import EVALUATED_BYTES, mask_mod, offsets_of, open_empty_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -82,6 +82,19 @@ def test_each_polarity_writes_the_truth_in_every_dtype(attention, dtype, floats)
 # --- refusals
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        *(({"rows": rows}, "rows") for rows in ([-1], [5], [0, 5], [[1]], [0.5], torch.ones(5, dtype=torch.bool))),
+        ({"polarity": "bias", "dtype": torch.int64}, "dtype"),
+        ({"polarity": "both"}, "polarity"),
+    ],
+)
+def test_what_no_dense_form_has_is_refused(settings, key):
+    with pytest.raises(CollateError, match=f"^{key}: "):
+        dense(Segments.from_lengths([3, 5]), **settings)
+
+
 def test_the_byte_limit_counts_what_would_be_built():
     segments = Segments.from_lengths([3, 5])
     assert dense(segments, max_mask_bytes=50).numel() == 50
@@ -113,6 +126,23 @@ def test_block_mask_keeps_what_dense_keeps(attention):
 def test_a_prefix_has_one_length_or_one_for_each_sequence(form):
     with pytest.raises(CollateError, match=r"3 lengths.*holds 2 sequences"):
         form(Segments.from_lengths([3, 5]), pattern=Pattern.prefix([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("segments", "settings", "there"),
+    [
+        (Segments.from_lengths([3, 5], side="left"), {}, True),
+        (Segments.from_lengths([[3, 2]]), {}, False),
+        (Segments.from_lengths([3, 5]), {"rows": [1]}, False),
+        (Segments.from_lengths([3, 5]), {"pattern": "bidirectional"}, False),
+    ],
+)
+def test_plain_causal_masks_alone_are_made_on_their_device(segments, settings, there, monkeypatch):
+    """By whom is asked: the values are compared in consumers/test_moving."""
+    made = torch.empty(0)
+    monkeypatch.setattr(forms, "_triangle_on", lambda *_: made)
+    assert (dense(segments, device="meta", **settings) is made) == there
+    assert dense(segments, **settings) is not made
 
 
 # --- None
@@ -147,6 +177,8 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
 )
 def test_when_none_is_exact(segments, pattern, why):
     verdict = none_is_exact(segments, pattern)
+    with pytest.raises(CollateError, match="segments"):
+        none_is_exact(segments.keep, pattern)
     assert verdict.ok == (why is None)
     assert (why or "padding on the right only") in verdict.why
 
@@ -161,6 +193,22 @@ def test_varlen_lays_out_the_real_tokens_and_a_tail_as_one_more_sequence(segment
     flat = Segments.from_lengths([lengths], sum(lengths) + 2)
     assert varlen(flat, keep_tail=True) == Segments.from_lengths([[*lengths, 2]])
     assert varlen(varlen(segments), keep_tail=True) == varlen(segments)
+    with pytest.raises(UnsupportedFormError):
+        varlen(Segments([[1, 1, 0, 2]]), keep_tail=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "longest", "expected"),
+    [
+        (None, None, {"max_length_k": 3, "seq_idx": [[0, 0, 0, 1, 1, 2, 2, 2]], "seq_lens": [3, 2]}),
+        (None, 5, {"max_length_q": 5, "cu_seq_lens_k": [0, 3, 5, 8]}),
+        ([4, 2, 2], 2, {"max_length_q": 4, "cu_seqlens": [0, 3, 5, 5], "seq_lens": [3, 2, 0]}),
+        ([4, 2, 2], 4, {"max_length_k": 4, "cu_seqlens_padded": [0, 4, 6, 8], "cu_seq_lens_q": [0, 4, 6, 8]}),
+    ],
+)
+def test_offsets_of_a_flat_row(places, longest, expected):
+    told = offsets_of(Segments.from_lengths([[3, 2]], 8), places, longest=longest)
+    assert {key: torch.as_tensor(told[key]).tolist() for key in expected} == expected
 
 
 # --- memory
@@ -192,13 +240,14 @@ def test_a_dense_form_takes_its_own_bytes_and_a_fiftieth_more():
 
 def test_a_block_mask_takes_what_the_limit_counts():
     B, S = WIDE.shape
-    assert peak_bytes(lambda: block_mask(WIDE)) <= EVALUATED_BYTES * B * S * S
+    limit = EVALUATED_BYTES * B * S * S
+    assert peak_bytes(lambda: block_mask(WIDE, max_mask_bytes=limit)) <= limit
     with pytest.raises(UnsupportedFormError):
-        block_mask(WIDE, max_mask_bytes=EVALUATED_BYTES * B * S * S - 1)
+        block_mask(WIDE, max_mask_bytes=limit - 1)
 
 
 def test_a_query_that_sees_no_key_sees_itself_and_no_other_changes():
-    segments = Segments.from_lengths([1, 3, 0], 3, side="left")
+    segments = Segments([[0, 0, 1], [1, 1, 1], [0, 0, 0], [1, 1, 0]])
     before = dense(segments, polarity="masked")
     opened = open_empty_rows(before.clone())
     changed = (opened != before).nonzero().tolist()

@@ -1,6 +1,8 @@
 """Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
 
+import re
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from collate_npu import ContextParallel, Segments
 from collate_npu.parallel import agreement, gather_sequence, ranks_agree, split_batch
-from collate_npu.parallel.agreement import batch_facts, digest
+from collate_npu.parallel.agreement import batch_facts, digest, digest_offsets, turn_of
+from collate_npu.parallel.meeting import RanksApartError
 
 SEGMENTS = Segments.from_lengths([2, 3])
 
@@ -31,6 +34,35 @@ def test_a_dataloader_worker_is_no_rank():
     assert list(DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=_in_a_worker)) == [[1, 2]]
 
 
+@pytest.mark.parametrize(("size", "worker", "asked"), [(2, None, True), (1, None, False), (2, "a worker", False)])
+def test_whoever_shares_a_row_is_asked(monkeypatch, size, worker, asked):
+    def ask(group):
+        raise LookupError
+
+    cp = ContextParallel(size, 0)
+    object.__setattr__(cp, "group", "a group")
+    monkeypatch.setattr(agreement, "mesh_group", ask)
+    monkeypatch.setattr(agreement, "get_worker_info", lambda: worker)
+    with pytest.raises(LookupError) if asked else nullcontext(), ranks_agree(cp):
+        pass
+    with pytest.raises(LookupError) if size > 1 else nullcontext(), turn_of(cp):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("heard", "said"),
+    [
+        ([{"call": "split", "a": "1"}] * 2, None),
+        ([{"a": "1", "b": "2"}, {"a": "3"}], "a 1 on ranks [0], 3 on ranks [1]; b 2 on ranks [0], absent on ranks [1]."),
+        ([{"call": "split", "a": "1"}, {"call": "gather", "a": "2"}], "call split on ranks [0], gather on ranks [1]."),
+        ([{"a": "1"}, {"raised": "ValueError: x"}, {"a": "2"}], "rank 1 raised ValueError: x."),
+    ],
+)
+def test_ranks_that_are_apart_hear_how(heard, said):
+    with pytest.raises(RanksApartError, match=re.escape(f"got {said}")) if said else nullcontext():
+        agreement._check(dict(enumerate(heard)))
+
+
 def test_only_ranks_that_talk_break_a_graph(monkeypatch):
     monkeypatch.setattr(agreement, "_eager", lambda function: lambda *_, **__: "by itself")
     monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
@@ -41,7 +73,12 @@ def test_only_ranks_that_talk_break_a_graph(monkeypatch):
 
 def test_what_is_said_of_a_batch():
     batch = {"input_ids": SEGMENTS.ids.long(), "attention_mask": None, "inputs_embeds": torch.zeros(2, 3, 4)}
-    facts = batch_facts(batch, SEGMENTS)
+    facts = batch_facts(
+        batch | {"max_length_q": 3, "seq_lengths": [[2], [3]], "text": "a", "list": [1], "map": {}}, SEGMENTS
+    )
+    assert facts["max_length_q"] == "3"
+    assert facts["seq_lengths"]() == digest([[2], [3]])
+    assert facts.keys().isdisjoint({"text", "list", "map"})
     assert facts["input_ids"] == "int64 [2, 3]"
     assert facts["attention_mask"] == "None"
     assert facts["segments"] == "[2, 3]"
@@ -93,12 +130,24 @@ def test_where_jagged_rows_end_is_compared():
     assert digest(rows[0]) != digest(rows[1])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 4, 4)])
+def test_masks_by_layer_are_compared_each():
+    facts = batch_facts({"attention_mask": {"full_attention": None, "linear_attention": SEGMENTS.keep}}, SEGMENTS)
+    assert facts["attention_mask['full_attention']"] == "None"
+    assert facts["the values of attention_mask['linear_attention']"]() == digest(SEGMENTS.keep)
+    assert batch_facts({"labels": {"a": SEGMENTS.keep}}, None) == {}
+
+
+def test_offsets_are_the_same_in_whatever_they_stand():
+    assert digest_offsets(None) == "none"
+    assert digest_offsets([0, 3]) == digest_offsets(torch.tensor([0, 3], dtype=torch.int32)) != digest_offsets([0, 4])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 4, 4), (4, 4)])
 def test_a_dense_mask_is_compared_where_nothing_else_tells_the_truth(shape):
     masks = [torch.ones(shape).tril(n).bool() for n in (0, 1)]
     alone, beside = ([told(batch_facts({"attention_mask": each}, s)) for each in masks] for s in (None, SEGMENTS))
     assert alone[0] != alone[1]
-    assert beside[0] == beside[1]
+    assert (beside[0] == beside[1]) is (len(shape) > 2)
 
 
 def test_what_has_no_values_is_not_read():

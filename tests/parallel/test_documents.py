@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments, unpad
+from collate_npu import CollateError, Segments, arrays, unpad
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.keys import KEYS
 from collate_npu.masks import varlen
@@ -33,6 +33,7 @@ def flat_batch(lengths: list[int]) -> dict:
         "input_ids": torch.arange(1, T + 1)[None],
         "labels": torch.arange(1, T + 1)[None],
         "loss_scale": torch.ones(1, T),
+        "token_type_ids": torch.ones(1, T, dtype=torch.int64),
         "position_ids": v.position_ids,
         "attention_mask": None,
         "cu_seq_lens_q": v.cu_seqlens,
@@ -46,7 +47,7 @@ def flat_batch(lengths: list[int]) -> dict:
     }
 
 
-PER_TOKEN = ("input_ids", "labels", "loss_scale", "position_ids", "seq_idx", "reward")
+PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "position_ids", "seq_idx", "reward")
 
 
 @given(cps | st.none(), lengths, multiples)
@@ -58,7 +59,7 @@ def test_nothing_real_moves_padding_is_inert_and_lengths_travel(cp, lengths, mul
     assert all(out[key] is batch[key] for key in ("pixel_values", "text", "attention_mask"))
 
     pads = ~segments.keep
-    for key, fill in {"input_ids": 7, "labels": -100, "loss_scale": 0, "reward": 0}.items():
+    for key, fill in {"input_ids": 7, "labels": -100, "loss_scale": 0, "token_type_ids": 0, "reward": 0}.items():
         assert (out[key][pads] == fill).all()
     assert torch.equal(out["position_ids"], segments.position_ids)  # goes on counting: a reset would be a new document
     sizes = out["cu_seqlens_padded"].diff()
@@ -103,17 +104,30 @@ def test_an_alignment_tail_is_dropped_where_the_segments_tell_it():
     assert segments.lengths == ((3, 2),)
 
 
+@pytest.mark.parametrize(
+    ("ids", "offsets", "real"),
+    [([1, 2, 3, 0, 0, 4, 5, 6], [0, 3, 5, 8], [[1, 1, 1, 0, 0, 2, 2, 2]]), ([1, 2, 3, 4, 5, 6], [0, 0, 3, 3, 6, 6], None)],
+)
+def test_documents_without_a_token_are_left_out(ids, offsets, real):
+    batch = {"input_ids": torch.tensor([ids]), "cu_seqlens": torch.tensor(offsets)}
+    out, _ = pad_documents(batch, multiple=4, segments=real and Segments.from_ids(real))
+    assert out["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]
+    assert [out[key].tolist() for key in ("cu_seqlens", "cu_seqlens_padded")] == [[0, 3, 6], [0, 4, 8]]
+
+
 def test_mrope_positions_and_a_2d_mask():
     batch = {
         "input_ids": torch.tensor([[1, 2, 3]]),
         "position_ids": torch.tensor([[[0, 1, 2]], [[5, 5, 6]]]),
         "attention_mask_2d": torch.ones(1, 3, dtype=torch.bool),
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         "labels": torch.ones(1, 3, 2, dtype=torch.long),
         "cu_seq_lens_q": torch.tensor([0, 3]),
     }
     out, _ = pad_documents(batch, ContextParallel(2, 0, layout="document_zigzag"))
     assert out["position_ids"].tolist() == [[[0, 1, 2, 3]], [[5, 5, 6, 7]]]
     assert out["attention_mask_2d"].tolist() == [[True, True, True, False]]
+    assert out["attention_mask"].tolist() == [[1, 1, 1, 0]]
     assert out["labels"].tolist() == [[[1, 1]] * 3 + [[-100, -100]]]
 
 
@@ -124,7 +138,10 @@ OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
     ("changed", "segments", "error", "words"),
     [
         ({}, None, CollateError, "told apart"),
-        (OFFSETS | {"attention_mask": torch.ones(1, 1, 8, 8)}, None, UnsupportedFormError, "dense mask is not padded"),
+        *(
+            (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "dense mask is not padded")
+            for shape in ((1, 1, 8, 8), (1, 8, 8))
+        ),
         (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "padding stands at its end"),
         (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "one flat row of 8"),
     ],
@@ -132,6 +149,13 @@ OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
 def test_what_cannot_be_padded(changed, segments, error, words):
     with pytest.raises(error, match=words):
         pad_documents({"input_ids": torch.zeros(1, 8)} | changed, ContextParallel(2, 0), segments=segments)
+
+
+def test_documents_are_moved_to_the_places_they_are_given():
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    out, placed = place_documents(batch, Segments.from_lengths([[3, 2]]), [4, 2, 2], keys=with_fills(KEYS, {"pad": 0}))
+    assert out["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 0, 0]]
+    assert placed == Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 
 def test_a_row_without_tokens_is_padding_alone():
@@ -148,7 +172,21 @@ def test_labels_of_whole_samples_stay():
         assert pad_documents(batch, multiple=4)[0]["labels"] is labels
 
 
-@pytest.mark.parametrize("multiple", [0, -1, 1.5, True])
-def test_a_multiple_is_a_whole_number(multiple):
-    with pytest.raises(CollateError, match="multiple"):
-        pad_documents(flat_batch([3]), multiple=multiple)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("multiple", n) for n in (0, -1, 1.5, True)), *(("pad_token_id", n) for n in (1.5, True, -(1 << 63) - 1))],
+)
+def test_a_multiple_and_a_pad_id_are_whole_numbers(name, value):
+    with pytest.raises(CollateError, match=name):
+        pad_documents(flat_batch([3]), **{name: value})
+
+
+def test_padding_may_hold_a_number_below_0():
+    assert pad_documents(flat_batch([3]), multiple=4, pad_token_id=-1)[0]["input_ids"].tolist() == [[1, 2, 3, -1]]
+
+
+def test_more_places_than_a_batch_can_have_are_refused(monkeypatch):
+    monkeypatch.setattr(arrays, "MOST_PLACES", 128)
+    assert pad_documents(flat_batch([3, 2]), multiple=64)[1].shape == (1, 128)
+    with pytest.raises(CollateError, match="multiple: got 130 places"):
+        pad_documents(flat_batch([3, 2]), multiple=65)

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from collate_npu import CollateError
 from collate_npu.parallel import ContextParallel, gather_objects, gloo_group
@@ -133,6 +134,13 @@ def test_data_is_shared_out_over_data_and_context_parallelism(monkeypatch, fake_
     assert asked == [{"with_context_parallel": True}]
     state.model_parallel_is_initialized = lambda: False
     assert data_group() is dist.group.WORLD
+
+
+def test_a_mesh_of_one_dimension_and_of_two(fake_world):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("ring", "cp"))
+    assert ContextParallel.from_mesh(mesh["cp"], layout="contiguous") == ContextParallel(4, 1, layout="contiguous")
+    assert ContextParallel.from_mesh(mesh) == ContextParallel(4, 1, layout="ulysses_ring", ulysses=4)
+    assert ContextParallel.from_mesh(mesh, layout="zigzag", ulysses=1) == ContextParallel(4, 1)
 
 
 def test_a_mesh_of_three_dimensions_is_refused():

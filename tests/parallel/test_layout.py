@@ -1,12 +1,13 @@
 """Laws of the layouts: the ranks' rows are a partition of the row, and each layout is the one its name says."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from collate_npu import CollateError
 from collate_npu.parallel import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
@@ -50,12 +51,14 @@ def by_hand(cp: ContextParallel, S: int, offsets: list[int]) -> list[int]:
 
 
 @given(places())
+@example((ContextParallel(4, 0, layout="ulysses_ring", ulysses=2), 8, [0, 8]))
 def test_rows_are_those_of_the_definition_in_few_runs(case):
     cp, S, offsets = case
     runs = token_runs(S, cp, offsets)
     assert token_rows(S, cp, offsets).tolist() == by_hand(cp, S, offsets)
     assert [n for start, stop in runs for n in range(start, stop)] == by_hand(cp, S, offsets)
     assert all(a[1] != b[0] for a, b in pairwise(runs))
+    assert all(start < stop for start, stop in runs)
     assert cp.documents or len(runs) <= 2
 
 
@@ -113,10 +116,19 @@ def test_widths_that_do_not_divide_are_refused_with_the_width_to_pad_to(case, ex
 def test_documents_that_do_not_divide_are_all_named():
     cp = ContextParallel(2, 0, layout="document_zigzag")
     with pytest.raises(CollateError, match="2 bad rows") as error:
-        token_rows(16, cp, [0, 4, 7, 16])
-    assert "row 1: got 3 tokens" in str(error.value)
+        token_rows(16, cp, [0, 3, 7, 16])
+    assert "row 0: got 3 tokens" in str(error.value)
     assert "row 2: got 9 tokens" in str(error.value)
     assert "multiple of 4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "product"),
+    [({}, "(2 * 2 ranks)"), ({"layout": "contiguous", "tensor_parallel": 2, "block": 2}, "(2 ranks, 2 * 2 tp, 2 * 2 blo")],
+)
+def test_the_multiple_is_told_with_what_makes_it(settings, product):
+    with pytest.raises(CollateError, match=re.escape(product)):
+        token_rows(7, ContextParallel(2, 0, **settings))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
@@ -69,6 +69,7 @@ SERVED = [(scheme, flat) for scheme in SCHEMES for flat in (True, False) if (sch
 
 
 @given(shared_rows(), st.sampled_from(SERVED))
+@example((ContextParallel(2, 0, layout="zigzag"), [8, 8]), ("head_exchange_zigzag", True))
 def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, served):
     (cp, lengths), (scheme, flat) = row, served
     segments = Segments.from_lengths([lengths] if flat else lengths)
@@ -211,6 +212,21 @@ def test_a_row_that_slices_do_not_share_out_has_none():
     for layout in ("zigzag", "document_contiguous"):
         with pytest.raises(UnsupportedFormError, match="Use layout='contiguous'"):
             rank_offsets([0, 4, 8], ContextParallel(2, 0, layout=layout))
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_one_document_is_shared_out_in_slices_by_either_layout(rank):
+    """Empty ones beside it are none."""
+    for offsets in ([0, 8], [0, 0, 8, 8]):
+        found = [rank_offsets(offsets, ContextParallel(2, rank, layout=f"{more}contiguous")) for more in ("", "document_")]
+        assert found == [((0, 4), 4 * rank)] * 2
+        zigzag, row = ContextParallel(2, rank, layout="zigzag"), Segments.from_lengths([[8]])
+        check_recurrent_split(zigzag, "head_exchange_zigzag", row, padding_free=True, offsets=offsets)
+
+
+def test_a_rank_has_no_part_of_offsets_that_are_none():
+    with pytest.raises(CollateError, match="0 first"):
+        rank_offsets([], ContextParallel(2, 0, layout="contiguous"))
 
 
 @pytest.mark.parametrize("rank", range(2))

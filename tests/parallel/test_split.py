@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from test_layout import LAYOUTS, places
 
 from collate_npu import CollateError, Segments
@@ -13,6 +16,7 @@ from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, split_batch, split_tensor, token_rows
+from collate_npu.parallel.agreement import digest_offsets
 from collate_npu.parallel.layout import token_runs
 from collate_npu.parallel.split import take_runs
 
@@ -158,6 +162,8 @@ def test_the_table_is_extended_by_another():
     shard = split_batch(batch, cp, keys=table)
     assert shard["labels"] is batch["labels"]
     assert shard["rope"][:, 0].tolist() == [2, 3, 4, 5]
+    last = split_batch({"input_ids": IDS, "x": IDS}, cp, keys={**KEYS, "x": Key(kind="tokens", dim=2)})
+    assert last["x"].shape == (2, 4)
 
 
 IDS, SQUARE = torch.zeros(2, 8), torch.zeros(8, 8)
@@ -174,7 +180,8 @@ IDS, SQUARE = torch.zeros(2, 8), torch.zeros(8, 8)
             for shape in ((8, 2), (3, 2, 8), (8,))
         ),
         ({"labels": torch.zeros(4)}, None, CollateError, "labels"),
-        ({"position_ids": torch.arange(7)}, None, CollateError, "position_ids"),
+        *(({"position_ids": torch.arange(n)}, None, CollateError, "position_ids") for n in (7, 8)),
+        ({"loss_scale": IDS.to_sparse()}, None, CollateError, "loss_scale: got sparse_coo"),
         ({}, Segments.from_lengths([4, 4]), CollateError, "segments speak of"),
         ({"input_ids": None, "x": IDS}, None, CollateError, "The width is read off"),
     ],
@@ -184,6 +191,17 @@ def test_what_does_not_fit_is_refused(batch, segments, error, words):
         split_batch({"input_ids": IDS} | batch, ContextParallel(2, 0), segments=segments)
 
 
+@pytest.mark.parametrize(("group", "said"), [("a group", "int64 [1, 8]"), (None, None)])
+def test_ranks_of_a_group_say_what_they_split(monkeypatch, group, said):
+    facts: dict = {}
+    monkeypatch.setattr("collate_npu.parallel.split.ranks_agree", lambda cp, call: nullcontext(facts))
+    monkeypatch.setattr("collate_npu.parallel.layout.check_group", lambda *_: None)
+    batch = {"input_ids": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8])}
+    split_batch(batch, ContextParallel(2, 0, group=group))
+    assert facts.get("input_ids") == said
+    assert facts["documents"]() == digest_offsets([0, 8])
+
+
 def test_what_fits_by_its_shape():
     cp, labels = ContextParallel(2, 0), torch.tensor([0, 1])
     assert split_batch({"input_ids": IDS, "x": torch.zeros(2, 8, 3)}, cp)["x"].shape == (2, 4, 3)
@@ -191,6 +209,27 @@ def test_what_fits_by_its_shape():
     assert split_batch({"input_ids": IDS, "labels": labels}, cp)["labels"] is labels
     assert split_batch({"x": IDS}, cp, segments=Segments.from_lengths([4, 8]))["x"].shape == (2, 4)
     assert split_batch({"input_ids": SQUARE, "attention_mask": SQUARE.long()}, cp)["attention_mask"].shape == (8, 4)
+    assert split_batch({"input_ids": IDS, "attention_mask": IDS}, cp)["attention_mask"].shape == (2, 4)
+    assert split_batch({"input_ids": IDS[:1], "position_ids": torch.arange(8)}, cp)["position_ids"].tolist() == [0, 1, 6, 7]
+
+
+@pytest.mark.parametrize(("key", "shape"), [("inputs_embeds", (2, 8, 3)), ("position_ids", (3, 2, 8)), ("labels", (2, 8))])
+def test_rows_and_width_are_read_off_any_key_of_tokens(key, shape):
+    segments = Segments.from_lengths([4, 8])
+    shard = split_batch({key: torch.zeros(shape)}, ContextParallel(2, 0), segments=segments)
+    assert shard[key].shape == tuple(4 if n == 8 else n for n in shape)
+
+
+def test_a_square_of_one_token_is_no_matter():
+    one, two = torch.zeros(1, 1), torch.zeros(2, 2)
+    assert split_batch({"input_ids": one, "attention_mask": one}, ContextParallel(1, 0))["attention_mask"] is one
+    with pytest.raises(AmbiguousMaskError):
+        split_batch({"input_ids": two, "attention_mask": two}, ContextParallel(1, 0))
+
+
+def test_a_sparse_tensor_is_not_split():
+    with pytest.raises(CollateError, match="sparse_coo"):
+        split_tensor(IDS.to_sparse(), ContextParallel(2, 0))
 
 
 def test_a_packed_row_is_not_cut_across_documents():
@@ -200,7 +239,8 @@ def test_a_packed_row_is_not_cut_across_documents():
         with pytest.raises(UnsupportedFormError, match="for_documents"):
             split_batch(batch, cp)
         assert split_batch(batch, cp.for_documents())["input_ids"].shape == (1, 8)
-    assert split_batch(batch, ContextParallel(2, 0, layout="contiguous"))["input_ids"].shape == (1, 8)
+    for whole in (ContextParallel(2, 0, layout="contiguous"), ContextParallel(1, 0)):
+        assert split_batch(batch, whole)["input_ids"].shape == (1, 16 // whole.size)
 
 
 def test_a_packed_row_under_a_dense_mask_is_cut_anywhere():
@@ -246,13 +286,16 @@ def test_shifting_before_the_split_keeps_every_label(case, data):
 # --- the copy
 
 
-@given(places(), st.integers(0, 2))
-def test_take_is_index_select(case, dim):
+@given(places(), st.integers(0, 2), st.integers(1, 2))
+@example((ContextParallel(2, 0), 0, [0, 0]), 1, 2)
+def test_take_is_index_select(case, dim, threads):
     cp, S, offsets = case
     shape = [2, 2, 2]
     shape[dim] = S
     x = torch.randint(0, 100, shape)
-    assert torch.equal(take_runs(x, dim, token_runs(S, cp, offsets)), x.index_select(dim, token_rows(S, cp, offsets)))
+    with mock.patch.object(torch, "get_num_threads", return_value=threads):
+        taken = take_runs(x, dim, token_runs(S, cp, offsets))
+    assert torch.equal(taken, x.index_select(dim, token_rows(S, cp, offsets)))
 
 
 RUNS = [((10, 30),), ((0, 10), (30, 40)), ((0, 10), (20, 30)), ((0, 2), (3, 4), (6, 8))]
@@ -270,6 +313,14 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
     taken.sum().backward()
     ones = torch.zeros(40).index_fill(0, torch.tensor(held), 1)
     assert torch.equal((leaf.grad.t() if transposed else leaf.grad).float(), ones.expand(2, 40))
+
+
+@pytest.mark.parametrize("runs", RUNS, ids=len)
+def test_a_copy_is_contiguous_and_stays_on_its_device(runs):
+    x = torch.arange(80).view(40, 2).t()
+    assert take_runs(x, 1, runs).is_contiguous()
+    there = take_runs(x.contiguous().to("meta"), 1, runs)
+    assert (there.device.type, there.shape) == ("meta", (2, sum(stop - start for start, stop in runs)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
