@@ -196,11 +196,7 @@ def test_rows_are_sorted_and_counted():
 
 def test_of_a_long_text_its_beginning_and_end_are_shown():
     text = "".join(map(str, range(10)))
-    assert [short(text, most) for most in (10, 8, 4)] == [
-        text,
-        "0123 ... 10 characters ... 89",
-        "01 ... 10 characters ... 9",
-    ]
+    assert [short(text, most) for most in (10, 8)] == [text, "0123 ... 10 characters ... 89"]
 
 
 def test_what_arrived():

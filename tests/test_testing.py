@@ -206,10 +206,10 @@ OUTS = {
 @pytest.mark.parametrize("name", ["chunk_kda", "mamba_chunk_scan_combined"])
 def test_the_function_of_a_model_is_run_on_each_sequence(name, out):
     def plain(x, scale, *, gate, weight, **kwargs):
-        return OUTS[out](x.cumsum(1) * scale * gate * weight)
+        return OUTS[out](x.cumsum(1) * scale * gate * weight.sum())
 
-    x, scale = torch.arange(50.0).view(1, 5, 2, 5), torch.ones(1, 1)
-    held = {"gate": torch.arange(5.0).view(1, 5, 1, 1), "weight": torch.ones(1, 5)}
+    x, scale = torch.arange(10.0).view(1, 5, 2), torch.ones(1, 1)
+    held = {"gate": torch.arange(5.0).view(1, 5, 1), "weight": torch.full((1, 5), 0.2)}
     run = testing.kernels._reference(SimpleNamespace(kernel=name, function=plain))
     key, two, one = "cu_seqlens", torch.tensor([0, 2, 5]), torch.tensor([0, 5])
     if "mamba" in name:

@@ -284,10 +284,9 @@ def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple
 
 def _check_width(width: int, cp: ContextParallel) -> None:
     if width % cp.min_multiple:
-        others = ((cp.tensor_parallel, "tp"), (cp.block, "block"))
-        tp, block = (f", {cp.size} * {n} {name}" if n > 1 else "" for n, name in others)
+        rest = "".join(f", {cp.size} * {n} {name}" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")) if n > 1)
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""
-        rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{tp}{block})."
+        rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{rest})."
         to = -(-width // cp.multiple) * cp.multiple
         remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
         raise CollateError(explain("width", f"{width} tokens", rule, remedy, more="shard-width"))
