@@ -127,7 +127,7 @@ BOTH = (
     "attention_mask: got bool [2, 1, 4, 4]. Both readings are possible: as 'keep' it is Segments(B=2, S=4, "
     "lengths=[4, 4], padding='none'); as 'masked' it is Segments(B=2, S=4, lengths=[0, 0], padding='right'). "
 )
-ROW = Segments.from_lengths([4])
+TWO, PREFIX = Segments([[0, 1, 1, 2, 2]]), Pattern.prefix([2, 2])
 FILLED = torch.tensor([[True] * 3, [False] * 3, [True] * 3])
 FIRST = torch.tensor([[True, False, False]] * 3)  # one token, or two that attend both ways
 JUNK = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]])
@@ -142,6 +142,7 @@ SHARD = (
     [
         (torch.ones(2, 1, 4, 4, dtype=torch.bool), {}, PolarityError, BOTH),
         (torch.zeros(2, 1, 4, 4), {}, PolarityError, "Both readings are possible"),
+        (torch.ones(1, 1, 1, 1), {"polarity": "keep", "unmasked_rows": True}, AmbiguousMaskError, "all see everything"),
         (torch.zeros(2, 4), {}, PolarityError, "float32 [2, 4] of zeros"),
         (torch.ones(2, 1, 1, 4), {}, PolarityError, "a key mask proves neither"),
         (dense(RIGHT), {"polarity": "masked"}, AmbiguousMaskError, "row 0: got as 'masked'"),
@@ -157,7 +158,7 @@ SHARD = (
         (dense(RIGHT, pattern="bidirectional"), {"pattern": "causal"}, AmbiguousMaskError, "pattern='bidirectional'"),
         (dense(RIGHT, pattern=Pattern.sliding(2)), {"pattern": "causal"}, AmbiguousMaskError, "pattern=Pattern.sliding(2)"),
         (torch.eye(3)[None], {"pattern": Pattern.chunked(2)}, AmbiguousMaskError, "pattern=Pattern.sliding(1)"),
-        (dense(ROW, pattern=Pattern.prefix(2))[0, 0], {"pattern": Pattern.prefix([2])}, AmbiguousMaskError, "or one square"),
+        (dense(TWO, pattern=PREFIX)[0, 0], {"pattern": PREFIX}, AmbiguousMaskError, "or one square mask"),
         (torch.ones(1, 1, 1, 4, 4), {}, UnsupportedFormError, "[B,H,S,S]"),
         (dense(RIGHT), {"batch_size": 3}, CollateError, "The batch has 3 rows"),
         (RIGHT.keep, {"batch_size": 3}, CollateError, "The batch has 3 rows"),

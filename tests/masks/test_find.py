@@ -7,7 +7,7 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import CollateError, Pattern, Segments, debug
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
 from collate_npu.masks.find import segments_from_batch
@@ -120,6 +120,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((1, 8), {"cu_seq_lens_q": torch.tensor([0, 3, 5])}, {}, TAIL),
         ((1, 8), {}, {"padding_free": True}, "Nothing says where one sequence"),
         ((1, 8), {}, {}, "a mask that was lost"),
+        ((2, 5), restarting([0, 1, 2, 0, 1], [0, 1, 0, 1, 2]), {}, "a mask that was lost"),
         ((1, 8), restarting([0] * 8), {"padding_free": True}, "Nothing says where one sequence"),
         ((1, 8), restarting([3, 4, 5, 3, 4, 5, 6, 7]), {"padding_free": True}, "Nothing says where one sequence"),
         ((1, 8), restarting([*range(1, 9)]), {"padding_free": True}, "Nothing says where one sequence"),
@@ -155,6 +156,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((1, 5), {"attention_mask": dense(WHOLE)[:1]}, {}, Segments.from_lengths([5])),
         ((2, 1), {"attention_mask": torch.ones(2, 1, 1, 1).bool()}, {"polarity": "keep"}, Segments(ones(2, 1))),
         ((2, 5), {"attention_mask_2d": LEFT_BIAS}, {}, "It is additive"),
+        ((2, 5), {"attention_mask_2d": LEFT.keep[:, None]}, {}, "[2, 1, 5]"),
         # masks by head, with values, by kind of layer, by a predicate
         ((2, 5), {"attention_mask": HEADS}, {}, "not the same for every head"),
         ((2, 5), {"attention_mask": HEADS, **KEEP}, {}, "not the same for every head"),
@@ -499,3 +501,12 @@ def test_keys_of_other_widths_are_no_batch():
 def test_offsets_of_one_row_in_a_batch_of_several_say_where_else_to_look():
     with pytest.raises(CollateError, match="carry segment_ids"):
         segments_from_batch({"input_ids": torch.ones(2, 4).long(), "cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])})
+
+
+def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
+    said = []
+    monkeypatch.setattr(debug, "say", lambda what, text: said.append(what))
+    for on in (False, True):
+        monkeypatch.setattr(debug, "ON", on)
+        segments_from_batch(batch_of(LEFT, attention_mask=dense(LEFT)))
+        assert said == [("hazard", "4D alone")] * on

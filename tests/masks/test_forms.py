@@ -209,6 +209,7 @@ def test_varlen_lays_out_the_real_tokens_and_a_tail_as_one_more_sequence(segment
 def test_offsets_of_a_flat_row(places, longest, expected):
     told = offsets_of(Segments.from_lengths([[3, 2]], 8), places, longest=longest)
     assert {key: torch.as_tensor(told[key]).tolist() for key in expected} == expected
+    assert offsets_of(Segments.from_lengths([[]]))["max_length_q"] == 0
 
 
 # --- memory

@@ -9,6 +9,7 @@ from npu_batches import SCALE, computed, right_calls, wanted
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, triangle
+from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
 from collate_npu.masks import dense
 
 
@@ -50,6 +51,7 @@ CHEAPEST = [
     ([3, 5], "left", Pattern.sliding(2), "SBH", "dense", 0),
     ([3, 5], "left", Pattern.sliding(5), "TND", "triangle", 3),
     ([3, 5], "right", Pattern.chunked(2), "BSND", "shared", 0),
+    ([3, 5], "left", Pattern.chunked(2), "BSND", "dense", 0),
     ([3, 5], "right", Pattern.chunked(2), "TND", "triangle", 3),
     ([3, 5], "right", Pattern.prefix(2), "BSND", "prefix", 6),
     ([3, 5], "left", Pattern.prefix(2), "BSND", "dense", 5),
@@ -76,6 +78,35 @@ def test_the_cheapest_exact_form_is_chosen(lengths: Any, side: Any, pattern: Any
     kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
     assert kwargs.get("sparse_mode", 0) == mode
     assert (kwargs.get("atten_mask") is None) == (name == "full")
+    before = UNLIMITED if pattern == "causal" else 1  # sizes are 2
+    tokens = (before, 0) if mode in (0, 4) and name != "full" else (None, None)
+    assert (kwargs.get("pre_tockens"), kwargs.get("next_tockens")) == tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "side", "prefix", "layout", "wanted"),
+    [
+        ([3, 5], "right", [0, 2], "BSND", [0, 2]),
+        ([3, 5], "left", [1, 9], "BSND", [3, 5]),
+        ([[2, 3], [5]], "right", [1, 2, 0], "BSND", [4, 0]),
+        ([[2, 3]], "right", [1, 0], "BSND", [1]),
+        ([3, 5], "left", [0, 2], "TND", [0, 2]),
+        ([[3, 2]], "right", [9, 1], "TND", [3, 1, 0]),  # and the tail
+    ],
+)
+def test_a_prefix_ends_where_the_last_key_is_that_somebody_sees_early(
+    lengths: Any, side: Any, prefix: list[int], layout: Any, wanted: list[int]
+) -> None:
+    flat = layout == "TND" and len(lengths) == 1
+    batch = Segments.from_lengths(lengths, width=6 if flat else 5, side=side)
+    kwargs = fusion_attention_kwargs(batch, pattern=Pattern.prefix(prefix), layout=layout, keep_tail=flat)
+    assert kwargs["prefix"] == wanted
+
+
+@pytest.mark.parametrize(("count", "pattern"), [(1024, "causal"), (32, Pattern.prefix(1))])
+def test_as_many_packed_sequences_as_documented_pass(count: int, pattern: Any) -> None:
+    kwargs = fusion_attention_kwargs(Segments.from_lengths([2] * count), layout="TND", pattern=pattern)
+    assert len(kwargs["actual_seq_qlen"]) == count
 
 
 def test_the_compressed_mask_costs_the_same_at_any_width() -> None:

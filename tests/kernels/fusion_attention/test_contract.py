@@ -29,6 +29,7 @@ from collate_npu.kernels.fusion_attention import (
 )
 from collate_npu.kernels.fusion_attention.geometry import outside_band, outside_prefix
 from collate_npu.kernels.fusion_attention.operator_call import LISTS, UNLIMITED, AttentionCall
+from collate_npu.kernels.fusion_attention.refused import COMPRESSED
 
 # --- the vendor's cases
 
@@ -137,28 +138,27 @@ WIDE = (
     {"input_layout": "TND", "actual_seq_qlen": [2, 4], "actual_seq_kvlen": [6, 12]},
     DIMS | {"B": 2, "Sq": 2, "Skv": 6, "Tq": 4, "Tkv": 12},
 )
+LONGER = ({"input_layout": "TND", "actual_seq_qlen": [4, 6], "actual_seq_kvlen": [2, 8]}, DIMS | {"Tq": 6, "Tkv": 8})
 
 SILENT: list[tuple[Any, ...]] = [
     # rule, base, arguments, sizes: what the operator takes without a word
     ("none-is-full", PADDED, {"sparse_mode": 3}),
-    ("none-is-full", PADDED, {"next_tockens": 0}),
+    ("none-is-full", PADDED, {"pre_tockens": 3}, {"Sq": 5, "Skv": 9}),
+    ("none-is-full", PADDED, {"next_tockens": 7}, {"Sq": 5, "Skv": 9}),
     ("none-is-full", PACKED, {"sparse_mode": 3}),
     ("none-is-full", PADDED, {"atten_mask": torch.tensor(True), "sparse_mode": 2}),
-    ("rows-or-queries", PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH)}, {"B": WIDTH}),
-    ("compressed-contents", PADDED, {"atten_mask": TRIANGLE & False, "sparse_mode": 3}),
-    ("compressed-contents", PADDED, {"atten_mask": TRIANGLE.T.contiguous(), "sparse_mode": 3}),
+    ("rows-or-queries", PADDED, {"atten_mask": causal_mask(2, 2)}, {"B": 2, "Sq": 2, "Skv": 2}),
     ("compressed-contents", PADDED, {"atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(), "sparse_mode": 3}),
-    ("compressed-contents", PADDED, {"atten_mask": ~PREFIX, "sparse_mode": 6, "prefix": [0] * ROWS}),
     ("tokens-left-out", PADDED, {"atten_mask": TRIANGLE, "sparse_mode": 4}),
     ("tokens-left-out", PADDED, {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tockens": 2}),
     ("tokens-left-out", PACKED, {"atten_mask": TRIANGLE, "sparse_mode": 8, "pre_tockens": 2}),
     ("no-contents", PADDED, {"atten_mask": zeros(device="meta")}),
     ("prefix-unread", PADDED, {"atten_mask": TRIANGLE, "sparse_mode": 3, "prefix": [1] * ROWS}),
-    ("polarity", PADDED, {"atten_mask": ~causal_mask(ROWS, 1, WIDTH, WIDTH)}),
+    ("polarity", PADDED, {"atten_mask": ~causal_mask(ROWS, 1, WIDTH, WIDTH), "next_tockens": 0}),
     ("compressed-as-dense", PADDED, {"atten_mask": TRIANGLE}, {"Sq": 2048, "Skv": 2048}),
     ("dense-as-compressed", PADDED, {"atten_mask": TRIANGLE[None, None], "sparse_mode": 2}, {"Sq": 2048, "Skv": 2048}),
-    ("sparsity-disagrees", PADDED, {"atten_mask": causal_mask(), "pre_tockens": 1}),
-    ("sparsity-disagrees", PADDED, {"atten_mask": zeros(), "next_tockens": 0}),
+    ("sparsity-disagrees", PADDED, {"atten_mask": causal_mask(), "pre_tockens": WIDTH - 2}),
+    ("sparsity-disagrees", PADDED, {"atten_mask": zeros(), "next_tockens": WIDTH - 2}),
     ("sparsity-disagrees", PADDED, {"atten_mask": zeros(ROWS, 1, WIDTH, WIDTH), "sparse_mode": 5, "prefix": [1] * ROWS}),
     ("tnd-4d", PACKED, {"atten_mask": causal_mask(2, 1, WIDTH, WIDTH)}),
     ("tnd-packed-mask", PACKED, {"atten_mask": causal_mask(8, 8)}),
@@ -170,7 +170,7 @@ SILENT: list[tuple[Any, ...]] = [
     ("prefix-ignored", PADDED, {"atten_mask": causal_mask(ROWS, 1, WIDTH, WIDTH), "sparse_mode": 5, "prefix": [7, 0, 0]}),
     ("prefix-ignored", PADDED, {"atten_mask": causal_mask(ROWS, 1, WIDTH, WIDTH), "sparse_mode": 5, "prefix": [1]}),
     ("empty-row", PADDED, {"atten_mask": causal_mask() | torch.eye(WIDTH, dtype=torch.bool), "sparse_mode": 1}),
-    ("empty-row", PADDED, {"atten_mask": torch.cat([zeros(2, 1, 6, 6), ~zeros()]), "sparse_mode": 1}),  # the last row alone
+    ("empty-row", PADDED, {"atten_mask": torch.cat([zeros(), ~zeros()])}, {"B": 2}),  # the last row alone
     ("empty-row", PACKED, {"atten_mask": ~TRIANGLE[:6, :6].flip(0), "sparse_mode": 1, "inner_precise": 2}),
     ("no-keys", PACKED, {"actual_seq_kvlen": [2, 2]}, {"Tkv": 2, "Skv": 2}),
     ("tensor-shape", PADDED, {"query": zeros(ROWS, HEADS, WIDTH, 8).float()}),
@@ -180,10 +180,7 @@ SILENT: list[tuple[Any, ...]] = [
     ("pse", PADDED, {"pse": torch.zeros(1)}),
     ("sink", PADDED, {"sink": torch.zeros(4)}),
     ("dropout-mask", PADDED, {"dropout_mask": torch.zeros(1)}),
-    ("mask-values", PADDED, {"atten_mask": causal_mask().to(torch.uint8) * 255}),
-    ("documented-limit", PADDED, {}, {"N": 257, "Nkv": 257}),
-    ("documented-limit", PADDED, {}, {"Sq": 2**20 + 1, "Skv": 2**20 + 1}),
-    ("documented-limit", PACKED, lists(*range(1, 1026)), {"B": 1025, "Sq": 1, "Skv": 1, "Tq": 1025, "Tkv": 1025}),
+    ("mask-values", PADDED, {"atten_mask": causal_mask().to(torch.uint8) * 2}),
     ("documented-limit", PADDED, {"atten_mask": PREFIX, "sparse_mode": 6, "prefix": [0] * 33}, {"B": 33}),
     ("documented-limit", PADDED, {"atten_mask": causal_mask(33, 1, 6, 6), "sparse_mode": 5, "prefix": [0] * 33}, {"B": 33}),
 ]
@@ -212,7 +209,11 @@ LOUD: list[tuple[Any, ...]] = [
     ("tensor-dtype", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 8)}),
     ("value-head", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 9).float()}),
     ("keep-prob", PADDED, {"keep_prob": 0.0}),
-    ("prefix-shape", PADDED, {"atten_mask": causal_mask(), "sparse_mode": 5, "prefix": [0] * ROWS}),
+    ("keep-prob", PADDED, {"keep_prob": 1.5}),
+    ("prefix-shape", PADDED, {"atten_mask": causal_mask(), "sparse_mode": 5, "prefix": [0] * 2}, {"B": 2}),
+    ("prefix-shape", PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH), "sparse_mode": 5, "prefix": [0] * ROWS}),
+    ("tnd-longer-query", LONGER, {"atten_mask": TRIANGLE, "sparse_mode": 3}),
+    ("tnd-longer-query", LONGER, {"atten_mask": TRIANGLE, "sparse_mode": 7, "next_tockens": 0}),
     ("outer-cut", PACKED, {"atten_mask": TRIANGLE, "sparse_mode": 8, "pre_tockens": 1}),
     ("outer-cut", PACKED, {"atten_mask": TRIANGLE, "sparse_mode": 8, "next_tockens": -1}),
     ("outer-cut", PACKED, {"atten_mask": TRIANGLE, "sparse_mode": 7, "next_tockens": 1}),
@@ -247,6 +248,59 @@ def test_wrong_calls_are_refused_and_those_the_operator_refuses_first(row: Any, 
     with pytest.raises(UnsupportedFormError) as error:
         check_contract(kwargs, **dims)
     assert all(breach.remedy in str(error.value) and breach.source in str(error.value) for breach in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "base", "call"),
+    [
+        ("N", 256, PADDED, lambda n: ({}, {"N": n, "Nkv": n})),
+        ("Sq", 2**20, PADDED, lambda n: ({}, {"Sq": n})),
+        ("Skv", 2**20, PADDED, lambda n: ({}, {"Skv": n})),
+        ("tokens", 2**20, PACKED, lambda n: ({"actual_seq_qlen": [9, n]}, {"Tq": n})),
+        ("tokens", 2**20, PACKED, lambda n: ({"actual_seq_kvlen": [9, n]}, {"Tkv": n})),
+        ("B", 2**21, PADDED, lambda n: ({}, {"B": n})),
+        ("B", 1024, PACKED, lambda n: (lists(*range(1, n + 1)), {"Tq": n, "Tkv": n})),
+    ],
+)
+def test_a_documented_limit_is_the_last_that_passes(name: str, limit: int, base: Any, call: Any) -> None:
+    at, beyond = (call_of("documented-limit", base, *call(n)) for n in (limit, limit + 1))
+    assert not contract_breaches(at[0], **at[1])
+    (found,) = contract_breaches(beyond[0], **beyond[1])
+    assert (found.rule, found.where, found.got) == ("documented-limit", name, str(limit + 1))
+
+
+@pytest.mark.parametrize("mode", COMPRESSED)
+def test_compressed_contents_are_named_where_they_have_a_name(mode: int) -> None:
+    right = PREFIX if mode == 6 else TRIANGLE
+    forms = {"inverted": ~right, "all False": right & False, "all True": right | True, "1 wrong": right.clone()}
+    forms["1 wrong"][0, 0] = True
+    if mode != 6:
+        forms["transposed"] = right.T.contiguous()
+    kwargs = PACKED[0] | {"sparse_mode": mode, "pre_tockens": 9, "next_tockens": 0} | ({"prefix": [0, 0]} if mode == 6 else {})
+    for name, form in forms.items():
+        (found,) = contract_breaches(kwargs | {"atten_mask": form}, **PACKED[1])
+        assert found.rule == "compressed-contents"
+        assert found.got.startswith(name)
+
+
+FIRST_EMPTY = causal_mask() | torch.eye(WIDTH, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kwargs", "told"),
+    [
+        ("sparsity-disagrees", {"atten_mask": zeros(), "pre_tockens": 2}, "pre 2"),
+        ("sparsity-disagrees", {"atten_mask": zeros(3, 1, 6, 6), "sparse_mode": 5, "prefix": [1, 2, 3]}, "(1, 2, 3)"),
+        ("empty-row", {"atten_mask": FIRST_EMPTY}, "got 1 "),  # a shared mask is counted once
+        ("empty-row", {"atten_mask": FIRST_EMPTY[0, 0]}, "got 1 "),
+        ("empty-row", {"atten_mask": FIRST_EMPTY.repeat(ROWS, 1, 1, 1)}, "got 3 "),
+        ("mask-shape", {"atten_mask": zeros(ROWS, WIDTH)}, "T:1545"),
+        ("mask-shape", {"atten_mask": zeros(ROWS, 1, 1, WIDTH)}, "T:1511"),
+    ],
+)
+def test_a_message_carries_the_fact(rule: str, kwargs: dict[str, Any], told: str) -> None:
+    (found,) = (breach for breach in contract_breaches(PADDED[0] | kwargs, **DIMS) if breach.rule == rule)
+    assert told in str(found)
 
 
 def tensors(layout: str, dims: dict[str, int]) -> dict[str, Any]:
@@ -325,6 +379,7 @@ BAND = {"atten_mask": TRIANGLE, "sparse_mode": 4}
 MINDSPEED = {"atten_mask": TRIANGLE, "pre_tockens": 65536, "next_tockens": 0}
 """Its packed call: cu_seqlens with their leading 0, and tokens that modes 2 and 3 do not read."""
 PREFIXES = {"prefix": [1] * 32, "atten_mask": PREFIX, "sparse_mode": 6}
+OBLONG = DIMS | {"Sq": 5, "Skv": 9}
 PAIRS = DIMS | {"B": 32, "Sq": 2, "Skv": 2}
 MANY = ({"input_layout": "TND", **lists(*range(2, 66, 2))}, PAIRS | {"Tq": 64, "Tkv": 64})
 
@@ -336,23 +391,30 @@ MANY = ({"input_layout": "TND", **lists(*range(2, 66, 2))}, PAIRS | {"Tq": 64, "
         (PADDED, {"input_layout": "bsnd"}),
         (PACKED, {"softmax_layout": "TND"}),
         (PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 4).float()}),
-        (PADDED, {"pre_tockens": 65536, "next_tockens": 65536}),
+        ((PADDED[0], OBLONG), {"pre_tockens": 4, "next_tockens": 8}),
+        ((PADDED[0], OBLONG | {"B": 9}), {"atten_mask": zeros(5, 9)}),
+        ((PADDED[0], DIMS | {"B": 1, "Sq": 1}), {"atten_mask": zeros(1, WIDTH)}),
+        ((PADDED[0], DIMS | {"B": 1}), {"atten_mask": causal_mask(), "sparse_mode": 5, "prefix": [0]}),
         (PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH)}),
         (PADDED, {"atten_mask": causal_mask(), "next_tockens": 0}),
         (PADDED, {"atten_mask": causal_mask(ROWS, HEADS, WIDTH, WIDTH).to(torch.uint8), "sparse_mode": 1}),
         (PADDED, {"atten_mask": TRIANGLE.to(torch.uint8), "sparse_mode": 2}),
         (PADDED, BAND | {"pre_tockens": 2, "next_tockens": 1}),
-        (PADDED, BAND | {"pre_tockens": -2, "next_tockens": 2}),
+        (PADDED, BAND | {"pre_tockens": -5, "next_tockens": 5}),
+        (PADDED, BAND | {"pre_tockens": 5, "next_tockens": -5}),
         (PADDED, {"atten_mask": PREFIX, "sparse_mode": 6, "prefix": torch.tensor([0, 3, 6])}),
         (PADDED, {"scale": 0.5, "keep_prob": 0.9, "seed": 1}),
         # a band of mode 4 counts from the bottom-right
-        ((PADDED[0], DIMS | {"Sq": 5, "Skv": 9}), BAND | {"pre_tockens": 10, "next_tockens": -5}),
+        ((PADDED[0], OBLONG), BAND | {"pre_tockens": 10, "next_tockens": -5}),
         # one that empties rows is noticed by the operator itself
         (PADDED, {"atten_mask": outside_band(6, 6, 3, -1)[None, None], "pre_tockens": 3, "next_tockens": -1}),
         (PACKED, lists(0, 0, 2, 8)),
         (PACKED, lists(2, 8, 0, 0)),  # trailing zeros are unused slots
         (PACKED, BAND | {"pre_tockens": UNLIMITED, "next_tockens": UNLIMITED}),  # whoever writes that may mean it
         (PACKED, BAND | {"sparse_mode": 8, "next_tockens": UNLIMITED}),
+        (PACKED, BAND | {"sparse_mode": 7, "next_tockens": 0}),
+        (PACKED, BAND | {"pre_tockens": 0, "next_tockens": 0}),
+        (PACKED, {"atten_mask": causal_mask(WIDTH, WIDTH), "next_tockens": 0}),
         # one key for every query is the narrowest
         (WIDE, BAND | {"pre_tockens": 4, "next_tockens": -4}),
         (WIDE, {"atten_mask": outside_band(2, 6, -4, 4), "pre_tockens": -4, "next_tockens": 4}),

@@ -21,6 +21,7 @@ from collate_npu.kernels.fusion_attention import (
     geometry,
     triangle,
 )
+from collate_npu.masks import dense
 
 SIZES = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
 
@@ -50,6 +51,7 @@ def verdict(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool, 
 def only(batch: Segments, kwargs: Kwargs, **settings: Any) -> Breach:
     """The one breach of a call."""
     (breach,) = contract_breaches(kwargs, **SIZES, segments=batch, **settings)
+    assert breach.silent
     return breach
 
 
@@ -74,14 +76,15 @@ def test_drawn_calls_pass_and_mutations_compute_the_same_or_are_refused_by_block
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_one_wrong_score_at_the_very_end_of_a_long_row_is_seen(layout: str) -> None:
+def test_one_wrong_score_at_the_very_end_of_a_long_row_is_seen_and_the_first_of_two_named(layout: str) -> None:
     batch = Segments.from_lengths([1500])
     lists = {"actual_seq_qlen": [1500], "actual_seq_kvlen": [1500]} if layout == "TND" else {}
     mask = triangle()[:1500, :1500].contiguous()
     kwargs = SCALE | {"input_layout": layout, "sparse_mode": 1, "atten_mask": mask, **lists}
     check_contract(kwargs, **SIZES, segments=batch)
-    mask[1499, 0] = True
-    assert only(batch, kwargs).got == "the query at (row, column) (0, 1499) does not attend (0, 0)"
+    for q in (1499, 9):
+        mask[q, 0] = True
+        assert only(batch, kwargs).got == f"the query at (row, column) (0, {q}) does not attend (0, 0)"
 
 
 S, LIMIT = 4000, 5 * 2**22
@@ -126,7 +129,7 @@ def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: to
 
 def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
     batch = Segments.from_lengths([900], width=1000)
-    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)
+    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1).to(torch.uint8)
     kwargs, sizes = SCALE | {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
     assert (
         peak_bytes(lambda: check_contract(kwargs, **sizes, segments=batch, pattern="bidirectional")) <= masked.nbytes + LIMIT
@@ -155,7 +158,8 @@ def test_every_wrong_row_is_named_until_the_list_is_long(rows: int) -> None:
     assert [f"({b}, 1) attends ({b}, 0)" in got for b in range(9)] == [True] * 8 + [False]
     assert got.endswith("; ...") == (rows == 9)
     keys = "the query at (row, column) (0, 0) attends (0, 1), (0, 2), (0, 3) and 2 more"
-    assert only(Segments.from_lengths([6]), SCALE | {"input_layout": "BSND"}).got == keys
+    for width, more in ((6, ""), (4, " and 2 more")):
+        assert only(Segments.from_lengths([width]), SCALE | {"input_layout": "BSND"}).got + more == keys
 
 
 def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
@@ -171,7 +175,7 @@ def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
         (packed, "Tkv", 4),
     ):
         breach = only(batch, kwargs, **{name: size})
-        assert (breach.rule, breach.where, breach.got, breach.silent) == ("sizes-differ", name, str(size), True)
+        assert (breach.rule, breach.where, breach.got) == ("sizes-differ", name, str(size))
     assert contract_breaches(packed, **SIZES, segments=batch, keep_tail=True)[0].rule == "unused-tail"
     tail = arguments(batch, layout="TND", keep_tail=True)
     check_contract(tail, **SIZES, segments=batch, keep_tail=True)
@@ -191,6 +195,13 @@ def test_packed_rows_of_one_length_are_told_apart(lists: Any, said: list[str]) -
     kwargs = arguments(batch, layout="TND", pattern="bidirectional") | lists
     got = only(batch, kwargs, pattern="bidirectional").got
     assert got.split("; ") == [f"the query at (row, column) {each}" for each in said]
+
+
+def test_rows_may_be_one_sequence_under_a_dense_mask() -> None:
+    ends, masked = [8], dense(Segments.from_lengths([[1, 3, 4]]), polarity="masked")[0, 0]
+    lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    kwargs = SCALE | {"input_layout": "TND", "atten_mask": masked, "sparse_mode": 1, **lists}
+    check_contract(kwargs, **SIZES, segments=Segments.from_lengths([[1, 3], [4]]))
 
 
 def test_what_padding_attends_does_not_matter() -> None:

@@ -62,7 +62,7 @@ def calls(Q: int, K: int) -> list[tuple[dict[str, Any], Tensor]]:
     return [
         ({}, torch.ones(Q, K, dtype=torch.bool)),
         ({"atten_mask": some}, ~some),
-        ({"atten_mask": some[0, 0], "sparse_mode": 1}, ~some[0, 0]),
+        *(({"atten_mask": shared, "sparse_mode": 1}, ~some[0, 0]) for shared in (some[0, 0], some[:1])),
         ({"atten_mask": some.repeat(1, HEADS, 1, 1), "sparse_mode": 1}, ~some),
         ({"atten_mask": some, "pre_tockens": Q, "next_tockens": 1}, ~some & attends(0, Q, K, Q, 1)),
         *(({"atten_mask": triangle(), "sparse_mode": mode}, attends(mode, Q, K)) for mode in (2, 3)),
@@ -110,6 +110,8 @@ def test_a_row_without_keys_is_a_mean_of_v_or_0() -> None:
             torch.testing.assert_close(out[:, 1], mean)
         assert not run(tensors, layout, atten_mask=blocked, inner_precise=2)[:, 1].any()
         agree(tensors, layout, ~blocked, atten_mask=blocked, inner_precise=2)
+        narrow = qkv(1, 2, 1, key_heads=HEADS)  # one key, which nobody attends
+        torch.testing.assert_close(run(narrow, layout, atten_mask=~blocked[:2, :1]), narrow[2].expand(-1, 2, -1, -1))
 
 
 BAND = {"pre_tockens": 2, "next_tockens": -1}
@@ -120,6 +122,8 @@ BAND = {"pre_tockens": 2, "next_tockens": -1}
     [
         (8, 5, 3, {"atten_mask": triangle(), "sparse_mode": 3}),
         (8, 5, 3, {"atten_mask": prefix_triangle(), "sparse_mode": 6, "prefix": [0]}),
+        (8, 5, 3, {"atten_mask": ~attends(3, 8, 5)[None, None], "sparse_mode": 5, "prefix": [0]}),
+        (8, 5, 3, {"atten_mask": triangle(), "sparse_mode": 4, "pre_tockens": 99, "next_tockens": 0}),
         (5, 5, 1, {"atten_mask": triangle(), "sparse_mode": 4, **BAND}),
         (5, 5, 1, {"atten_mask": torch.zeros(5, 5, dtype=torch.bool), **BAND}),
     ],
@@ -191,6 +195,14 @@ def test_the_seven_outputs_and_their_shapes() -> None:
     assert (reserved.numel(), numbers) == (0, [0, 0, 0])
 
 
+def test_softmax_max_and_sum_are_those_of_the_scores() -> None:
+    q, k, v = qkv(2, 5, 7, key_heads=HEADS)
+    top, total = (x.double() for x in reference_fusion_attention(q, k, v, HEADS, "BSND", scale=SCALE)[1:3])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE
+    torch.testing.assert_close(top, scores.amax(-1, keepdim=True).expand_as(top), atol=1e-5, rtol=0)
+    torch.testing.assert_close(top + total.log(), scores.logsumexp(-1, keepdim=True).expand_as(top), atol=1e-5, rtol=0)
+
+
 def test_the_default_scale_is_1_as_the_operators() -> None:
     q, k, v = qkv(1, 4, 4)
     wanted = torch_attention(q * HEAD_DIM**0.5, k, v, torch.ones(4, 4, dtype=torch.bool))
@@ -222,6 +234,9 @@ def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:
         reference_fusion_attention(torch.zeros(1, 3, 2), *[torch.zeros(1, 3, 2)] * 2, 4, "BSH")
 
 
+FOUR = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("layout", "kwargs", "words"),
     [
@@ -230,6 +245,7 @@ def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:
         ("BSND", {"pse": torch.zeros(1)}, "pse"),
         ("BSND", {"keep_prob": 0.5}, "keep_prob"),
         ("BSH", {}, "3 dimensions"),
+        ("TND", {"atten_mask": FOUR, "actual_seq_qlen": [4], "actual_seq_kvlen": [4]}, "4-D"),
         ("TND", {}, "tnd-lists"),
         ("TND", {"actual_seq_qlen": (3,)}, "tnd-lists"),
         ("TND", {"actual_seq_kvlen": (3,)}, "tnd-lists"),
