@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1790, 1250),
-    "masks": (2565, 2400),
+    "masks": (2569, 2400),
     "parallel": (1578, 1450),
     "kernels": (3500, 3400),
     "consumers": (2690, 1950),

@@ -230,7 +230,8 @@ def _holds_floats(values: Any) -> bool:
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
     """A key nobody listed is passed on as it is; a list that follows the tokens through unequal rows would stay unpadded."""
     ragged = all(is_ragged(row) for row in column)
-    if ragged and len(set(lengths)) > 1 and all(len(row) == n for row, n in zip(column, lengths)) and _is_numeric(column[0]):
+    follows = ragged and len(set(lengths)) > 1 and all(len(row) == n for row, n in zip(column, lengths))
+    if follows and _is_numeric(max(column, key=len)):
         rows = [(b, f"{len(row)} values, as many as input_ids") for b, row in enumerate(column)]
         rule = "Which keys have one value a token is listed, not guessed."
         remedy = f"Pass keys={{**KEYS, {key!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."

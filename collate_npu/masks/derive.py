@@ -125,6 +125,8 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
     values, shape = MaskValues(full, polarity), full.shape
     _refuse_compressed(values)
     if not full.numel() and len(shape) in (2, 3, 4):
+        if shape[-1] and batch_size not in (None, shape[0]):
+            raise _of_other_rows(values, batch_size)
         return Reading(Segments(np.zeros((batch_size or shape[0], shape[-1]), np.int32)), None)
     if len(shape) == 2:
         return _from_two_dims(values, batch_size, known)
@@ -147,12 +149,8 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
         return Reading(_from_keys(values), None)
     if batch_size not in (None, S):
         return _repeat(values, _square(values, known, 1), batch_size)
-    try:
-        _square(values, known, 1)
-    except AmbiguousMaskError:
+    if not _readings(values, known, 1)[0]:
         return Reading(_from_keys(values), None)
-    except PolarityError:
-        pass
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
     raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
 
@@ -171,9 +169,12 @@ def _from_keys(values: MaskValues) -> Segments:
     return of_keep(values.read(values.declared or "keep"))
 
 
-def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
-    """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
-    found: dict[str, Reading | AmbiguousMaskError] = {}
+Found = dict[str, Reading | AmbiguousMaskError]
+
+
+def _readings(values: MaskValues, known: Known, batch_size: int) -> tuple[Found, dict[str, UnexplainedError]]:
+    """By each polarity that may be meant: what a square mask says, or why that is not one thing; and why it says nothing."""
+    found: Found = {}
     failed: dict[str, UnexplainedError] = {}
     for polarity in _polarities(values):
         try:
@@ -184,6 +185,12 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
             failed[polarity] = error.with_traceback(None)
     if len(found) == 2 and found["keep"] == found["masked"]:
         del found["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
+    return found, failed
+
+
+def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
+    """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
+    found, failed = _readings(values, known, batch_size)
     if not found:
         raise _unexplained(values, known, failed)
     said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
@@ -254,6 +261,6 @@ def _no_shape(values: MaskValues) -> CollateError:
         Q, K = values.full.shape[-2:]
         rule = f"{Q} query rows and {K} keys: a context-parallel shard, or a KV cache."
         remedy = "Derive from the whole mask, before the split; self-attention has as many rows as keys."
-        return AmbiguousMaskError(explain(MASK_KEY, values.got, rule, remedy))
+        return AmbiguousMaskError(explain(values.key, values.got, rule, remedy))
     rule = "Masks are [B,S], [B,1,1,S], [B,S,S], [S,S], [1,1,S,S], [B,1,S,S] or [B,H,S,S]."
-    return UnsupportedFormError(explain(MASK_KEY, values.got, rule, "Reshape it, or pass attention_mask_2d."))
+    return UnsupportedFormError(explain(values.key, values.got, rule, "Reshape it, or pass attention_mask_2d."))

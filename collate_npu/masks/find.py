@@ -273,8 +273,8 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
     labels = sources.get("labels")
     labels = None if getattr(labels, "is_nested", False) else labels
-    if isinstance(labels, Tensor) and tuple(labels.shape) == shape and not labels.is_floating_point():
-        labels_BS = sources.array("labels")
+    whole = isinstance(labels, (Tensor, np.ndarray)) and tuple(labels.shape) == shape
+    if whole and (labels_BS := sources.array("labels")).dtype.kind in "iu":
         if not empty_rows and all(labels_BS.item(b, end - 1) >= 0 for b, _, end in segments.spans):
             return  # a label on the last token of every sequence
         labelled_BS = labels_BS >= 0

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 
 from collate_npu import CollateError, PaddingCollator
+from collate_npu.collate import Layout
 from collate_npu.collate.features import read_features, sample_segment_ids
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
@@ -30,6 +31,13 @@ def test_samples_are_read_as_they_tell(features):
         assert all(set(ids) <= {1} for ids in truth)
     else:
         assert [row.tolist() for row in samples.segment_ids] == truth
+
+
+def test_a_list_that_nobody_listed_is_refused_in_any_order_of_rows():
+    rows = [{"input_ids": [], "x": []}, {"input_ids": [1, 2], "x": [1.0, 2.0]}]
+    for given_rows in (rows, rows[::-1]):
+        with pytest.raises(CollateError, match="listed, not guessed"):
+            PaddingCollator(pad_token_id=0, layout=Layout(allow_empty=True))(given_rows)
 
 
 def test_mappings_that_are_no_dicts_are_features():

@@ -156,7 +156,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((1, 5), {"attention_mask": dense(WHOLE)[:1]}, {}, Segments.from_lengths([5])),
         ((2, 1), {"attention_mask": torch.ones(2, 1, 1, 1).bool()}, {"polarity": "keep"}, Segments(ones(2, 1))),
         ((2, 5), {"attention_mask_2d": LEFT_BIAS}, {}, "It is additive"),
-        ((2, 5), {"attention_mask_2d": LEFT.keep[:, None]}, {}, "[2, 1, 5]"),
+        ((2, 5), {"attention_mask_2d": LEFT.keep[:, None]}, {}, "attention_mask_2d: got bool [2, 1, 5]"),
         # masks by head, with values, by kind of layer, by a predicate
         ((2, 5), {"attention_mask": HEADS}, {}, "not the same for every head"),
         ((2, 5), {"attention_mask": HEADS, **KEEP}, {}, "not the same for every head"),
@@ -306,9 +306,9 @@ def test_one_row_turned_around_is_found_among_rows_that_are_right():
     """A label on the last token of the others says nothing of it; nor does one where another row is empty."""
     labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
     keep = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    for key in ("attention_mask", "attention_mask_2d"):
+    for key, told in (("attention_mask", labels), ("attention_mask_2d", labels), ("attention_mask_2d", labels.numpy())):
         with pytest.raises(CollateError, match=rf"^{key}: 1 bad row\.\s+row 1: got 2 labels, all on padding"):
-            segments_from_batch({"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels, key: keep})
+            segments_from_batch({"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": told, key: keep})
     keep[1] = False
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": labels.where(keep, -100), "attention_mask_2d": keep}
     with pytest.raises(CollateError, match="row 1: got no real token"):

@@ -276,7 +276,7 @@ def test_compressed_contents_are_named_where_they_have_a_name(mode: int) -> None
     forms["1 wrong"][0, 0] = True
     if mode != 6:
         forms["transposed"] = right.T.contiguous()
-    kwargs = PACKED[0] | {"sparse_mode": mode, "pre_tockens": 9, "next_tockens": 0} | ({"prefix": [0, 0]} if mode == 6 else {})
+    kwargs = PACKED[0] | {"sparse_mode": mode, "pre_tockens": 9, "next_tockens": 0, "prefix": [0, 0] if mode == 6 else None}
     for name, form in forms.items():
         (found,) = contract_breaches(kwargs | {"atten_mask": form}, **PACKED[1])
         assert found.rule == "compressed-contents"
