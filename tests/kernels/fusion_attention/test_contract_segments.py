@@ -127,9 +127,10 @@ def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: to
     assert peak_bytes(lambda: check_contract(kwargs, **SIZES, segments=batch, pattern=pattern)) <= seen + LIMIT
 
 
-def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.uint8, marks=pytest.mark.slow)])
+def test_a_mask_for_each_head_is_read_in_blocks_as_small(dtype: torch.dtype) -> None:
     batch = Segments.from_lengths([900], width=1000)
-    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1).to(torch.uint8)
+    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1).to(dtype)
     kwargs, sizes = SCALE | {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
     assert (
         peak_bytes(lambda: check_contract(kwargs, **sizes, segments=batch, pattern="bidirectional")) <= masked.nbytes + LIMIT
