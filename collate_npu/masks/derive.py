@@ -169,12 +169,11 @@ def _from_keys(values: MaskValues) -> Segments:
     return of_keep(values.read(values.declared or "keep"))
 
 
-Found = dict[str, Reading | AmbiguousMaskError]
-
-
-def _readings(values: MaskValues, known: Known, batch_size: int) -> tuple[Found, dict[str, UnexplainedError]]:
+def _readings(
+    values: MaskValues, known: Known, batch_size: int
+) -> tuple[dict[str, Reading | AmbiguousMaskError], dict[str, UnexplainedError]]:
     """By each polarity that may be meant: what a square mask says, or why that is not one thing; and why it says nothing."""
-    found: Found = {}
+    found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
     for polarity in _polarities(values):
         try:

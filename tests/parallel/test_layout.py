@@ -124,7 +124,11 @@ def test_documents_that_do_not_divide_are_all_named():
 
 @pytest.mark.parametrize(
     ("settings", "product"),
-    [({}, "(2 * 2 ranks)"), ({"layout": "contiguous", "tensor_parallel": 2, "block": 2}, "(2 ranks, 2 * 2 tp, 2 * 2 blo")],
+    [
+        ({}, "(2 * 2 ranks)"),
+        ({"tensor_parallel": 4}, "multiple of 8 (2 * 2 ranks, 2 * 4 tp)"),
+        ({"layout": "contiguous", "tensor_parallel": 2, "block": 2}, "(2 ranks, 2 * 2 tp, 2 * 2 block)"),
+    ],
 )
 def test_the_multiple_is_told_with_what_makes_it(settings, product):
     with pytest.raises(CollateError, match=re.escape(product)):
