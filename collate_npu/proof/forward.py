@@ -236,7 +236,7 @@ class Forward:
             return plain
         kinds = layer_kinds(config)
         kind = kinds[at] if isinstance(at, int) and at < len(kinds) else ""
-        if (not kind and len(known) > 1) or "local" in str(getattr(config, "attention_layers", "")):
+        if (kind not in known and any(known.values())) or "local" in str(getattr(config, "attention_layers", "")):
             return None
         if (size := known.get(kind)) is None:
             return plain

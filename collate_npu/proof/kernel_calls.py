@@ -205,7 +205,7 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
 def _window(values: Mapping[str, Any]) -> int | None:
     """flash-attn's windows say how many keys stand before a query (flash_attn_interface.py, window_size)."""
     size = values.get("window_size")
-    left: Any = size[0] if isinstance(size, (tuple, list)) and size else size
+    left: Any = size[0] if isinstance(size, (tuple, list)) else size
     return None if left is None or left < 0 else int(left) + 1
 
 

@@ -88,6 +88,6 @@ def _reach(far: Sequence[Tensor]) -> str:
     if len(long) < _FEW:
         return ""
     first, later = (float(torch.cat(part).square().mean().sqrt()) for part in zip(*((x[:4], x[_LATER]) for x in long)))
-    if max(float(x[_TAPS:].max()) for x in long) < first / 1000:
+    if max(float(x[_TAPS:].max()) for x in long) <= first / 1000:
         return ENDS
     return FADES if first > _FADED * later else STAYS

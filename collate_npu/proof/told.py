@@ -118,7 +118,7 @@ def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
     if len(starts) < 2 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > total:
         return places_T, np.ones(total, bool)
     first_T = np.where(places_T < starts[0], places_T, starts[np.searchsorted(starts, places_T, side="right") - 1])
-    return np.minimum(first_T, places_T), (places_T < starts[0]) | (places_T >= starts[-1])
+    return first_T, (places_T < starts[0]) | (places_T >= starts[-1])
 
 
 def by_numbers(numbers_BT: Array) -> Array:
@@ -215,7 +215,7 @@ def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) 
     for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
     own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
     off = positions_T[at] - own_T[at]
-    starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0)) if len(at) else at
+    starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0))
     wrong = off != (off[starts] if first is None else first)
     if not wrong.any():
         return ""
@@ -225,8 +225,8 @@ def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) 
 
 
 def begins_elsewhere(one: Told, other: Told) -> Array | None:
-    """Tokens, by their number among those that count in both, at which a sequence begins for one of them alone; None for
-    calls of other tokens."""
+    """Tokens at which a sequence begins for one of them alone: by their places in calls of one length, else by their number
+    among those that count; None for calls of other tokens."""
     if len(one.first_T) == len(other.first_T):
         both_T = ~one.neutral_T & ~other.neutral_T
         return np.flatnonzero((one.begins_T != other.begins_T) & both_T)

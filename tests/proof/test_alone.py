@@ -8,7 +8,7 @@ from torch import nn
 
 from collate_npu import CollateError, Segments
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.proof.alone import check_alone
+from collate_npu.proof.alone import _as_it_was, check_alone
 
 MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
 
@@ -24,21 +24,21 @@ class Places(MegatronModule):
         self.config = SimpleNamespace(masked_softmax_fusion=False)
         self.calls = []
 
-    def forward(self, input_ids, position_ids, attention_mask):
+    def forward(self, input_ids, position_ids, attention_mask=None, token_type_ids=None):
         self.calls.append((input_ids.tolist(), position_ids.tolist(), attention_mask))
         seen = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril() if attention_mask is None else ~attention_mask[:, 0]
         past = seen.float() @ (input_ids * (1 + position_ids)).float()[..., None]
         return past * torch.ones(4)
 
 
-def checked(kernel, logits=None, below=None):
+def checked(kernel, logits=None, below=None, forward=None):
     model, segments = Places(kernel), Segments.from_lengths([3, 2, 1])
     model.base_model = below
     ids = torch.arange(1, 10).reshape(3, 3)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": segments.position_ids}
+    batch = {"input_ids": ids, "labels": ids, "token_type_ids": None, "position_ids": segments.position_ids}
     case = Case(segments=segments, model=Model(needs_mask_2d=False))
     logits = model(ids, segments.position_ids, None) if logits is None else logits
-    return check_alone(model, batch, case, logits, None), model.calls[1:]
+    return check_alone(model, batch, case, logits, forward), model.calls[1:]
 
 
 @pytest.mark.parametrize(("kernel", "dense"), [("DotProductAttention", True), ("TEDotProductAttention", False)])
@@ -60,7 +60,26 @@ def test_wrong_logits_are_told_and_those_of_other_rows_cannot_be_compared():
             checked("TEDotProductAttention", torch.ones(shape))
 
 
-def test_a_key_of_which_nobody_knows_what_it_would_be_alone():
+def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_place():
+    below = Places("TEDotProductAttention")
+    assert checked("TEDotProductAttention", torch.ones(3, 4), below)[0].errors == {0: 0.0, 1: 0.0}
+    with pytest.raises(CollateError, match="gathers the whole rows"):
+        checked("TEDotProductAttention", torch.ones(3, 4), below, forward=below)
+
+
+@pytest.mark.parametrize(("mask", "alone"), [(torch.ones(3, 1, 3, 3), {}), (torch.ones(3, 3).long(), [[1, 1]])])
+def test_a_stack_nobody_knows_is_told_of_one_sequence(mask, alone):
+    ids = torch.arange(1, 10).reshape(3, 3)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "attention_mask": mask, "cu_seqlens": None}
+    found = _as_it_was({**batch, "max_seqlen": 3}, torch.tensor([3, 4]), Segments.from_lengths([2]))
+    told = {name: x.tolist() for name, x in found.items() if name != "max_seqlen"}
+    assert told == {"input_ids": [[4, 5]], "position_ids": [[0, 1]], **(alone and {"attention_mask": alone})}
+    assert found["max_seqlen"] == 2
+    assert found.get("attention_mask", mask).dtype == mask.dtype
+
+
+@pytest.mark.parametrize("mine", ["x", torch.ones(3)])
+def test_a_key_of_which_nobody_knows_what_it_would_be_alone(mine):
     case = Case(segments=Segments([[1, 1, 2]]), model=Model(needs_mask_2d=False))
     with pytest.raises(CollateError, match=r"mine.*What it would be for one sequence is not known"):
-        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": "x"}, case, torch.ones(1, 3, 4), None)
+        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": mine}, case, torch.ones(1, 3, 4), None)

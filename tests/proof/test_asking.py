@@ -62,6 +62,11 @@ def test_what_is_no_log_probabilities_is_refused(given, said):
         answer(given)
 
 
+def test_a_little_above_zero_is_rounding():
+    for first in ([0.5, -2.0], [0.0, 0.0]):
+        assert answer([first, [], [-1.0]])[0].tolist() == first
+
+
 def test_lengths_in_another_order_and_what_is_no_number_are_left_to_be_judged():
     assert [len(x) for x in answer(RIGHT[::-1])] == [1, 0, 2]
     assert answer([[float("nan"), -1.0], [], [-1.0]])[0].isnan().any()

@@ -55,6 +55,12 @@ def test_a_layout_is_asked_for_where_run_takes_it():
     assert {each.layout for each in asked(toy).verdicts} == {"as it is"}
 
 
+def test_a_layout_that_is_wrong_even_for_one_sample_is_told():
+    found = asked(lambda samples, layout: [x - 3 * (layout == "right") for x in toy(samples)], PADDED)
+    assert {each.layout for each in found.verdicts if not each.right} == {"right"}
+    assert "alone" in meanings(found)
+
+
 def test_masks_that_recurrent_layers_do_not_get_are_padding_that_is_read():
     found = asked(stack(built("qwen3_next"), drop=["attention_mask"]), ["left"], seed=1)
     named = meanings(found)
@@ -169,9 +175,19 @@ def test_what_is_not_a_number_never_passes():
     assert math.isnan(found["ragged"].largest)
 
 
+def test_the_token_that_is_furthest_off_is_named():
+    def one(found, samples):
+        found[1][-1:] -= 1
+        return found
+
+    (found,) = [each for each in asked(by(one)).verdicts if each.batch == "ragged"]
+    assert (found.sample, found.token, found.largest) == (1, LENGTHS["ragged"][1] - 1, pytest.approx(1))
+
+
 def test_tokens_that_are_seen_before_their_time_are_told():
     found = asked(lambda samples: [x - len(ids) % 2 for x, ids in zip(toy(samples), samples)])
     assert "the model looks ahead" in meanings(found)["1 behind"]
+    assert found.verdicts[0].largest == pytest.approx(1)
 
 
 def test_a_model_of_transformers_with_dropout_is_told_to_switch_it_off():
@@ -219,6 +235,7 @@ def test_the_pad_id_is_text_where_it_is_given_and_nowhere_else():
     [
         ({"vocab_size": 8}, "vocab_size.*at least 16"),
         ({"pad_token_id": 300}, "pad_token_id: got 300.*below 256"),
+        ({"pad_token_id": 256}, "pad_token_id: got 256.*below 256"),
         ({"seed": -1}, "seed.*at least 0"),
         ({"seed": "x"}, "seed"),
         ({"layouts": ["left"]}, r"layouts: got \['left'\] for a run that does not take layout.*def run\(samples, layout\)"),

@@ -3,15 +3,17 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
+import stranger
 import torch
 from stranger import DeltaLayer, Model
 from test_watching import IDS, OFFSETS, PLANTED, Two
 from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
-from collate_npu.proof import watch
+from collate_npu.proof import delivery, watch
 
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
@@ -80,6 +82,18 @@ def test_a_model_within_another_has_other_tokens():
     assert found.unseen == tuple(f"reward.layers.{n}" for n in range(3))
 
 
+def test_a_vision_tower_has_other_tokens_though_as_many():
+    class Seeing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision, self.language = Model({0: {"rule": PLANTED["rule shifted"][0][0]["rule"]}}), Model()
+
+        def forward(self, input_ids, cu_seqlens):
+            return self.vision(input_ids, cu_seqlens) + self.language(input_ids, cu_seqlens)
+
+    assert check_delivery(Seeing(), BATCH).unseen == tuple(f"vision.layers.{n}" for n in range(3))
+
+
 def test_kernels_of_a_rank_are_not_judged_by_the_whole_rows():
     """What one is told beside the others of its rank may be a step of a ring."""
     model = Model({0: {"rule": PLANTED["rule shifted"][0][0]["rule"]}})
@@ -127,6 +141,38 @@ def test_a_kernel_of_the_model_itself_says_nothing_of_its_layers():
     assert found.unseen == ("layers.0", "layers.1", "layers.2")
 
 
+def test_what_cannot_be_judged_is_not_looked_at(monkeypatch):
+    class Sided(Model):
+        def forward(self, input_ids, cu_seqlens):
+            x = torch.ones(1, 1, 16, 4)
+            nn.functional.scaled_dot_product_attention(x, x[:, :, 1:], x[:, :, 1:])
+            return super().forward(input_ids, cu_seqlens)
+
+    class KeyAttention(nn.Module):
+        def forward(self, hidden, cu_seqlens):
+            x = torch.ones(1, 1, 16, 4)
+            nn.functional.scaled_dot_product_attention(x, x[:, :, 1:], x[:, :, 1:])
+            return hidden
+
+    model = Sided()
+    model.layers.append(KeyAttention())
+    name, *unread = check_delivery(model, BATCH).unseen
+    assert (name, [each.partition(" (")[0] for each in unread]) == ("layers.3", ["(model)", "layers.3"])
+    assert all("keys" in each for each in unread)
+    monkeypatch.setattr(stranger, "chunk_gated_delta_rule", lambda q, k, v, *_, **__: v)
+    assert check_delivery(Model(), BATCH).unseen == ("layers.0", "layers.1")  # their convolutions alone
+
+
+def test_a_model_without_layers_by_name_is_said_so():
+    class Bare(nn.Module):
+        def forward(self, input_ids, cu_seqlens):
+            x = torch.ones(1, 1, 16, 4)
+            allowed = torch.block_diag(*[torch.ones(n, n).tril() for n in (6, 5, 5)]).bool()
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed)
+
+    assert len(check_delivery(Bare(), BATCH).unseen) == 1
+
+
 def test_kernels_of_another_model_say_nothing_of_this_one():
     with pytest.raises(CollateError, match="no known kernel in Model"):
         check_delivery(Model(), BATCH, forward=lambda **batch: Model()(**batch))
@@ -160,6 +206,67 @@ def test_threads_do_not_hear_one_another():
         each.join()
     assert found == [()] * 15
     assert not touched()
+
+
+class InMegatron(type("MegatronModule", (Model,), {"__module__": "megatron.core.transformer.module"})):
+    config = SimpleNamespace()
+
+
+@pytest.mark.parametrize("end", ["pre_process", "post_process"])
+def test_a_stage_of_a_pipeline_runs_by_a_function_alone(end):
+    stage = Model()
+    setattr(stage, end, False)
+    with pytest.raises(CollateError, match="pipeline"):
+        check_delivery(stage, BATCH)
+    assert check_delivery(stage, BATCH, forward=lambda **batch: stage(**batch)).unseen == ()
+
+
+def test_ascends_patches_that_come_late_are_a_matter_of_megatron(monkeypatch):
+    assert check_delivery(InMegatron(), BATCH).told
+    monkeypatch.setattr(delivery, "start_problem", lambda: "late")
+    assert check_delivery(Model(), BATCH).told
+    with pytest.raises(CollateError, match="late"):
+        check_delivery(InMegatron(), BATCH)
+
+
+def test_a_release_is_looked_at_of_the_stack_that_runs_the_model(monkeypatch):
+    said = []
+    monkeypatch.setattr(delivery, "say_outside", said.append)
+    for kind in (Model, InMegatron):
+        guard_first_batch(kind())()
+    assert said == ["megatron-core"]
+
+
+@pytest.mark.parametrize("setting", [{"segments": "x"}, {"mine": 1}])
+def test_settings_are_looked_at_before_a_guard_is_set(setting):
+    with pytest.raises(CollateError, match=next(iter(setting))):
+        guard_first_batch(Model(), **setting)
+
+
+@pytest.mark.parametrize(("base", "said"), [(Model, "no known kernel"), (InMegatron, "layers.0.inner.*attends padding")])
+def test_what_a_layer_was_handed_is_judged_where_its_stack_is_known(base, said):
+    class SelfAttention(nn.Module):
+        """No kernel runs in it."""
+
+        def forward(self, hidden, attention_mask):
+            return hidden
+
+    class Masked(base):
+        def forward(self, input_ids, attention_mask):
+            return self.layers[0].inner(self.embed(input_ids).transpose(0, 1), attention_mask)
+
+    model = Masked()
+    model.layers[0].inner = SelfAttention()
+    keep = torch.ones(2, 8)
+    keep[0, :3] = 0
+    with pytest.raises(CollateError, match=said):
+        check_delivery(model, {"input_ids": IDS.reshape(2, 8), "attention_mask": keep})
+
+
+def test_compiled_code_is_checked_uncompiled():
+    model = Model()
+    model.layers[0].compile(backend="eager")
+    assert check_delivery(model, BATCH).told == check_delivery(Model(), BATCH).told
 
 
 def test_compiled_code_is_not_guarded():

@@ -9,8 +9,10 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from collate_npu import Segments
-from collate_npu.masks import dense
+from collate_npu.masks import Pattern, dense
 from collate_npu.proof import kernel_calls
+from collate_npu.proof.forward import Forward, Seen, _says
+from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.proof.told import Told, begins_elsewhere, by_offsets, why_differs
 
@@ -50,11 +52,108 @@ def test_what_the_other_kernels_are_told():
     assert rule.neutral_T.tolist() == [True, True, False, False, False]
     flash = KERNELS["flash_attn_func"][1]("flash_attn.flash_attn_func", {"q": x, "causal": True, "window_size": (2, 0)})
     assert flash.reach == 3
+    assert KERNELS["flash_attn_func"][1]("flash_attn.flash_attn_func", {"q": X}).shape == (2, 6)
+    rule = KERNELS["chunk_gated_delta_rule"][1]("fla", {"q": x, "k": v, "cu_seqlens": torch.tensor([0])})
+    assert rule.neutral_T.tolist() == [True, True, False, True, False]
+    assert str(rule) == "zeros [2]"  # offsets of no sequence say nothing
+    for unknown in ({"v": v}, {"k": v.to("meta"), "v": v}):  # no key, or one without values
+        rule = KERNELS["chunk_gated_delta_rule"][1]("fla.chunk_gated_delta_rule", {"q": x, **unknown})
+        assert not rule.neutral_T.any()
+    for q in (X[:, :, 0], X[0, :, 0]):
+        assert KERNELS["scaled_dot_product_attention"][1]("torch.sdpa", {"query": q, "key": q}).shape == (q.numel() // 24, 6)
+
+
+@pytest.mark.parametrize(("size", "reach"), [((2, 0), 3), ([0, 0], 1), (2, 3), ((-1, 0), 6), (-1, 6), (None, 6)])
+def test_a_window_is_the_tokens_before_a_query_and_itself(size, reach):
+    assert KERNELS["flash_attn_func"][1]("flash_attn.flash_attn_func", {"q": X, "window_size": size}).reach == reach
+
+
+def test_a_bias_blocks_at_a_number_and_a_score_mod_says_nothing_beside_a_mask():
+    x, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, -9984.0], [-9983.0, 0.0]])
+    told = KERNELS["scaled_dot_product_attention"][1]("torch.sdpa", {"query": x, "key": x, "attn_mask": mask})
+    assert told.allowed(0).tolist() == [[True, False], [True, True]]
+    flex = {"query": x, "key": x, "score_mod": max, "attention_mask": mask}
+    assert KERNELS["flex_attention"][1]("flex", flex).allowed(0).tolist() == told.allowed(0).tolist()
+    assert KERNELS["flex_attention"][1]("flex", {"query": x, "key": x}).allowed(0).all()
+
+
+class OnCard(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("fuses", [None, False, True])
+@pytest.mark.parametrize("kind", [torch.Tensor, OnCard])
+def test_megatrons_fused_softmax_reads_no_mask_on_a_card(kind, fuses):
+    module, q = LOCAL(), ROWS.as_subclass(kind)
+    module.scale_mask_softmax = SimpleNamespace(**{} if fuses is None else {"scaled_masked_softmax_fusion": fuses})
+    found = READ(KERNEL, {"self": module, "query": q, "key": q, "attention_mask": dense(LEFT, polarity="masked")})
+    assert (str(found) == "nothing") == (kind is OnCard and fuses is True)
+
+
+def takes_all(q, **kwargs):
+    return q
+
+
+def test_what_functions_of_transformers_swallow_is_not_told(monkeypatch):
+    assert arguments_of(takes_all, (1,), {"cu_seqlens": 2}) == {"q": 1, "cu_seqlens": 2}
+    monkeypatch.setattr(takes_all, "__module__", "transformers.models.lfm2")
+    assert arguments_of(takes_all, (1,), {"cu_seqlens": 2}) == {"q": 1}
+
+
+@pytest.mark.parametrize(("rows", "pattern", "judged"), [(2, "causal", True), (1, "causal", False), (2, "", False)])
+def test_positions_of_the_batchs_own_rows_are_judged(rows, pattern, judged):
+    forward = Forward(root=nn.Identity(), number=0, step=0, training=False, truth=LEFT)
+    forward.pattern = Pattern.of(pattern) if pattern else None
+    seen = Seen(layer="", module=None, kernel="", kind="rotary", told=None, positions=np.zeros((rows, 6), int))
+    assert forward.judges(seen) == judged
+    forward.calls = [seen]
+    assert bool(forward.faults()) == judged
+
+
+@pytest.mark.parametrize(("kind", "first", "wrong"), [("rotary", 0, False), ("embedded", 2, False), ("embedded", 0, True)])
+def test_rotary_positions_begin_anywhere_and_those_that_are_embedded_where_the_model_says(kind, first, wrong):
+    forward = Forward(root=nn.Identity(), number=0, step=0, training=False, truth=LEFT, first_position=first)
+    forward.pattern, positions = Pattern.of("causal"), LEFT.position_ids.numpy() + 2
+    forward.calls = [Seen(layer="", module=None, kernel="", kind=kind, told=None, positions=positions)]
+    assert bool(forward.faults()) == wrong
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "at", "own"),
+    [
+        (MIXED, 0, Pattern.sliding(4)),
+        (MIXED, 1, Pattern.of("causal")),
+        (MIXED, 2, None),  # behind those that are listed
+        (MIXED, None, None),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 4}, 0, Pattern.chunked(4)),
+        ({"sliding_window": 4}, 0, Pattern.sliding(4)),
+        ({"attention_layers": ["global", "local"]}, 0, None),
+        ({}, 0, Pattern.of("causal")),
+    ],
+)
+def test_a_layer_attends_what_the_config_says_of_it(config, at, own):
+    root, layer = nn.Identity(), nn.Identity()
+    root.config, layer.layer_idx = SimpleNamespace(**config), at
+    seen = Seen(layer="", module=layer, kernel="", kind="attention", told=None)
+    assert Forward(root=root, number=0, step=0, training=False)._pattern_of(seen) == own
+
+
+def test_calls_that_were_told_nothing_or_could_not_be_read_say_nothing():
+    nothing = Told("sdpa", "attention", (1, 4), np.zeros(4, int), np.zeros(4, bool))
+    assert _says(None) == _says(nothing) == 0
 
 
 def packed(**offsets):
     params = SimpleNamespace(qkv_format="thd", **{name: torch.tensor(each) for name, each in offsets.items()})
     return READ(KERNEL, {"self": FUSED(), "query": torch.ones(12, 1, 4), "packed_seq_params": params})
+
+
+def test_offsets_of_padded_rows_are_not_read():
+    params = SimpleNamespace(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, 3, 6]))
+    assert READ(KERNEL, {"self": FUSED(), "query": ROWS, "packed_seq_params": params}).shape == (2, 6)
 
 
 def test_places_by_padded_offsets_and_tokens_by_the_others():
@@ -66,6 +165,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     assert "counts for nothing" in why_differs(less, truth)
     assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
+    assert not packed(cu_seqlens_q=[0, 12, 24]).fits
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
 
@@ -82,6 +182,7 @@ def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths
 
 def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):
     rows = lambda t: torch.ones(1, 4, dtype=torch.bool)  # noqa: E731
+    monkeypatch.setattr(kernel_calls, "MOST_SCORES", 16)
     assert kernel_calls._attention("sdpa", (1, 4), rows, by="its mask").shape == (1, 4)
     monkeypatch.setattr(kernel_calls, "MOST_SCORES", 15)
     with pytest.raises(UnreadError, match="4 x 4"):
@@ -95,6 +196,10 @@ UNREAD = {
     "its score_mod says": ("flex_attention", {"query": X, "key": X, "value": X, "score_mod": max}),
     "is not rows of tokens": ("flash_attn_func", {"q": X[0]}),
     "it has no offsets": ("flash_attn_varlen_func", {"q": X[0], "k": X[0]}),
+    "other tokens than its keys": (
+        "flash_attn_varlen_func",
+        {"q": X[0], "k": X[0], "cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6])},
+    ),
     "its queries are other tokens": (
         "npu_fusion_attention",
         {"query": X, "key": X[:, :5], "value": X[:, :5], "head_num": 1, "input_layout": "BSND"},
@@ -127,5 +232,6 @@ def test_a_call_of_padded_rows_and_one_without_padding_are_compared_by_their_tok
     padded = Told("padded", "rule", (1, 8), first_T, neutral_T, "zeros")
     for offsets, elsewhere in (((0, 2, 4, 6), []), ((0, 3, 4, 6), [2, 3])):
         flat = Told("flat", "attention", (1, 6), *by_offsets(offsets, 6), "offsets")
+        assert _says(padded) > _says(flat)  # padding too
         assert begins_elsewhere(padded, flat).tolist() == begins_elsewhere(flat, padded).tolist() == elsewhere
     assert begins_elsewhere(padded, Told("flat", "attention", (1, 5), *by_offsets((0, 5), 5), "offsets")) is None

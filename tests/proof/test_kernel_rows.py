@@ -1,14 +1,19 @@
 """Rows: how each operator is called. A function on the CPU stands for each that needs a card, with its signature, and
 computes by its arguments alone; told nothing of boundaries it is wrong."""
 
+from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from collate_npu import Segments
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
-from collate_npu.proof import kernel_runs
+from collate_npu.proof import kernel_rows, kernel_runs
 from collate_npu.proof.kernel_rows import KERNELS
 from collate_npu.proof.kernel_truths import SCAN, TRUTHS
 
@@ -18,6 +23,7 @@ BY_NAME = {kernel.name.rpartition(".")[2]: kernel for kernel in KERNELS}
 def attend(q, k, v, ends, window):
     """`[T, heads, D]` of each sequence by itself, in a window of tokens before and after."""
     outs = []
+    assert min(window) >= -1
     for a, b in pairwise(ends.tolist()):
         at = torch.arange(b - a)
         off = at[None] - at[:, None]
@@ -29,6 +35,7 @@ def attend(q, k, v, ends, window):
 
 def varlen_attn(query, key, value, *, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable_gqa):
     assert torch.equal(cu_seq_q, cu_seq_k)
+    assert enable_gqa
     assert max_q == max_k == int(cu_seq_q.diff().max())
     return attend(query, key, value, cu_seq_q, window_size)
 
@@ -54,6 +61,7 @@ def causal_conv1d_fn(x, *, weight, bias, seq_idx, activation):
 
 def npu_causal_conv1d(x, weight, bias, conv_states, *, query_start_loc, activation_mode):
     assert not activation_mode
+    assert conv_states.shape == (len(query_start_loc) - 1, len(weight) - 1, x.shape[-1])
     return reference_causal_conv1d(x[None], weight.T, bias, cu_seqlens=query_start_loc)[0]
 
 
@@ -64,6 +72,7 @@ def npu_chunk_gated_delta_rule(query, key, value, *, beta, initial_state, actual
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, *, seq_idx):
+    assert chunk_size.bit_count() == 1
     ends = [0, *(1 + seq_idx[0].diff().nonzero().flatten()).tolist(), x.shape[1]]
     each = [{"x": x[:, a:b], "dt": dt[:, a:b], "A": A, "B": B[:, a:b], "C": C[:, a:b]} for a, b in pairwise(ends)]
     return torch.cat([SCAN.alone(part, torch.arange(1), 0, TRUTHS[0].pattern) for part in each], 1)
@@ -109,12 +118,37 @@ def test_an_operator_that_does_not_look_at_its_boundaries_is_wrong(name):
             key: sum(args[0].shape[:1]) for key in ("max_q", "max_k", "max_seqlen_q", "max_seqlen_k") if key in kwargs
         }
         state = {"initial_state": kwargs["initial_state"][:1]} if "initial_state" in kwargs else {}
+        args = [*args[:3], args[3][:1]] if "query_start_loc" in lost else args
         return STAND_INS[name](*args, **kwargs | lost | longest | state)
 
     found = results(name, blind, ("packed rows", "one token"))
     assert {truth: run.state for truth, run in found.items()} == {"packed rows": "wrong", "one token": "right"}, found
 
 
-def test_a_pattern_that_offsets_cannot_say_is_refused():
-    found = results("flash_attn_varlen_func", pytest.fail, ("prefix", "chunks"))
-    assert {truth: run.state for truth, run in found.items()} == {"prefix": "refused", "chunks": "refused"}
+@pytest.mark.parametrize(
+    ("name", "truths"),
+    [
+        ("flash_attn_varlen_func", ("prefix", "chunks")),
+        ("torch_chunk_gated_delta_rule", ("packed rows", "one flat row and its tail")),
+    ],
+)
+def test_what_an_operator_cannot_be_told_is_refused(name, truths):
+    found = results(name, pytest.fail, truths)
+    assert {truth: run.state for truth, run in found.items()} == dict.fromkeys(truths, "refused")
+
+
+def test_a_tail_is_padding_behind_one_row():
+    sides = [("right", [3, 2]), ("left", [3]), ("right", [[3, 2]])]
+    truths = [replace(TRUTHS[0], segments=Segments.from_lengths(lengths, side=side, width=6)) for side, lengths in sides]
+    assert [*map(kernel_rows._has_tail, truths)] == [False, False, True]
+
+
+def test_the_operator_itself_is_called_compiled_where_it_is_meant_to_be(monkeypatch):
+    flex, plain = BY_NAME["flex_attention"], BY_NAME["scaled_dot_product_attention"]
+    assert flex.function("cpu") is flex_attention
+    assert flex.function("cuda") is not flex_attention
+    assert plain.function("cuda") is scaled_dot_product_attention
+    around = wraps(rule)(lambda *args: None)
+    monkeypatch.setattr(kernel_rows, "import_module", lambda name: SimpleNamespace(rule=around))
+    found = {package: replace(plain, name="rule", module=package).function("cpu") for package in ("fla", "transformers")}
+    assert found == {"fla": around, "transformers": rule}

@@ -138,6 +138,7 @@ def test_a_fault_of_the_operator_is_found(fault):
 def test_the_words_name_what_is_wrong():
     (run,) = run_on_cpu(FUSION, backward_wrong, ["padded right"], "BNSD")
     assert (run.note, run.forward < run.passes < 1e-5 < run.backward) == ("v of real tokens", True)
+    assert run.form == "BNSD, mode 3"
 
 
 def spoilt_at_padding(query, *args, **kwargs):
@@ -223,6 +224,9 @@ def test_where_the_noise_is_as_large_as_what_is_wrong_nothing_is_proved(monkeypa
 def test_few_are_the_truths_that_show_most():
     found = runs([SDPA], device="cpu", dtype=torch.float32, dry=True, few=True)
     assert {run.truth for run in found} == {truth.name for truth in TRUTHS if truth.few}
+    for also in ([], [SDPA.name]):
+        found = runs([SDPA], device="cpu", dtype=torch.float32, dry=True, few=True, also=also)
+        assert {run.version.endswith(", interpreted") for run in found} == {bool(also)}
 
 
 def test_what_is_not_installed_or_does_not_run_here_is_listed():

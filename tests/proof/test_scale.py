@@ -28,6 +28,9 @@ def scale(run=toy, shift=0.0, own=None):
     return measured(ask, samples, own, [[x * (1 + shift) for x in own]], draw)
 
 
+OWN = torch.cat(toy(list(map(drawer(), LENGTHS))))
+
+
 def rounded(places):
     """Answers that depend in a small place on how many samples are asked for."""
     return lambda samples: [x * (1 + places * (len(samples) - 1)) for x in toy(samples)]
@@ -37,17 +40,22 @@ def test_noise_of_float32_is_fine_and_six_times_it_passes():
     found = scale(rounded(1e-7), shift=2e-6)
     assert found.noise == pytest.approx(2e-6, rel=1e-2)
     assert found.limit == TIMES * found.noise
+    assert found.bound == pytest.approx(found.limit * float(OWN.abs().max()), rel=1e-2)
     assert scale(rounded(1e-8)).noise == _LEAST
 
 
 def test_answers_that_are_all_equal_tell_nothing_of_rounding():
     found = scale()
     assert found.limit == found.lost / 10
+    assert found.bound == pytest.approx(found.limit * float(OWN.square().mean().sqrt()))
+    assert scale(lambda samples: [x * (1 + 1e-3 * (n > 0)) for n, x in enumerate(toy(samples))]) == found  # behind another
 
 
 def test_one_wrong_source_does_not_widen_what_passes():
     """Were it noise, six times it would pass."""
-    assert scale(rounded(1e-7), shift=1e-2).limit == TIMES * _LEAST
+    found = scale(rounded(1e-7), shift=1e-2)
+    assert found.limit == TIMES * _LEAST
+    assert found.bound == scale(rounded(1e-7), shift=3e-3).bound < 1e-4
     assert scale(rounded(1e-4), shift=1e-2).limit < 1e-2
 
 
