@@ -3,11 +3,13 @@
 import json
 import re
 import sys
+from functools import partial
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
+import typer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -15,6 +17,8 @@ import collate_npu.tools.cli as cli
 from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import session
+from collate_npu.tools.audit.report import Report
+from collate_npu.tools.cli import console
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is the first release that asks for boundaries")
@@ -50,6 +54,39 @@ def test_json_is_json_alone():
     assert len(positions) == 3
     assert max(map(max, positions)) == report["worst"]["elsewhere"]["logits"]
     assert {finding["side"] for finding in report["findings"]} == {"left"}
+
+
+@pytest.mark.parametrize(
+    ("args", "verbosity", "sides", "quiet"),
+    [
+        ([], None, ["left", "right"], ["set_verbosity_error", "disable_progress_bar"]),
+        (["--packed", "--side", "right"], "info", ["right", "packed"], []),
+    ],
+)
+def test_transformers_is_quiet_unless_told_otherwise(monkeypatch, args, verbosity, sides, quiet):
+    asked, called = [], []
+    monkeypatch.setattr(session, "audit_all", lambda **how: asked.append(how["sides"]) or Report(settings={}))
+    for name in ("set_verbosity_error", "disable_progress_bar"):
+        monkeypatch.setattr(logging, name, partial(called.append, name))
+    CliRunner().invoke(cli.app, ["audit", "--json", *args], env={"TRANSFORMERS_VERBOSITY": verbosity})
+    assert (asked, called) == ([sides], quiet)
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"), [("json", ""), ("no_such_package", "pip install no_such_package"), ("breaks", "collate-npu env")]
+)
+def test_a_command_runs_where_its_packages_load(tmp_path, monkeypatch, capsys, package, remedy):
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('gone')")
+    monkeypatch.syspath_prepend(tmp_path)
+    ran = []
+    command = console.needs(package)(lambda: ran.append(package))
+    if remedy:
+        with pytest.raises(typer.Exit) as end:
+            command()
+        assert end.value.exit_code == 2
+    else:
+        command()
+    assert (ran, remedy in capsys.readouterr().err) == ([] if remedy else [package], True)
 
 
 @pytest.fixture

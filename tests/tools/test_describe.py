@@ -1,5 +1,7 @@
 """A batch in words: what it is, how that is known, and what can go wrong."""
 
+import re
+
 import pytest
 import torch
 
@@ -11,6 +13,11 @@ from collate_npu.tools.describe import describe
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
 
 
+def known(text, how):
+    """The keys that say so."""
+    return set(re.findall(rf"^known by (\w+): {how}", text, flags=re.M))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_its_side(side):
     text = describe(PaddingCollator(pad_token_id=0, padding_side=side)(FEATURES))
@@ -19,6 +26,7 @@ def test_padding_and_its_side(side):
     assert ("no mask is exact: causal attention" if side == "right" else "no mask is not exact: padding stands on") in text
     assert ("attention_mask: None" if side == "right" else "attention_mask: bool [2, 1, 3, 3], True = blocked") in text
     assert "hazard" not in text
+    assert known(text, "") == {"attention_mask_2d", "position_ids"} | ({"attention_mask"} if side == "left" else set())
 
 
 CHEAPEST = {
@@ -43,9 +51,14 @@ def test_a_notebook_and_a_prompt_show_lines():
 
 def test_a_flat_row():
     text = describe(PaddingCollator(padding_free=True)(FEATURES))
-    for said in ("2 sequences, 4 real tokens of 4", "1 row of 4, 2 sequences; no padding", "cu_seq_lens_q: says all of it"):
+    for said in ("2 sequences, 4 real tokens of 4", "1 row of 4, 2 sequences; no padding"):
         assert said in text
     assert "hazard" not in text
+    all_of_it = {"seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
+    assert known(text, "says all of it, alone") == all_of_it
+    assert known(text, "") == {*all_of_it, "seq_idx"}
+    one = describe(PaddingCollator(padding_free=True)(FEATURES[:1]))
+    assert known(one, "says all of it, alone") >= {"cu_seq_lens_q", "position_ids"}
 
 
 def test_a_refused_batch_is_described_with_the_reason():
@@ -56,11 +69,25 @@ def test_a_refused_batch_is_described_with_the_reason():
 
 
 def test_values_that_are_no_tensors():
-    large = torch.ones(1, 1 << 18, dtype=torch.int64)
-    text = describe({"input_ids": large, "params": object(), "names": ["a", "b"], "more": {"n": 1, "none": None}})
+    large = torch.ones(1, 1 << 17, dtype=torch.int64)
+    more = {"n": 1, "none": None, "sparse": torch.eye(2).to_sparse()}
+    more["more"] = more
+    text = describe({"input_ids": large, "params": object(), "names": ["a", "b"], "more": more})
     assert "padding: not known" in text
-    for said in ("params: object", "names: list of 2", "input_ids: int64 [1, 262144], 2.0 MiB", "more: {n: 1, none: None}"):
+    for said in ("params: object", "names: list of 2", "input_ids: int64 [1, 131072], 1.0 MiB"):
         assert said in text
+    inside = "n: 1, none: None, sparse: float32 [2, 2], more: "
+    assert f"\nmore: {f'{{{inside}' * 4}dict of 4{'}' * 4}\n" in text
+
+
+def test_sparse_masks_are_read_and_rows_of_their_own_lengths_named():
+    segments = Segments.from_lengths([2, 1], side="left")
+    batch = {"input_ids": segments.ids, "attention_mask": segments.keep}
+    assert "attention_mask: bool [2, 2]\n" in describe(batch)
+    for mask in (segments.keep, dense(segments).to(torch.int8), dense(segments, polarity="bias")):
+        assert describe({**batch, "attention_mask": mask.to_sparse()}) == describe({**batch, "attention_mask": mask})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert "padding: not known. input_ids: got a nested" in describe({**batch, "input_ids": nested})
 
 
 @pytest.mark.parametrize(

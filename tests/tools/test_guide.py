@@ -71,7 +71,14 @@ def test_an_error_is_found_as_somebody_types_it(typed):
     assert run(*typed.split()).output.startswith("# errors\n")
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("ms-swfit", "ms-swift"), ("zh/asend", "zh/ascend"), ("../../secrets", "")])
+def test_the_line_of_a_log_is_known_by_an_error_of_nine_letters_or_more():
+    for error, known in (("IndexErr", False), ("IndexErro", True)):
+        assert guide._tells(f"[rank 3] {error}: out of range", f"## One\n\n**Says:** `{error}`\n", str) == known
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("ms-swfit", "ms-swift"), ("zh/asend", "zh/ascend"), ("../../secrets", ""), ("`", "")]
+)
 def test_a_wrong_name_ends_with_2_and_the_nearest(wrong, near):
     done = run(wrong)
     assert done.exit_code == 2

@@ -60,6 +60,8 @@ def test_a_page_of_it(tmp_path):
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
     page = "# Title\ntext\n\n```python\nx = 3\nx\n```\n\n```text\none\ntwo\n3\n```\n\n```python\npass\n```\n"
     assert as_markdown(tmp_path / "a.ipynb") == page
-    outputs[1]["text"] = "word " * 40
+    outputs[1]["text"] = "word " * 16 + "\n" + "word " * 40
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
-    assert max(map(len, as_markdown(tmp_path / "a.ipynb").splitlines())) <= 80
+    said = as_markdown(tmp_path / "a.ipynb").splitlines()
+    assert max(map(len, said)) <= 80
+    assert "word " * 16 in said

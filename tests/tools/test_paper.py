@@ -66,12 +66,20 @@ def test_letters_of_a_page_keep_their_columns():
     page = shown().html
     assert {"<bdi>■</bdi>", "<bdi>⬚</bdi>", "<bdi class=wide>中</bdi>"} <= set(re.findall(r"<bdi[^>]*>.</bdi>", page))
     assert not re.search(r"[^\x00-\x7f]", re.sub(r"<bdi( class=wide)?>.</bdi>", "", page))
+    assert re.sub(".", paper._in_columns, "é中\u0301") == "<bdi>é</bdi><bdi class=wide>中</bdi>\u0301"
 
 
-def test_a_png_has_cells_as_squares_and_leaves_no_setting_behind(monkeypatch, tmp_path):
-    matplotlib, figure = pytest.importorskip("matplotlib"), pytest.importorskip("matplotlib.figure").Figure
-    figures, save = [], figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda *args, **how: figures.append(args[0]) or save(*args, **how))
+@pytest.fixture
+def figures(monkeypatch):
+    """Those that were saved."""
+    figure, saved = pytest.importorskip("matplotlib.figure").Figure, []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda *args, **how: saved.append(args[0]) or save(*args, **how))
+    return saved
+
+
+def test_a_png_has_cells_as_squares_and_leaves_no_setting_behind(figures, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
     before = dict(matplotlib.rcParams), matplotlib.get_backend()
     for drawn in (torch.ones(2, 3), torch.ones(1, 1, 2, 2), BATCH):
         shown(drawn).save(tmp_path / "a.png")
@@ -86,6 +94,29 @@ def test_a_png_has_cells_as_squares_and_leaves_no_setting_behind(monkeypatch, tm
     assert len(green) == sum((grid.cells == 1).sum() for grid in squares) + (BATCH["attention_mask_2d"]).sum()
 
 
+@pytest.mark.parametrize("drawn", [[], [Text("ab" * 50), Text("c")], [Text("中文")] * 3])
+def test_a_png_is_ten_pixels_a_column_and_has_a_margin(figures, drawn):
+    png, columns = paper._png(drawn), max((line.cell_len for line in drawn), default=0)
+    assert [int.from_bytes(png[at : at + 4], "big") for at in (16, 20)] == [10 * (columns + 2), 20 * (len(drawn) + 1)]
+    (axes,) = figures[0].axes
+    assert (axes.get_position().bounds, axes.axison) == ((0, 0, 1, 1), False)
+    assert (axes.get_xlim(), axes.get_ylim()) == ((-1, columns + 1), (len(drawn), -1))
+
+
+def test_letters_and_cells_of_a_png_have_their_styles(figures, recwarn):
+    paper._png([Text("a"), Text.assemble(("中", "bold"), ("b", "dim"), ("■", "red"), "\ue000")])
+    assert UserWarning not in {each.category for each in recwarn}  # of a letter that no font has
+    (axes,) = figures[0].axes
+    styles = [(text.get_text(), text.get_weight(), text.get_alpha()) for text in axes.texts]
+    assert styles == [("a", "normal", 1), ("中", "bold", 1), ("b", "normal", 0.5), ("\ue000", "normal", 1)]
+    assert {(text.get_fontfamily()[0], text.get_size(), text.get_parse_math()) for text in axes.texts} == {
+        ("DejaVu Sans Mono", 8, False)
+    }
+    (square,) = axes.patches
+    assert (*square.get_xy(), square.get_width(), square.get_height()) == (3, 0.55, 1.8, 0.9)
+    assert (square.get_linewidth(), square.get_alpha(), square.get_facecolor()[0] > 0.4) == (0, 0.9, True)
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "gbk"])
 def test_a_terminal_without_the_signs_gets_others(encoding):
     raw = io.BytesIO()
@@ -94,6 +125,12 @@ def test_a_terminal_without_the_signs_gets_others(encoding):
     console.file.flush()
     assert raw.getvalue().decode(encoding) == "+ . # \n"
     assert all(chr(sign).translate(paper.ASCII).isascii() for sign in paper.ASCII)
+
+
+def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False, width=40)
+    paper.put(console, Text("\x1b[2J", "red", end=""))
+    assert console.file.getvalue() == "\x1b[31m\\x1b[2J\x1b[0m"
 
 
 def test_a_place_that_is_no_figure_is_refused_with_what_is_one(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Plain: where typer, rich and transformers are not there, the commands that need none of them say the same."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import collate_npu
 from collate_npu import PaddingCollator, Segments, describe
+from collate_npu.collate import wire
 from collate_npu.masks import dense
 from collate_npu.tools import plain
 from collate_npu.tools.show import picture
@@ -46,7 +48,17 @@ def test_what_needs_neither_runs_without_them(args, words):
     assert words in out
 
 
-@pytest.mark.parametrize("args", [["audit"], ["show", "--lengths", "3", "--consumer", "verl"], ["env", "--nonsense"], []])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["audit"],
+        ["show", "--lengths", "3", "--consumer", "verl"],
+        ["show", "--len", "3"],
+        ["show", "--help"],
+        ["env", "--nonsense"],
+        [],
+    ],
+)
 def test_the_others_say_in_one_line_what_to_install(args, capsys):
     assert plain.run(args, WHY) == 2
     said = capsys.readouterr().err
@@ -62,8 +74,10 @@ def test_that_is_what_the_package_depends_on():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_show_says_what_describe_and_picture_say(side, capsys):
+def test_show_says_what_describe_and_picture_say(side, capsys, recwarn):
+    wire._warn_of_neutral_form.cache_clear()
     assert plain.run(["show", "--lengths", "3,5", "--side", side], WHY) == 0
+    assert not recwarn.list
     batch = PaddingCollator(pad_token_id=0, padding_side=side)(ROWS)
     assert capsys.readouterr().out.startswith(f"{describe(batch)}\n\n{picture(batch)}\n")
 
@@ -75,6 +89,14 @@ def test_show_reads_saved_batches_and_masks(tmp_path, capsys):
     assert plain.run(["show", "--batch", str(batch), "--row", "1"], WHY) == 0
     assert plain.run(["show", "--mask", str(mask)], WHY) == 0
     assert capsys.readouterr().out.endswith("⬚ ⬚ ⬚ ⬚\n⬚ ■ ⬚ ⬚\n⬚ ■ ■ ⬚\n⬚ ■ ■ ■\n")
+
+
+def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch, capsys):
+    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: f"json: {as_json}")
+    assert [plain.run(["env", *more], WHY) for more in ([], ["--json"])] == [0, 0]
+    assert capsys.readouterr().out == "json: False\njson: True\n"
+    monkeypatch.setattr(plain, "_answer", lambda args: signal.default_int_handler(2, None))
+    assert plain.run(["env"], WHY) == 130
 
 
 @pytest.mark.parametrize("args", [["show", "--lengths", "x"], ["guide", "ms-swfit"]])

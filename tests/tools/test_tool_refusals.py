@@ -13,7 +13,7 @@ from house import PACKAGE, tree_of
 
 from collate_npu import CollateError
 from collate_npu.tools.cli import app
-from collate_npu.tools.refusals import check_file, refused
+from collate_npu.tools.refusals import check_file, did_you_mean, first_line, line_in, refused
 
 COMMANDS = typer.main.get_command(app).commands
 TOOLS = sorted((PACKAGE / "tools").rglob("*.py"))
@@ -41,16 +41,33 @@ def test_file_and_line_of_theirs_come_first_and_ours_after(tmp_path, monkeypatch
 
 
 def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
-    for name in ("rows.jsonl", "rows.py"):
+    for name in ("rows.jsonl", "rowse.jsonl", "rowsy.jsonl", "rows.py"):
         (tmp_path / name).write_text("", encoding="utf-8")
     for name, words in {
         "": f"got a folder. Such files end with .jsonl. Name one file in it: {tmp_path / 'rows.jsonl'}.",
-        "row.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl?",
+        "row.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl or rowse.jsonl?",
         "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
         "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
     }.items():
         assert said(check_file, tmp_path / name, [".jsonl"], "Name one.").endswith(words)
     check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
+
+
+def test_the_line_of_an_installed_package_and_of_this_one_is_nobodys(tmp_path):
+    path = tmp_path / "site-packages" / "theirs.py"
+    for place, line in {path: "", tmp_path / "theirs.py": f"{tmp_path / 'theirs.py'}, line 2: "}.items():
+        with pytest.raises(ZeroDivisionError) as error:
+            exec(compile("\n1 / 0", str(place), "exec"))
+        assert line_in(error.value, [str(tmp_path)]) == line
+    with pytest.raises(CollateError) as error:
+        check_file(tmp_path, [""], "")
+    assert line_in(error.value, [str(PACKAGE)]) == ""
+
+
+def test_what_is_said_is_short():
+    assert first_line(ValueError("x" * 500)) == "x" * 400
+    assert did_you_mean(["row"], ["rowa", "rowb", "rowc"], "Look.") == "Did you mean rowb or rowc?"
+    assert did_you_mean(["row"], ["else"], "Look.") == "Look."
 
 
 def texts(path):

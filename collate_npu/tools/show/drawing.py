@@ -109,7 +109,7 @@ class _Drawing:
             cells = self._cells(grid.signs(0, numbered=self.sheet.packed))
             out.append(Text.assemble((f"{b:>3} ", "dim"), cells, (f" {percent(grid.share):>4}{of}", "dim")))
             left = self.width - out[-1].cell_len - 2
-            if tokens is not None and left > 6:
+            if tokens is not None:
                 text = tokens.text(b, np.flatnonzero(ids_S > 0)[:left].tolist())
                 out[-1].append("  " + fitted(text, left).rstrip(), NAMED)
             if labels is not None:  # the worst of each block: one on padding, one that is ignored, one that counts
@@ -142,7 +142,7 @@ def beside(blocks: Sequence[list[Text]]) -> list[Text]:
 def fitted(text: str, columns: int) -> str:
     """Exactly so many columns wide: cut with `…`, or filled with spaces."""
     if cell_len(text) > columns:
-        text = set_cell_size(text, max(columns - 1, 0)) + "…" * (columns > 0)
+        text = set_cell_size(text, max(columns - 1, 0)) + "…"
     return set_cell_size(text, columns)
 
 

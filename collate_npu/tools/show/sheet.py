@@ -215,7 +215,7 @@ def row_of_numbers(row_S: Array, columns: int) -> str:
     whole = " ".join(map(str, row_S[: columns + 1].tolist()))
     if len(whole) <= columns:
         return whole
-    end, half = " ".join(map(str, row_S[-columns:].tolist())), (columns - 5) // 2 + 1
+    end, half = " ".join(map(str, row_S[-columns:].tolist())), max((columns - 5) // 2, 0) + 1
     return f"{whole[:half].rpartition(' ')[0]} ... {end[-half:].partition(' ')[2]}"
 
 

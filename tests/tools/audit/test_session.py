@@ -1,6 +1,8 @@
 """A session: a collator or a batch of yours is judged like ours and told apart from it; what a model has not is forgiven."""
 
+import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
+from found import finding, lacking, raised, refused
+from rich.console import Console
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
 from typer.testing import CliRunner
 
-from collate_npu import PaddingCollator
+from collate_npu import CollateError, PaddingCollator
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import candidates, session
@@ -227,3 +231,85 @@ def test_on_a_card_its_kernels_are_run_first_and_the_models_go_on(monkeypatch):
     assert "cases of ours are right" in result.stdout  # they ran
     run("--model", "qwen3_next", "--side", "right")
     assert len(asked) == 1
+
+
+# --- without a model
+
+
+def audited(monkeypatch, *found, **settings):
+    """The report of an audit that finds the same on each side, and what it printed. A batch says what was drawn for it."""
+
+    def case(model, samples, *, sides, **_):
+        answers = {"columns": lambda side: range(len(found)), "finding": lambda side, n: found[n]}
+        return SimpleNamespace(sides=sides, first=lambda side: samples, yardstick=str, **answers)
+
+    for name, instead in {
+        "Audit": case,
+        "build": lambda *_, **__: (None, None, 0),
+        "resolved_kernels": lambda model: {"f": "torch"},
+        "runs": lambda *_, **__: [Run(operator="a.kernel", state="wrong")],
+        "samples_of_rows": lambda rows, tokenizer, **how: how,
+    }.items():
+        monkeypatch.setattr(session, name, instead)
+    console = Console(file=io.StringIO(), width=200)
+    how = {"data": None, "tokenizer": None, "attentions": ["sdpa"], "device": "cpu", "dtype": "float32", "seed": 7}
+    how |= {"batch_size": 3, "batches": 2, "max_length": 48, "gradients": False, "tolerance": None, "sides": ["left"]}
+    report = session.audit_all(**{**how, "models": ["llama"], "console": console, **settings})
+    return report, console.file.getvalue()
+
+
+def test_a_report_says_what_was_asked_and_a_line_how_long_each_model_took(monkeypatch):
+    report, said = audited(monkeypatch, finding(), models=["llama", "bert", "llama"], tolerance=0)
+    asked = {"seed": 7, "data": "shipped with the package", "kernels": "installed", "batch_size": 3, "device": "cpu"}
+    assert asked.items() <= report.settings.items()
+    assert re.fullmatch(r"\[1/2\] llama \(sdpa\): \d+\.\d s\n\[2/2\] bert \(sdpa\): \d+\.\d s\n", said)
+    assert report.batches == {"left": {"count": 6, "max_length": 48, "seed": 7}}
+    assert report.operators == []
+
+
+@pytest.mark.parametrize("settings", [{"collators": ["no_such_module:collate"]}, {"tolerance": float("inf")}])
+def test_what_is_named_wrongly_is_refused_before_any_model(monkeypatch, settings):
+    with pytest.raises(CollateError):
+        audited(monkeypatch, **settings)
+
+
+ELSEWHERE = finding(False, column="no mask")
+
+
+@pytest.mark.parametrize(
+    ("found", "kept", "judged", "note"),
+    [
+        ([finding(), ELSEWHERE], 2, True, None),
+        ([refused(), finding(), lacking(whose="elsewhere")], 3, True, None),
+        ([refused(), lacking(), ELSEWHERE], 3, False, None),
+        ([raised(note="first"), raised()], 0, False, "first"),
+        ([raised(), refused()], 2, True, None),
+    ],
+)
+def test_what_is_found_is_judged_where_something_of_ours_ran(monkeypatch, found, kept, judged, note):
+    report, _ = audited(monkeypatch, *found, sides=["left", "packed"])
+    places = {"llama (sdpa)": "left", "llama (sdpa) packed": "packed"}
+    assert report.findings == found[:kept] * 2
+    assert (report.yardsticks, report.not_run) == (places if judged else {}, dict.fromkeys(places, note) if note else {})
+
+
+@pytest.mark.parametrize(
+    ("sides", "kernels", "told"), [(["left"], "installed", 0), (["packed"], "installed", 1), (["packed"], "reference", 0)]
+)
+def test_kernels_are_told_where_flat_rows_run_on_what_is_installed(monkeypatch, sides, kernels, told):
+    monkeypatch.setattr(session, "kernel_calls", lambda model: [])
+    assert len(audited(monkeypatch, finding(), sides=sides, kernels=kernels)[0].kernels) == told
+
+
+IDS = RIGHT["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [None, IDS[0], IDS[:0], IDS.float(), IDS.to_sparse(), torch.nested.nested_tensor([*IDS], layout=torch.jagged)],
+    ids=["none", "one row", "no rows", "floats", "sparse", "nested"],
+)
+def test_a_dump_without_rows_of_ids_is_refused(monkeypatch, ids):
+    monkeypatch.setattr(session, "batch_of_file", lambda path: {"input_ids": ids, "labels": IDS})
+    with pytest.raises(CollateError, match="keys input_ids, labels"):
+        session._dumped("dump.pt", None, ["llama"])

@@ -12,6 +12,7 @@ from found import MINE, NAN, finding, lacking, raised, refused, report, wide_rep
 from rich.console import Console
 
 from collate_npu.proof.kernel_runs import Run
+from collate_npu.tools.audit import terminal
 from collate_npu.tools.audit.terminal import errors, legend, looked_at, page, pictures, print_report, summary, table, terms
 
 ROWS = ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
@@ -25,9 +26,9 @@ def printed(made, *, verbose=False, encoding="utf-8", width=80, **settings):
     return raw.getvalue().decode(encoding)
 
 
-def rows_of(drawn):
+def rows_of(drawn, width=300):
     """The words of each line."""
-    console = Console(file=io.StringIO(), width=300)
+    console = Console(file=io.StringIO(), width=width)
     console.print(drawn)
     lines = [line.split("  ") for line in console.file.getvalue().splitlines()]
     return [[word.strip() for word in line if word.strip()] for line in lines]
@@ -113,12 +114,35 @@ def test_models_that_are_right_need_no_table():
 
 
 def test_the_summary_of_a_model():
-    others = [finding(False, logits=3.0, column="no mask"), finding(column="4D mask alone")]
+    others = [finding(False, logits=3.0, column=column) for column in ("no mask", "mask")]
+    others.append(finding(column="4D mask alone"))
     *_, row = rows_of(summary(report(finding(), finding(side="packed", logits=2e-6), refused(), *others)))
-    assert row[-6:] == ["m", "sdpa", "left, packed", "2 of 2", "2.0e-06", "1 of 2"]
+    assert row[-6:] == ["m", "sdpa", "left, packed", "2 of 2", "2.0e-06", "2 of 3"]
     titles, _, _, row = rows_of(summary(report(finding(), finding(False, logits=7.0, **MINE))))
     assert titles == ["ours", "YOURS", "elsewhere"]
     assert row[-4:] == ["1 of 1", "0 of 1", "7.00", "-"]
+
+
+@pytest.mark.parametrize(
+    ("made", "summed", "explained"),
+    [
+        (report(), False, False),
+        (report(finding()), True, False),
+        (report(not_run={"m (sdpa)": "gone"}), True, False),
+        (report(finding(False)), True, True),
+    ],
+)
+def test_models_are_summed_up_and_words_explained_where_there_are_any(made, summed, explained):
+    text = printed(made, width=200)
+    assert (terminal.SUMMED_UP in text, terminal.MEASURES["logits"] in text) == (summed, explained)
+
+
+def test_a_narrow_terminal_breaks_no_number_and_cuts_no_word():
+    made = wide_report()
+    padded = looked_at(made, every=True)["m", "sdpa", "padded batches"]
+    for drawn, said in ((summary(made), "15 of 15"), (table(padded, None), "1.0e-06 ✘")):
+        assert any(said in row for row in rows_of(drawn, 50))
+    assert "".join(part for row in rows_of(terms([("", "x" * 200)]), 50) for part in row) == "x" * 200
 
 
 def test_the_legend_explains_each_word_of_the_tables():

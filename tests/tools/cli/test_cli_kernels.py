@@ -11,6 +11,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import collate_npu.tools.cli as cli
+from collate_npu import CollateError
 from collate_npu.proof import kernel_runs
 from collate_npu.proof.kernel_truths import TRUTHS
 from collate_npu.tools import kernels
@@ -98,6 +99,26 @@ def test_what_is_interpreted_is_measured_on_a_cpu_alone(monkeypatch):
     for device in ("cpu", "cpu:0", "cuda", "cuda:0"):
         also += kernels.measured([], device, torch.float32, "")
     assert also == [("fla.chunk_gated_delta_rule",)] * 2 + [()] * 2
+    monkeypatch.setattr(kernels, "runs", lambda held, **how: [(how["device"], [kernel.name for kernel in held])])
+    rows = kernels.kernels_named(["chunk_gated_delta_rule", *SDPA[1:]])
+    (npu, listed), (cpu, run) = kernels.measured(rows, "npu", torch.float32, "no card")
+    assert (npu, listed, cpu, run) == ("npu", [row.name for row in rows], "cpu", ["fla.chunk_gated_delta_rule"])
+
+
+def test_training_on_a_card_is_in_bfloat16_and_no_card_is_told_apart_from_no_device():
+    dtypes = [(None, "cpu"), (None, "cpu:0"), (None, "npu:1"), ("float16", "npu")]
+    assert [str(kernels.dtype_of(*each))[6:] for each in dtypes] == ["float32", "float32", "bfloat16", "float16"]
+    assert [bool(kernels.why_no_card(device, torch.float32)) for device in ("cpu", "cuda:99")] == [False, True]
+    with pytest.raises(CollateError):
+        kernels.why_no_card("nonsense", torch.float32)
+
+
+def test_what_was_refused_is_dim_and_noted_where_all_is_asked_for():
+    found = [kernel_runs.Run(operator=state, state=state, note=note) for state, note in (("refused", "a"), ("raised", "b"))]
+    found.append(kernel_runs.Run(operator="right", state="right"))
+    for verbose, noted in ((False, ["RAISED"]), (True, ["refused", "RAISED"])):
+        assert [label for label, _ in kernels.notes(found, "", verbose=verbose)] == noted
+    assert [str(kernels._marked(run.state).style) for run in found] == ["dim", "yellow", "green"]
 
 
 def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():

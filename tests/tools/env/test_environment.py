@@ -58,14 +58,23 @@ def test_what_is_nobodys_business_is_left_out(text, left):
     assert masked({"a": [text]}) == {"a": [left]}
 
 
-def test_stacks_that_cannot_be_asked_are_told_as_not_known(monkeypatch):
-    found = {"torch": {"devices": "cpu only"}, "stacks": {"fails": "gone"}}
-    monkeypatch.setattr(machine, "packages", lambda: {"torch": "2.13.0"})
+@pytest.mark.parametrize(
+    ("packages", "found", "npu"),
+    [
+        ({}, {}, "torch_npu is not installed"),
+        ({"torch_npu": "2.13.0"}, {"torch_npu": {"cann": "9.1"}}, "torch_npu loads, CANN 9.1"),
+        ({"torch_npu": "2.13.0"}, {"torch_npu": {"fails": "no CANN"}}, "torch_npu does not load: no CANN"),
+    ],
+)
+def test_stacks_that_cannot_be_asked_are_told_as_not_known(monkeypatch, packages, found, npu):
+    found = {"torch": {"devices": "cpu only"}, "stacks": {"fails": "gone"}, **found}
+    monkeypatch.setattr(machine, "packages", lambda: {"torch": "2.13.0", **packages})
     monkeypatch.setattr(probe, "ask", found.__getitem__)
     told = env.environment()
-    assert (told.devices, told.runs, told.refused) == ("cpu only", {"not known": "gone"}, {})
+    assert (told.devices, told.runs, told.refused, told.npu) == ("cpu only", {"not known": "gone"}, {}, npu)
 
 
-def test_a_home_at_the_root_masks_no_path(monkeypatch):
-    monkeypatch.setattr(Path, "home", lambda: Path("/"))
-    assert masked("/opt/lib / x") == "/opt/lib / x"
+@pytest.mark.parametrize(("home", "left"), [("/", "/o/lib / x"), ("/o", "~/lib / x")])
+def test_a_home_at_the_root_masks_no_path(monkeypatch, home, left):
+    monkeypatch.setattr(Path, "home", lambda: Path(home))
+    assert masked("/o/lib / x") == left

@@ -1,5 +1,6 @@
 """Packages, system, settings and CANN, without importing anything of theirs."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def test_the_version_of_cann_is_read_from_its_folder(tmp_path, monkeypatch, file
     (tmp_path / file).write_text(text, encoding="utf-8")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert machine.cann() == f"{version} in {tmp_path}"
+
+
+def test_processors_are_those_of_this_process(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5} if pid == 0 else {0}, raising=False)
+    assert machine.system().endswith(" 2 of 8 CPUs")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert machine.system().endswith(" 8 of 8 CPUs")
 
 
 def test_a_cann_that_is_not_there(tmp_path, monkeypatch):

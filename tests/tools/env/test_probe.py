@@ -101,6 +101,22 @@ def test_a_library_that_hangs_is_given_up():
     assert probe.ask("torch", seconds=0.01) == {"fails": "no answer within 0 s"}
 
 
+@pytest.mark.parametrize(
+    ("code", "out", "err", "found"),
+    [
+        (0, b'{"devices": "cpu only"}', b"", {"devices": "cpu only"}),
+        (7, b'{"dev', b"one\nno card\n", {"fails": "ended with exit code 7 (no card)"}),
+        (-6, b"", b"", {"fails": "ended by SIGABRT"}),
+    ],
+)
+def test_what_a_process_says_is_the_answer_or_how_it_ended(monkeypatch, code, out, err, found):
+    def run(command, *, capture_output=False, **_):
+        return subprocess.CompletedProcess(command, code, *((out, err) if capture_output else (None, None)))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert probe.ask("torch") == found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code"), [("typer", "raise ModuleNotFoundError('No module', name='typer')"), ("rich", "raise RuntimeError(1)")]

@@ -6,7 +6,7 @@ from collate_npu import releases
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.tools.env import stacks
 
-pytest.importorskip("transformers")
+utils = pytest.importorskip("transformers").utils
 pytestmark = pytest.mark.models
 
 
@@ -21,6 +21,13 @@ def test_transformers_tells_what_it_resolved():
     assert found["transformers, attention"].startswith("sdpa, eager")
     if KERNELS_TOLD.holds():
         assert "chunk_gated_delta_rule: plain torch" in found["transformers, Gated DeltaNet"]
+
+
+def test_each_flash_attention_that_is_here_is_named(monkeypatch):
+    for n in (2, 3, 4):
+        monkeypatch.setattr(utils, f"is_flash_attn_{n}_available", lambda: True, raising=False)
+    flash = [name for name in stacks._attentions().split(", ") if name.startswith("flash_attention_")]
+    assert flash[:3] == ["flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
 
 def test_what_a_stack_refuses_is_its_consumers_refusal(monkeypatch):

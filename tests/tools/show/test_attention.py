@@ -1,11 +1,14 @@
 """What is drawn of a square is what the dense mask says, whole and folded, and nothing of its size is built."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from strategies import attentions, free, segments
 
-from collate_npu import Segments
+from collate_npu import Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.forms import open_empty_rows
 from collate_npu.tools.show.attention import COLOURS, SIGNS, Cell, attention_of, block_for, row_grid, sign_of
@@ -48,6 +51,15 @@ def test_queries_that_see_no_key_may_see_themselves(truth):
         assert square.grid(1).cells.tolist() == opened[b, 0].long().tolist()
 
 
+@given(free(), BLOCKS)
+def test_places_that_ought_to_be_otherwise_are_counted(truth, block):
+    ought = attention_of(truth, 0, pattern=Pattern.sliding(1))
+    drawn = replace(attention_of(truth, 0), ought=ought.rows).grid(block)
+    differ = (dense(truth) & ~dense(truth, pattern=Pattern.sliding(1)))[0, 0]
+    assert drawn.wrong == differ.sum()
+    assert ((drawn.cells == Cell.TOO_MUCH) == (np.array(kinds(differ, block)) != Cell.BLOCKED)).all()
+
+
 @given(segments(), BLOCKS)
 def test_rows_and_owners(truth, block):
     """A cell has the colour of a sequence where it holds that one alone."""
@@ -65,11 +77,15 @@ def test_a_number_or_a_sign_says_what_a_colour_says():
     assert row_grid(truth.array[0], 1).signs(0, numbered=True) == [("1", COLOURS[0]), ("2", COLOURS[1]), ("⬚", "dim")]
     assert row_grid(truth.array[0], 3).signs(0, numbered=True) == [("◧", "")]
     assert sign_of(Cell.TOO_MUCH, 1) == ("+", "bold red")
+    assert [sign_of(Cell.WHOLE, n, True)[0] for n in (9, 10, 19)] == ["9", "1", "1"]
     assert set(SIGNS) == set(Cell)
     assert len({sign for sign, *_ in SIGNS.values()}) == len(Cell)
 
 
-@pytest.mark.parametrize(("width", "cells", "block"), [(8, 64, 1), (65, 64, 2), (4096, 64, 64), (4096, 11, 384), (0, 4, 1)])
+@pytest.mark.parametrize(
+    ("width", "cells", "block"),
+    [(8, 64, 1), (65, 64, 2), (4096, 64, 64), (4096, 11, 384), (0, 4, 1), (65, 1, 128), (129, 1, 192)],
+)
 def test_blocks_are_round_numbers(width, cells, block):
     assert block_for(width, cells) == block
 

@@ -15,7 +15,7 @@ from collate_npu.tools.show.sheet import Tokens, escaped, sheet_of
 pytest.importorskip("rich")
 from rich.cells import cell_len
 
-from collate_npu.tools.show.drawing import fitted, lines, percent
+from collate_npu.tools.show.drawing import _Drawing, fitted, lines, percent
 
 WIDTHS = st.integers(20, 200)
 
@@ -63,6 +63,50 @@ def test_a_cell_says_how_many_places_it_stands_for():
     assert "(256 places a cell)" in text
     assert "◧ a part of the block" in text
     assert "a cell" not in drawn(sheet_of(Segments.from_lengths([8])))
+    assert "(2 places a cell)" in drawn(sheet_of(Segments.from_lengths([40])))
+
+
+def squares(sheet, width):
+    """Places a cell, and the lines."""
+    block, out = _Drawing(sheet, width)._squares(sheet.panels[-1].squares)
+    return block, [line.plain for line in out]
+
+
+@pytest.mark.parametrize(
+    ("S", "width", "block"), [(8, 21, 1), (8, 20, 2), (20, 45, 1), (20, 44, 2), (40, 85, 1), (40, 84, 4), (41, 200, 4)]
+)
+def test_a_square_is_folded_where_it_does_not_fit(S, width, block):
+    assert squares(sheet_of(Segments.from_lengths([S])), width)[0] == block
+    if S == 8:  # a token and a space take nine columns
+        folded, out = squares(named([S], "abcdefghij"), width + 9)
+        assert (folded, out[1]) == (block, "   0 abcdefg… " + " ".join("■" + "⬚" * 7 if block == 1 else "◧⬚⬚⬚"))
+
+
+@pytest.mark.parametrize(("S", "width", "across", "more"), [(20, 91, 2, 3), (20, 90, 1, 4), (64, 75, 2, 1), (64, 74, 1, 3)])
+def test_squares_stand_side_by_side_where_they_fit(S, width, across, more):
+    block, out = squares(sheet_of(Segments.from_lengths([S] * 5)), width)
+    assert out[0].count("row") == across
+    assert across == 1 or out[0].index("row 1") == (width + 3) // 2
+    assert [int(line[:4]) for line in out[1 : S // block + 1]] == [*range(0, S, block)]
+    assert out[-1] == f"... {more} more square{'s' * (more > 1)}"
+    assert len(squares(sheet_of(Segments.from_lengths([S] * across)), width)[1]) == S // block + 1
+
+
+@pytest.mark.parametrize(
+    ("letters", "S", "width", "block"),
+    [("", 22, 61, 1), ("", 22, 60, 2), ("", 15, 39, 1), ("", 15, 40, 2), ("中文", 12, 61, 1), ("中文", 13, 61, 2)],
+)
+def test_a_row_is_folded_where_it_does_not_fit(letters, S, width, block):
+    sheet = named([S], letters) if letters else sheet_of(Segments.from_lengths([S]))
+    folded, (line,) = _Drawing(sheet, width)._rows(sheet.panels[0].ids, None)
+    assert folded == block
+    assert (" padding" in line.plain) == (width >= 40)
+    assert line.cell_len == width or not letters
+
+
+def test_more_rows_of_numbers_are_counted():
+    assert drawn(sheet_of(torch.full((18, 3), 256))).count("256 256 256\n") == 16
+    assert "... 2 more rows" in drawn(sheet_of(torch.full((18, 3), 256)))
 
 
 def test_labels_that_are_ignored_and_labels_on_padding():
@@ -92,7 +136,7 @@ def test_packed_rows_are_numbered_and_coloured():
     assert "the first, the second sequence" in drawn(sheet)
 
 
-@pytest.mark.parametrize("width", [20, 31, 60, 80, 100])
+@pytest.mark.parametrize("width", [20, 31, 60, 61, 80, 100])
 @pytest.mark.parametrize("lengths", [[2, 3], [4096, 3000, 100, 7]])
 def test_tokens_are_named_and_fitted(width, lengths):
     out = lines(named(lengths, "中文😀", labels=torch.ones(len(lengths), max(lengths)).long()), width)
@@ -108,7 +152,15 @@ def test_a_token_takes_exactly_its_columns(text, columns):
 
 @pytest.mark.parametrize(
     ("text", "columns", "drawn"),
-    [("the", 5, "the  "), ("longer", 4, "lon…"), ("中文", 4, "中文"), ("中文字", 4, "中 …"), ("😀", 3, "😀 "), ("a", 0, "")],
+    [
+        ("the", 5, "the  "),
+        ("longer", 4, "lon…"),
+        ("中文", 4, "中文"),
+        ("中文字", 4, "中 …"),
+        ("😀", 3, "😀 "),
+        ("ab", 1, "…"),
+        ("a", 0, ""),
+    ],
 )
 def test_wide_letters_take_two_columns(text, columns, drawn):
     assert fitted(text, columns) == drawn

@@ -67,12 +67,16 @@ def test_what_is_marked_and_what_is_not():
     assert marked(squares_of_mask(full, 2, Segments.from_lengths([3, 3]))[0]) == [[[2, 2]], []]
     assert marked(squares_of_mask(full, 2, Segments.from_lengths([1, 3]))[0]) == [[], []]
     sliding = dense(Segments.from_lengths([6, 9], side="left"), pattern=Pattern.sliding(3))
-    assert marked(squares_of_mask(sliding, 2, None)[0]) == [[], []]
+    for truth in (None, Segments.from_lengths([6, 9], side="left")):
+        assert marked(squares_of_mask(sliding, 2, truth)[0]) == [[], []]
+    one = dense(Segments.from_lengths([1], width=2, side="left"), polarity="masked")
+    assert squares_of_mask(one, 1, None)[1] == "masked"  # the other way round one place is wrong
 
 
 def test_what_no_mask_holds_is_drawn_all_the_same():
     odd = torch.tril(torch.full((1, 1, 3, 3), 0.5))
-    drawn, _ = squares_of_mask(odd, 1, None)
+    drawn, read = squares_of_mask(odd, 1, None)
+    assert read == "keep"
     assert (drawn[0].grid(1).cells == np.tril(np.ones((3, 3)))).all()
     odd[0, 0, 2, 0] = float("nan")
     assert squares_of_mask(odd, 1, None)[0]

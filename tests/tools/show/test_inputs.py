@@ -32,6 +32,14 @@ def test_flat_rows_and_what_is_too_large_to_be_looked_at(monkeypatch):
             features_of_lengths(none)
 
 
+def test_lengths_that_are_none_and_more_than_are_drawn(monkeypatch):
+    monkeypatch.setattr("collate_npu.tools.show.inputs.MOST_TOKENS", 8)
+    assert [len(feature["input_ids"]) for feature in features_of_lengths("4,0")] == [4, 0]
+    for lengths in ("4,5", "2+3,1", "-1,3", "3+-1,3"):
+        with pytest.raises(CollateError, match="0 or more, and at most 8 places"):
+            features_of_lengths(lengths)
+
+
 @pytest.mark.models
 def test_lines_are_cut_and_every_token_is_a_label(tmp_path):
     pytest.importorskip("transformers")

@@ -1,18 +1,21 @@
 """What is drawn for a consumer and for a rank is what the adapter and the split give them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("transformers")
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from strategies import packed, sided
 from torch.nn.attention.flex_attention import create_mask
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.collate import Layout
 from collate_npu.consumers.consumer import consumers
 from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.patterns import CAUSAL
 from collate_npu.parallel import query_rows
 from collate_npu.tools.show.readers import consumer_panels, rank_panels
 
@@ -38,8 +41,11 @@ def attended(form, facts, segments):
 
 
 @given(st.sampled_from(NAMES), sided(rows=3) | packed(rows=2), st.sampled_from(["qwen3", "qwen3_next"]))
+@example("megatron", Segments.from_lengths([2, 3], side="left"), "qwen3")
+@example("mindspeed_dense", Segments.from_lengths([2, 3], side="left"), "qwen3")
 def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type):
     panels = list(consumer_panels(batch_of(truth), name, model_type=model_type))
+    assert all(panel.derived for panel in panels)
     adapter = BatchAdapter(model_type=model_type, consumer=name)
     if panels[0].refused:
         with pytest.raises(CollateError) as error:
@@ -57,6 +63,16 @@ def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type
         assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
 
 
+def test_layers_with_a_window_have_a_square_of_their_own():
+    truth, kinds = Segments.from_lengths([[4, 1], [5]]), ["full_attention", "sliding_attention"]
+    model = SimpleNamespace(layer_types=kinds, sliding_window=2)
+    panels = list(consumer_panels(batch_of(truth), "transformers", model=model))
+    assert [panel.heading for panel in panels] == [f"transformers {kind}" for kind in kinds]
+    for panel, pattern in zip(panels, (CAUSAL, Pattern.sliding(2))):
+        expected = dense(truth, pattern=pattern)[:, 0].long().tolist()
+        assert [square.grid(1).cells.tolist() for square in panel.squares] == expected
+
+
 def test_a_flat_row_is_drawn_sequence_by_sequence():
     batch = PaddingCollator(pad_token_id=0, padding_free=True)([{"input_ids": [1] * 3}, {"input_ids": [2] * 2}])
     (panel,) = consumer_panels(batch, "megatron", model_type="qwen3", padding_free=True)
@@ -68,6 +84,7 @@ def test_ranks_hold_every_place_once_and_their_own_queries(layout):
     cp, truth = ContextParallel(4, 0, layout=layout), Segments.from_lengths([5, 16], width=16, side="left")
     panels = list(rank_panels(batch_of(truth), cp))
     assert sorted(place for panel in panels for place in panel.squares[0].queries) == list(range(16))
+    assert all(panel.derived for panel in panels)
     for rank, panel in enumerate(panels):
         expected = dense(truth, rows=query_rows(16, cp.with_rank(rank)))
         assert [square.grid(1).cells.tolist() for square in panel.squares] == expected[:, 0].long().tolist()
@@ -84,10 +101,11 @@ def test_documents_are_shared_out_one_by_one():
 def test_what_cannot_be_shared_or_read_is_drawn_as_its_refusal():
     cp, whole = ContextParallel(2, 0), batch_of(Segments.from_lengths([8]))
     (panel,) = rank_panels(batch_of(Segments.from_lengths([5])), cp)
-    assert panel.heading == "2 ranks"
+    assert (panel.heading, panel.derived) == ("2 ranks", True)
     assert "Pad to 8" in panel.refused
     (panel,) = consumer_panels(whole, "transformers", model_type="qwen3_next", context_parallel=cp)
     assert panel.refused.startswith("context_parallel: got size 2")
+    assert panel.derived
     batch = {**whole, "attention_mask": dense(Segments.from_lengths([7], width=8))}
     with pytest.raises(CollateError) as error:
         segments_from_batch(batch)

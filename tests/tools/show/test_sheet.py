@@ -10,7 +10,7 @@ from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.show.attention import Cell
-from collate_npu.tools.show.sheet import Tokens, _are_numbers, escaped, labels_of, sheet_of
+from collate_npu.tools.show.sheet import Tokens, _are_numbers, escaped, labels_of, row_of_numbers, sheet_of
 
 LINES = ["hi", "a longer line", "中文"]
 
@@ -89,7 +89,7 @@ def test_a_mutated_batch_shows_its_place_and_its_refusal():
 
 def test_labels():
     truth = Segments.from_lengths([2, 3], side="left")
-    labels = torch.tensor([[4, -100, 5], [-100, 6, 7]])
+    labels = torch.tensor([[4, -100, 0], [-100, 6, 7]])
     kinds = [[Cell.ON_PADDING, Cell.IGNORED, Cell.COUNTED], [Cell.IGNORED, Cell.COUNTED, Cell.COUNTED]]
     assert labels_of({"labels": labels}, truth).tolist() == kinds
     for none in ({"labels": torch.tensor([0, 1])}, {"labels": labels.float()}, {}):
@@ -102,6 +102,10 @@ def test_what_cannot_be_drawn_is_the_refusal_alone():
     refused, rows, came = sheet_of(batch_of(Segments.from_lengths([2, 3]), dense(Segments.from_lengths([4, 4])))).panels
     assert refused.refused  # and a mask for another width as it stands
     assert (came.squares[0].shape, rows.ids.shape) == ((4, 4), (2, 3))
+    refused, rows = sheet_of(batch_of(Segments.from_lengths([2, 3]), torch.ones(1, 2, 1, 3, 3))).panels
+    assert (bool(refused.refused), rows.ids.shape) == (True, (2, 3))
+    refused, rows = sheet_of({"input_ids": torch.ones(2, 3), "attention_mask_2d": torch.ones(2, 4)}).panels
+    assert (bool(refused.refused), rows.ids.shape) == (True, (2, 4))
 
 
 def test_squares_that_rows_or_heads_share_and_masks_that_are_no_tensors():
@@ -115,10 +119,25 @@ def test_squares_that_rows_or_heads_share_and_masks_that_are_no_tensors():
     assert came.facts.endswith("any of its 2 heads")
     blind = dense(truth)[0, 0].clone()
     blind[1, 0] = False
-    assert len(sheet_of(batch_of(truth, blind)).panels[-1].squares) == 2
+    for mask in (blind, blind[None], blind[None, None], blind.expand(2, 1, 4, 4)):
+        assert len(sheet_of(batch_of(truth, mask)).panels[-1].squares) == 2
     (rows,) = sheet_of(truth.keep.tolist()).panels
     assert rows.ids.tolist() == truth.ids.tolist()
-    assert cells_of(sheet_of(dense(truth).numpy()).panels[0]) == cells(truth)
+    for mask in (dense(truth).numpy(), dense(truth)[:, 0]):
+        came, found = sheet_of(mask).panels
+        assert (cells_of(came), found.derived) == (cells(truth), True)
+    rows, refused = sheet_of(torch.tensor([[0.5, 1]])).panels
+    assert rows.ids.tolist() == [[1, 1]]
+
+
+def test_rows_of_a_mask_alone_are_named_and_a_tokenizer_is_one():
+    keep = Segments.from_lengths([2, 3]).keep
+    for b in (0, 1):
+        assert not sheet_of(keep, row=b).panels[0].derived
+    with pytest.raises(CollateError, match="The rows are 0 to 1"):
+        sheet_of(keep, row=2)
+    with pytest.raises(CollateError, match="decode"):
+        sheet_of({"input_ids": keep.long(), "attention_mask_2d": keep}, tokenizer="gpt2")
 
 
 @given(st.text())
@@ -128,9 +147,9 @@ def test_nothing_that_is_printed_moves_the_cursor(text):
 
 def test_spaces_and_lines_are_seen_and_what_is_no_text_by_itself_is_its_id():
     assert [escaped(text) for text in (" the", "a b ", "\n", "\t", "  ")] == ["·the", "a b·", "\\n", "\\t", "··"]
-    texts = {(7,): "seven", (8,): "\ufffd", (9,): "", (7, 8): "seven \n"}
-    read = Tokens(lambda numbers: texts[tuple(numbers)], torch.tensor([[7, 8, 9]]))
-    assert [read.one(0, s) for s in range(3)] == ["seven", "#8", "#9"]
+    texts = {(7,): "seven", (8,): "\ufffd", (9,): "", (7, 8): "seven \n", (0,): "none", (-1,): "the last"}
+    read = Tokens(lambda numbers: texts[tuple(numbers)], torch.tensor([[7, 8, 9, 0, -1]]))
+    assert [read.one(0, s) for s in range(5)] == ["seven", "#8", "#9", "none", "#-1"]
     assert read.text(0, [0, 1]) == "seven \\n"
 
 
@@ -148,3 +167,13 @@ def test_spaces_and_lines_are_seen_and_what_is_no_text_by_itself_is_its_id():
 )
 def test_what_is_taken_for_token_ids(values, are):
     assert _are_numbers(torch.tensor(values)) == are
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [(29, "10 11 12 13 14 15 16 17 18 19"), (28, "10 11 12 13 ... 16 17 18 19"), (15, "10 11 ... 18 19"), (14, "10 ... 19"),
+     (6, " ... "), (4, " ... "), (2, " ... ")],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_are_shown_from_both_ends(columns, said):
+    assert row_of_numbers(np.arange(10, 20), columns) == said
+    assert row_of_numbers(np.array([7, 8]), 2) == " ... "

@@ -67,6 +67,12 @@ def test_each_input_and_each_view_fits_the_console(saved, args, said, width):
         assert words in text or " ".join(words.split()) in " ".join(text.split())
 
 
+@pytest.mark.parametrize(("args", "squares"), [("", 1), ("--consumer megatron", 1), ("--side left --consumer megatron", 2)])
+def test_what_is_read_takes_the_place_of_what_was_derived_and_not_of_what_came(args, squares):
+    text = shown("--lengths", "3,2", *args.split())
+    assert (text.count("row 0 "), "33% padding" in text) == (squares, True)
+
+
 def test_a_terminal_that_cannot_print_the_signs(recwarn):
     """And nothing is said of the batches it makes."""
     done = CliRunner(charset="ascii").invoke(cli.app, ["show", "--lengths", "3,5", "--side", "left"])
@@ -122,6 +128,6 @@ def test_a_tokenizer_names_the_tokens_of_a_saved_batch(saved):
 )
 def test_what_cannot_be_shown_is_exit_code_2_and_one_line(args, said):
     result = show(*args)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert said in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
