@@ -93,6 +93,7 @@ def pytest_collection_finish() -> None:
     """A fourth of the quick run's time was looking for garbage among modules and tests."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 50, 100)
 
 
 def draw_little(functions: set) -> None:
