@@ -1,18 +1,138 @@
 """What is decided for models of Megatron before any stack is there; on the real ones: tests/peers."""
 
+import sys
+from contextlib import nullcontext
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from collate_npu import Segments
+from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import megatron, swift
-from collate_npu.integrations.swift import masks as swift_masks
-from collate_npu.integrations.twinkle.stages import Stages, _segments
+from collate_npu.integrations import megatron, swift, twinkle
+from collate_npu.integrations.megatron import experts, mcore_bridge, multi_token, packed
+from collate_npu.integrations.swift import guard, masks as swift_masks
+from collate_npu.integrations.twinkle import stages
+from collate_npu.integrations.twinkle.stages import Stages, _parted, _plain, _segments, refuse_unread
 from collate_npu.integrations.verl.engine import _refuse_window
-from collate_npu.keys import KEEP_KEY
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+
+LEFT, PACKED = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([[2, 3]])
+
+
+def refused(text):
+    """A refusal that says this; none where there is nothing to say."""
+    return pytest.raises(CollateError, match=text) if text else nullcontext()
+
+
+def local(**config):
+    """A model of Megatron's own attention."""
+    model = nn.Sequential(type("DotProductAttention", (nn.Module,), {})())
+    model.config = SimpleNamespace(**{"num_moe_experts": None, "linear_attention_freq": None, **config})
+    return model
+
+
+# --- Megatron's own models
+
+
+@pytest.mark.parametrize("config", [{}, {"sequence_parallel": False}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("there", [True, False])
+def test_ranks_that_are_not_told_are_megatrons_and_agree_on_the_batch(monkeypatch, config, there):
+    cp, seen = ContextParallel(1, 0) if there else None, []
+    monkeypatch.setattr(megatron, "megatron_ranks", lambda *, shared: seen.append(shared) or cp)
+    monkeypatch.setattr(megatron, "ranks_agree", lambda *told, call: seen.append((*told, call)) or nullcontext())
+    batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long()}
+    assert megatron.gpt_batch(batch, local(**config))[1] == LEFT
+    assert seen == [config.get("sequence_parallel", False)] + [(cp, "split")] * there
+
+
+def test_the_name_of_a_model_is_refused_as_such():
+    with pytest.raises(CollateError, match=r"from_pretrained\('Qwen/Qwen3'\)"):
+        megatron.gpt_batch({}, "Qwen/Qwen3")
+    with pytest.raises(CollateError, match="SimpleNamespace"):
+        megatron.gpt_batch({"input_ids": torch.ones(1, 3).long()}, SimpleNamespace(num_moe_experts=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "handed_on"), [([[0, 1, 2], [0, 1, 2]], LEFT.position_ids.tolist()), ([[0, 5, 6]] * 2,) * 2]
+)
+def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(given, handed_on):
+    batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long(), "position_ids": torch.tensor(given)}
+    inputs, _ = megatron.gpt_batch(batch, local(), context_parallel=ContextParallel(1, 0))
+    assert inputs["position_ids"].tolist() == handed_on
+
+
+def test_layers_that_do_not_part_sequences_are_looked_for_where_a_flat_row_has_several(monkeypatch):
+    monkeypatch.setattr(megatron, "_refuse_flat", lambda model: None)
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
+    kinds = (
+        ("Qwen3_5MoeGatedDeltaNet", "mcore_bridge.model"),
+        ("Qwen3_5MoeGatedDeltaNet", "transformers"),
+        ("Other", "mcore_bridge"),
+    )
+    for name, home in kinds:
+        model = type(name, (nn.Module,), {"__module__": home})()
+        megatron._flat({}, Segments.from_lengths([5]), model, None)
+        with refused("USE_MCORE_GDN" if (name, home) == kinds[0] else None):
+            megatron._flat({}, PACKED, model, None)
+
+
+def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monkeypatch):
+    monkeypatch.setattr(mcore_bridge, "masks_padding", lambda model_type: True)
+    model = local(linear_attention_freq=2)
+    assert megatron._kernel(model, LEFT) == "megatron"
+    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
+        megatron._kernel(model, PACKED)
+
+
+@pytest.mark.parametrize(("config", "stops"), [({}, False), ({"bias": False}, False), ({"bias": True}, True)])
+def test_routers_without_an_expert_bias_take_the_mask(monkeypatch, config, stops):
+    router = type("TopKRouter", (nn.Module,), {"_apply_expert_bias": None})
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", SimpleNamespace(TopKRouter=router))
+    model = router()
+    model.config = SimpleNamespace(**{f"moe_router_enable_expert_{name}": value for name, value in config.items()})
+    assert experts._stops_at_mask(model) == stops
+
+
+@pytest.mark.parametrize(
+    ("length", "depths", "said"),
+    [(3, 1, ""), (2, 1, "no target 2 tokens ahead"), (4, 2, ""), (3, 2, "no target 3 tokens ahead")],
+)
+def test_every_depth_of_multi_token_prediction_has_a_target(monkeypatch, length, depths, said):
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", SimpleNamespace(MAJOR=0, MINOR=16))
+    config = SimpleNamespace(mtp_num_layers=depths)
+    with refused(said):
+        multi_token.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
+
+
+@pytest.mark.parametrize(
+    ("made", "size", "tensor_parallel", "shared", "held"),
+    [
+        (False, 2, 2, True, None),
+        (True, 1, 1, True, None),
+        (True, 1, 2, False, None),
+        (True, 1, 2, True, (1, 2)),
+        (True, 2, 1, False, (2, 1)),
+        (True, 2, 2, False, (2, 1)),
+    ],
+)
+def test_megatrons_tensor_parallel_ranks_count_where_they_share_a_row(
+    monkeypatch, made, size, tensor_parallel, shared, held
+):
+    state = SimpleNamespace(model_parallel_is_initialized=lambda: made)
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
+    ranks = lambda **told: ContextParallel(size, 0, **{"tensor_parallel": tensor_parallel, **told})  # noqa: E731
+    monkeypatch.setattr(ContextParallel, "from_megatron", ranks)
+    cp = packed.megatron_ranks(shared=shared)
+    assert (cp and (cp.size, cp.tensor_parallel)) == held
+
+
+def test_every_sequence_that_ranks_cannot_share_out_is_named():
+    packed._check_shared_out((0, 3), None)
+    with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
+        packed._check_shared_out((0, 4, 5, 7), ContextParallel(2, 0).for_documents())
 
 
 @pytest.mark.parametrize(
@@ -33,6 +153,17 @@ def test_routers_masks_are_shared_out_once(monkeypatch, home, stage, sequence_pa
     assert megatron._passed_on({"padding_mask": torch.ones(1)}, model) == {"padding_mask": shared}
 
 
+def test_offsets_of_a_flat_row_are_judged_as_a_call_on_the_whole_row(monkeypatch):
+    kind, judged = make_dataclass("PackedSeqParams", ["cu_seqlens_q"]), []
+    monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", SimpleNamespace(PackedSeqParams=kind))
+    monkeypatch.setattr(packed, "say_call", lambda name, fields, *, B, T, segments, **_: judged.append((B, T, segments)))
+    packed.packed_seq_params(PACKED, context_parallel=ContextParallel(1, 0))
+    assert judged == [(1, 5, PACKED)]
+
+
+# --- verl
+
+
 @pytest.mark.parametrize(("window", "longest"), [((4, 0), 5), ((0, 0), 1), (4, 5), ((-1, 0), 9), (None, 9)])
 def test_a_window_is_refused_from_the_first_row_on_that_it_would_cut(window, longest):
     def given(length):
@@ -44,12 +175,117 @@ def test_a_window_is_refused_from_the_first_row_on_that_it_would_cut(window, lon
             _refuse_window(window, given(longest + 1))
 
 
+# --- mcore-bridge
+
+
 def test_padding_is_zeroed_in_the_first_argument_alone():
     keep, hidden = torch.tensor([[0, 1, 1], [1, 1, 0]]), torch.ones(3, 2, 4)  # [S, B, H]
     config = SimpleNamespace(sequence_parallel=False)
     out, more = megatron.mcore_bridge._zero_padding(keep, config, None, (hidden, "more"))
     assert torch.equal(out[..., 0].T, keep.float())
     assert more == "more"
+
+
+@pytest.mark.parametrize(("padded", "actual"), [([0, 3], None), (None, [0, 3]), ([0, 3], [0, 2])])
+def test_offsets_that_mcore_bridge_finds_none_in_are_refused(padded, actual):
+    offsets = [None if each is None else torch.tensor(each) for each in (padded, actual)]
+    with pytest.raises(CollateError, match=r"got \[0, 3\]"):
+        mcore_bridge._resolved(lambda *_, cp_size: None, *offsets, 4)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+@pytest.mark.parametrize("keys", [{"extra_forward_keys": []}, {}])
+def test_a_multimodal_forward_that_is_mended_and_has_the_keys_drops_no_mask(monkeypatch, recwarn, mended, keys):
+    monkeypatch.setattr(mcore_bridge.patching, "in_place", lambda ours: mended)
+    given = {"language_model_cls": type("Language", (), keys), "forward": lambda self, **masks: None}
+    mcore_bridge.pass_through_forward(type("Model", (), given), {}, {KEEP_KEY: 1})
+    assert bool(recwarn) == (not (mended and keys))
+
+
+# --- ms-swift
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "on_meta"),
+    [((2, 3, 3), torch.bool, True), ((2, 3, 3), None, False)]
+    + [(shape, torch.bool, False) for shape in ((2, 3, 4), (3, 3, 4), (3, 3), (3, 2, 3, 3))],
+)
+def test_squares_of_bools_alone_take_no_memory_in_a_template(shape, dtype, on_meta):
+    build = lambda: torch.ones(shape, dtype=dtype)  # noqa: E731
+    with swift._OnMeta(build.__code__):
+        assert build().is_meta == on_meta
+        assert not torch.ones(shape, dtype=dtype).is_meta
+
+
+@pytest.mark.parametrize(("width", "before", "after"), [(7, None, "made"), (None, None, None), (7, "own", "own")])
+def test_sequences_of_a_flat_row_are_numbered_once_its_width_is_there(width, before, after):
+    params = SimpleNamespace(total_tokens=width, seq_idx=before, __post_init__=lambda: setattr(params, "seq_idx", "made"))
+    args = SimpleNamespace(padding_free=True, context_parallel_size=1)
+    swift._Trainers(None).prepare_batch(lambda *_: {"packed_seq_params": params}, args, {})
+    assert params.seq_idx == after
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
+    watched = []
+    monkeypatch.setattr(guard, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
+    args = SimpleNamespace(padding_free=True, context_parallel_size=ranks, cp_partition_mode="zigzag")
+    trainer = SimpleNamespace(args=args, unwrapped_models=[nn.Identity(), nn.Linear(1, 1)])
+    ids, params = torch.ones(1, 12), SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
+    prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
+    guard.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
+    assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
+
+
+@pytest.mark.parametrize(
+    ("info", "sequence_parallel", "ranks", "told"),
+    [
+        (None, True, 2, {}),
+        ({}, True, 2, {}),
+        ({"is_moe_model": False}, True, 2, {}),
+        ({"is_moe_model": True}, True, 2, {"padding_mask": True}),
+        ({"is_moe_model": True}, True, 1, {"padding_mask": False}),
+        ({"is_moe_model": True}, False, 2, {"padding_mask": False}),
+    ],
+)
+def test_swifts_routers_are_told_the_padding_each_rank_its_share(monkeypatch, info, sequence_parallel, ranks, told):
+    monkeypatch.setattr(mcore_bridge, "router_padding", lambda padding, cp, shared: shared)
+    monkeypatch.setattr(mcore_bridge, "pass_through_forward", lambda model, batch, extras: extras)
+    monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
+    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=ranks)
+    args.model_info = None if info is None else SimpleNamespace(**info)
+    adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
+    trainer = SimpleNamespace(args=args, cp=None, adapter=adapter, _wants_dense=lambda *_, recurrent: False)
+    assert swift_masks.TrainerMasks.add(trainer, {"input_ids": torch.ones(2, 3)}, LEFT) == told
+
+
+@pytest.mark.parametrize(
+    ("npu", "backend", "ranks", "mode", "said"),
+    [
+        (False, "flash", 1, "contiguous", ""),
+        (False, "flash", 2, "zigzag", ""),
+        (False, "flash", 2, "contiguous", "cp_partition_mode: got contiguous"),
+        (True, "flash", 1, "zigzag", "mlp_padding_free needs a dense mask"),
+        (True, "local", 1, "zigzag", ""),
+    ],
+)
+def test_mlp_padding_free_gets_a_dense_mask_where_its_readers_cut_it_right(npu, backend, ranks, mode, said):
+    args = SimpleNamespace(mlp_padding_free=True, attention_backend=backend)
+    args.context_parallel_size, args.cp_partition_mode = ranks, mode
+    trainer = SimpleNamespace(args=args, kernel="megatron", npu=npu)
+    with refused(said):
+        assert swift_masks.TrainerMasks._wants_dense(trainer, LEFT, recurrent=False)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_zigzag_alone_is_the_order_in_which_recurrent_layers_take_a_flat_row(monkeypatch, size):
+    info = SimpleNamespace(config=SimpleNamespace(layer_types=["linear_attention"]))
+    for layout, said in (("zigzag", ""), ("contiguous", "document_zigzag")):
+        monkeypatch.setattr(
+            swift_masks, "context_parallel", lambda args, layout=layout: ContextParallel(size, 0, layout=layout)
+        )
+        with refused(said):
+            swift_masks.refuse_layout(SimpleNamespace(model_info=info))
 
 
 @pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
@@ -67,23 +303,104 @@ def test_swifts_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monk
     monkeypatch.setattr(swift_masks.mcore_bridge, "masks_padding", lambda model_type: True)
     trainer = SimpleNamespace(args=SimpleNamespace(attention_backend="local"), kernel="megatron", npu=False)
     wants = swift_masks.TrainerMasks._wants_dense
-    assert wants(trainer, Segments.from_lengths([2, 3], side="left"), recurrent=True)
+    assert wants(trainer, LEFT, recurrent=True)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-        wants(trainer, Segments.from_lengths([[2, 3]]), recurrent=True)
+        wants(trainer, PACKED, recurrent=True)
 
 
-@pytest.mark.parametrize(("size", "rank", "held"), [(None, None, (1, 0)), (1, 3, (1, 0)), (2, 1, (2, 1))])
-def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
-    mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
-    stages = SimpleNamespace(processor=SimpleNamespace(device_mesh=mesh, framework="megatron"))
-    cp = Stages.cp.fget(stages)
-    assert (cp.size, cp.rank) == held
+# --- twinkle
+
+
+def processor(**changed):
+    """What our stages read of twinkle's processor."""
+    fields = {"input_ids": 0, "attention_mask": 0, "position_ids": -1}
+    made = {"framework": "megatron", "device_mesh": None, "padding_free": False, "padding_side": "right"}
+    made |= {"padding_map": fields, "VLM_CONCAT_FIELDS": (), "align_routed_experts": lambda rows: rows}
+    return SimpleNamespace(**{**made, "_any_packing": lambda rows: False, **changed})
+
+
+def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(monkeypatch):
+    said = []
+    monkeypatch.setattr(twinkle, "say_outside", lambda *told: said.append(told))
+    made = processor(framework="transformers")
+    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, (), None, None).by_name()]
+    for _ in range(2):
+        twinkle.install(made, needs_mask_2d=True)
+    assert said == [(twinkle.PACKAGE, twinkle.TESTED)]
 
 
 @pytest.mark.parametrize(
-    ("axes", "lengths"), [(0, (4,)), (1, (2, 2)), (3, (4,)), (4, (2, 2))]
+    ("micro", "variable", "widths"),
+    [(None, True, [4] * 4), (2, False, [4] * 4), (2, True, [2, 2, 4, 4]), (None, False, [4] * 4)],
+)
+def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, variable, widths):
+    rows = [{"input_ids": torch.ones(1, n).long()} for n in (1, 2, 4, 3)]
+    padded = Stages(processor(), (), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
+    assert [row[SEGMENT_KEY].shape[1] for row in padded] == widths
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "shared"),
+    [
+        ({}, 2, False),
+        ({"sequence_parallel": False}, 2, False),
+        ({"sequence_parallel": True}, 2, True),
+        ({"sequence_parallel": True}, 1, False),
+    ],
+)
+def test_twinkles_routers_masks_are_shared_out_where_tensor_parallel_ranks_share_a_row(monkeypatch, config, ranks, shared):
+    monkeypatch.setattr(stages, "router_padding", lambda padding, cp, shared: shared)
+    monkeypatch.setattr(stages, "pass_through_forward", lambda model, batch, extras: extras)
+    adapter = SimpleNamespace(with_segments=lambda batch: ({"attention_mask": None}, Segments.from_lengths([2, 3])))
+    routed = Stages(processor(), (), local(num_moe_experts=4, **config), False)._routed
+    cp = ContextParallel(1, 0, tensor_parallel=ranks)
+    assert routed({SEGMENT_KEY: LEFT.ids}, adapter, cp, npu=False) == {"padding_mask": shared}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, None), ([[0, 1, 0, 1]], [[0, 0, 1]]), ([[0, 1, 0, 1], [0, 1, 2, 3]], [[0, 0, 1], [0, 2, 3]])]
+)
+def test_positions_of_one_axis_count_anew_where_a_flat_row_loses_tokens_and_others_stay(given, kept):
+    row = {"input_ids": torch.arange(4)[None], "attention_mask": torch.tensor([[1, 0, 1, 1]])}
+    row |= {"position_ids": torch.tensor(given)} if given else {}
+    out = Stages(processor(), (), None, True)._documents(row)
+    assert out["input_ids"].tolist() == [[0, 2, 3]]
+    assert _parted(row).lengths == ((1, 2) if given else (3,),)
+    assert out["position_ids"].tolist() == kept if kept else "position_ids" not in out
+
+
+def test_a_transformers_model_gets_one_mask_for_all_that_a_row_has_and_none_for_none():
+    bare, keep = {"input_ids": torch.ones(1, 3).long()}, torch.tensor([[1, 1, 0]])
+    assert _plain(bare) is bare
+    for masks in (("attention_mask",), (KEEP_KEY,), (SEGMENT_KEY,), ("attention_mask", KEEP_KEY, SEGMENT_KEY)):
+        out = _plain(bare | dict.fromkeys(masks, keep))
+        assert out.keys() == {"input_ids", "attention_mask"}
+        assert out["attention_mask"].tolist() == keep.tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"), [({}, ""), ({"masked_softmax_fusion": False}, ""), ({"masked_softmax_fusion": True}, "left")]
+)
+def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
+    with refused(said):
+        refuse_unread([SimpleNamespace(**config)], LEFT)
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "held"), [(None, None, (1, 0, 1)), (1, 3, (1, 0, 1)), (2, 1, (2, 1, 1)), (2, None, ())]
+)
+def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
+    mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
+    held_by = SimpleNamespace(processor=SimpleNamespace(device_mesh=mesh, framework="megatron"))
+    with refused("" if held else "cp_rank None"):
+        cp = Stages.cp.fget(held_by)
+        assert (cp.size, cp.rank, cp.tensor_parallel) == held
+
+
+@pytest.mark.parametrize(
+    ("axes", "lengths"), [(0, (4,)), (1, (2, 2)), (2, (4,)), (3, (4,)), (4, (2, 2))]
 )  # the first of four is text's
 def test_one_sample_of_twinkles_may_have_positions_of_several_axes(axes, lengths):
-    row = {"input_ids": torch.ones(1, 4).long()}
+    row = {"input_ids": torch.ones(1, 4).long(), "attention_mask": None}
     row |= {"position_ids": torch.tensor([[0, 1, 0, 1]] * axes)} if axes else {}
     assert _segments(row).lengths == (lengths,)

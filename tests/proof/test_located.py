@@ -58,6 +58,11 @@ REFUSED = {
     "masked at random": ([[1, 7, 3], [4, 5, 9]], None, "samples: 1 bad row"),
     "a token that is no sample's": ([[8, 1, 2, 3], [8, 4, 5, 9]], None, "tokens that no sample has"),
     "another row": ([[1, 2, 3], [4, 5, 9], [6, 7, 8]], None, "tokens that no sample has"),
+    "another row that a mask keeps": (
+        [[1, 2, 3], [4, 5, 9], [6, 7, 8]],
+        [[1, 1, 1], [1, 1, 0], [1, 1, 1]],
+        "tokens that no",
+    ),
 }
 
 
@@ -73,6 +78,26 @@ def test_other_tokens_are_refused(rows, keep, said):
 def test_what_has_no_tokens_is_refused(made):
     with pytest.raises(CollateError, match="found by their tokens"):
         locate(made, features([1, 2]))
+
+
+@pytest.mark.parametrize("sample", [[], [1, 2, 3, 4, 5]])
+def test_a_sample_without_tokens_or_longer_than_a_row_is_refused(sample):
+    with pytest.raises(CollateError, match=f"row 1: got {len(sample)} tokens"):
+        locate(batch([1, 2, 3], [4, 5, 9]), features([1, 2, 3], sample))
+
+
+@pytest.mark.parametrize(
+    ("row", "keep", "samples", "ids"),
+    [
+        ([1, 2, 9, 9, 9, 9], [1, 1, 0, 1, 1, 0], ([1, 2], [9, 9]), [1, 1, 0, 2, 2, 0]),
+        ([9, 1, 9], None, ([9], [1]), [1, 2, 0]),
+        ([9, 1, 9], None, ([1], [9]), [0, 1, 2]),
+    ],
+)
+def test_of_several_readings_the_masks_is_meant_or_the_one_in_order(row, keep, samples, ids):
+    found = locate(batch(row, keep=keep and [keep]), features(*samples))
+    assert found.segments.ids[0].tolist() == ids
+    assert found.order == (0, 1)
 
 
 def test_samples_of_one_token_end_in_words_and_not_in_hours():
@@ -106,3 +131,5 @@ def test_one_answer_a_row_is_none_for_each_of_several_samples():
     packed = locate(batch([1, 2, 3, 4, 5]) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, features([1, 2, 3], [4, 5]))
     with pytest.raises(CollateError, match="one answer a row"):
         packed.rows(torch.ones(1, 7))
+    apart = locate(batch([1, 2, 3], [4, 5, 9]), features([4, 5], [1, 2, 3]))
+    assert [row.tolist() for row in apart.rows(torch.arange(14).view(2, 7))] == [[[*range(7, 14)]], [[*range(7)]]]

@@ -91,6 +91,36 @@ def test_samples_alone_add_up_and_leave_no_gradient():
     assert not alone(Model((0, 2, 0)), features[:1], gradients=False).finite, "one bad sample spoils them all"
 
 
+def test_what_was_learned_before_does_not_count_and_dropout_is_left_out():
+    model = Model()
+    model.dropout = torch.nn.Dropout(0.5)
+    model.table.register_forward_hook(lambda module, args, out: model.dropout(out))
+    batch = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]])}
+    first = measure(model, batch, list, gradients=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    again = measure(model, batch, list, gradients=True)
+    assert astuple(errors(again, first)) == (0, 0, 0, 0)
+    assert model.dropout.training
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_without_labels_the_loss_is_half_the_squares_and_a_copy_is_looked_at(pools):
+    model = Model()
+    model.forward = lambda input_ids: model.table(input_ids)[:, 0] if pools else model.table(input_ids)
+    found = measure(model, {"input_ids": torch.tensor([[1, 2]])}, list, gradients=False)
+    shown = model.table.weight[1:2] if pools else model.table.weight[1:3]
+    assert found.loss == pytest.approx(float(shown.square().sum()) / 2)
+    copies = alone(model, [{"input_ids": [1, 2], "labels": [1, 2]}], gradients=False, copies=2)
+    assert torch.equal(copies.logits[0], shown)
+
+
+def test_how_far_each_token_is_off():
+    mine, known = (numbers((row, (3.0, 4.0))) for row in ((1.0, 2.0), (1.5, 1.0)))
+    pairs = [(Numbers([x[..., None] for x in each.logits], 0.0, {}, True)) for each in (mine, known)]
+    assert Compared.of([tuple(pairs)]).by_position == ((0.5, 1.0), (0.0, 0.0))
+
+
 def test_what_a_model_gave_has_logits_or_last_states():
     assert scores_of(SimpleNamespace(last_hidden_state=torch.ones(1))).tolist() == [1]
     with pytest.raises(CollateError, match="gives logits"):

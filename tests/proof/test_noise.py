@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 pytest.importorskip("transformers")
 from text import sample_ids
 
-from collate_npu.proof.measure import Errors
-from collate_npu.proof.noise import MARGIN, TIMES, Yardstick, product_error
+from collate_npu.proof.measure import Errors, alone
+from collate_npu.proof.noise import MARGIN, TIMES, Yardstick, measure_noise, product_error
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 from collate_npu.tools.audit.case import Audit
 
@@ -130,6 +130,15 @@ def test_a_width_that_gives_no_number_passes_nothing():
     assert not any(audited(model, gradients=each).finding("left", "collator").right for each in (True, False))
 
 
+def test_right_results_differ_by_little():
+    samples = sample_ids(TOKENIZER, count=2, max_length=9, seed=3)
+    features = [{"input_ids": ids, "labels": ids} for ids in samples]
+    model = tiny_model("llama", vocab_size=len(TOKENIZER))
+    noise = measure_noise(model, [features], [alone(model, features, gradients=False)], gradients=False)
+    assert 0 < noise.loss < 1e-3
+    assert noise.gradient == 0
+
+
 def test_the_error_of_a_product_is_that_of_the_dtype_and_of_the_machine():
     float32 = torch.zeros(1)
     assert product_error(float32) < 1e-6
@@ -165,3 +174,4 @@ def test_wrong_must_stand_well_above_noise_or_the_tolerance():
     wrong = Errors(0.08, 0.05, 0.001, 0.09)
     assert (Yardstick(NOISE, wrong).tells(0.1), Yardstick(NOISE, wrong).tells(0.085)) == (False, True)
     assert Yardstick(NOISE, Errors(math.inf, 0.0, 0.0, 0.0)).tells(0.1)
+    assert not Yardstick(NOISE, Errors(0.5, 0.0, 0.0, 0.5)).tells(0.5)

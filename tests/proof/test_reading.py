@@ -11,7 +11,7 @@ from collate_npu import ContextParallel, Segments
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.masks import block_mask, dense
 from collate_npu.parallel import query_rows, split_tensor
-from collate_npu.proof.reading import Judge, row_of
+from collate_npu.proof.reading import Judge, evaluated, row_of, why_row_wrong
 from collate_npu.proof.received import Received
 
 LEFT, RIGHT = Segments.from_lengths([8, 5], side="left"), Segments.from_lengths([8, 5])
@@ -100,6 +100,87 @@ def test_other_batches_of_the_same_model_are_not_asked():
     assert [judge(LEFT).asks(call) for call in calls] == [True, False, False]
 
 
+PRETRAINED = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})
+
+
+def asked_of(segments, model=None, **facts):
+    flat = facts.pop("padding_free", False)
+    case = Case(segments=segments, model=Model(**{"needs_mask_2d": False, **facts}), padding_free=flat)
+    return Judge(model=model or PRETRAINED(), case=case)
+
+
+def attention(segments, mask=None, name="self_attn", **told):
+    told |= {} if mask is None else {"attention_mask": mask}
+    return Received(name=name, reader=nn.Module(), told=told, hidden=(*segments.shape, 4))
+
+
+@pytest.mark.parametrize("two", [True, False])
+@pytest.mark.parametrize("name", ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn"])
+def test_the_decoder_beside_an_encoder_works_on_tokens_of_its_own(two, name):
+    model = PRETRAINED()
+    model.encoder, model.config = nn.Identity(), SimpleNamespace(is_encoder_decoder=two)
+    assert asked_of(LEFT, model).asks(attention(LEFT, name=name)) is not (two and "decoder" in name)
+
+
+@pytest.mark.parametrize(("mask", "read"), [(LEFT.keep, True), (dense(LEFT)[:, 0], False), (dense(LEFT), False)])
+def test_true_and_false_of_a_2d_mask_is_read(mask, read):
+    assert asked_of(LEFT, attn_implementation="eager").asks(attention(LEFT, mask)) is read
+
+
+TWO = Segments.from_lengths([[3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("attn", "offsets", "mask", "said"),
+    [
+        ("flash_attention_2", [0, 3, 8], None, ""),
+        ("flash_attention_2", [0, 4, 8], None, "cu_seq_lens_q"),
+        ("sdpa", [0, 3, 8], None, "attends another sequence"),
+        ("sdpa", [0, 4, 8], dense(TWO), ""),
+    ],
+)
+def test_offsets_count_where_attention_reads_them(attn, offsets, mask, said):
+    asked = asked_of(TWO, attn_implementation=attn, padding_free=True)
+    why = asked.why_wrong(attention(TWO, mask, cu_seq_lens_q=torch.tensor(offsets)))
+    assert (said in why) if said else why == ""
+
+
+def test_offsets_count_for_megatrons_kernels_whatever_the_implementation():
+    asked = judge(TWO)
+    flat = replace(asked, case=replace(asked.case, padding_free=True))
+    for offsets, right in (([0, 3, 8], True), ([0, 4, 8], False)):
+        told = SimpleNamespace(cu_seqlens_q=torch.tensor(offsets))
+        assert (flat.why_wrong(received(packed_seq_params=told)) == "") is right
+
+
+def test_two_queries_that_attend_ahead_are_told():
+    short = Segments.from_lengths([2])
+    asked = asked_of(short, attn_implementation="eager")
+    assert "more than causal" in asked.why_wrong(attention(short, torch.zeros(1, 1, 2, 2)))
+
+
+PLAIN, CHUNKED = (
+    SimpleNamespace(sliding_window=3),
+    SimpleNamespace(attention_chunk_size=4, layer_types=["chunked_attention"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "back", "right"),
+    [(PLAIN, 3, True), (PLAIN, 2, False), (CHUNKED, 1, True), (CHUNKED, 0, False), (None, 8, True), (None, 7, False)],
+)
+def test_a_layer_attends_at_least_the_narrowest_window_of_the_model(config, back, right):
+    row, places = Segments.from_lengths([8]), torch.arange(8)
+    mask = (places[:, None] >= places) & (places[:, None] - places < back)
+    why = asked_of(row, config=config, attn_implementation="sdpa").why_wrong(attention(row, mask[None, None]))
+    assert why.endswith("" if right else "does not attend all of its sequence")
+    assert bool(why) is not right
+    mask[7, 7] = False
+    assert asked_of(row, config=config).why_wrong(attention(row, mask[None, None]))
+    mask[7, 7] = True
+    assert bool(why_row_wrong(row, Case(segments=row).pattern, 0, places, mask)) is (back < 8)
+
+
 def test_true_and_false_to_attention_of_a_layers_own_is_not_read():
     model = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})()
     call = Received(name="attn", reader=nn.Module(), told={"attention_mask": dense(LEFT)}, hidden=(2, 8, 4))
@@ -142,3 +223,10 @@ def test_what_a_mask_means_depends_on_the_implementation(attn, mask, said):
 def test_a_mask_that_rows_share_is_that_of_each():
     shared = torch.ones(1, 1, 2, 2).tril().bool()
     assert torch.equal(row_of(shared, 1), shared[0, 0])
+    rows = torch.stack([torch.ones(2, 2).tril(), torch.zeros(2, 2)])
+    assert torch.equal(row_of(rows, 1), rows[1])
+    heads = torch.tensor([[[1, 0], [0, 0]], [[0, 0], [1, 0]]])[None]
+    assert torch.equal(row_of(heads.bool(), 0), torch.tensor([[True, False], [True, False]]))
+    assert torch.equal(row_of(heads, 0), torch.tensor([[1, 0], [1, 0]]))
+    three = Segments.from_lengths([3, 2, 1])
+    assert all(torch.equal(evaluated(block_mask(three), b), dense(three)[b, 0]) for b in range(3))

@@ -1,8 +1,10 @@
 """What is recorded of a forward: who reads, who hands on, and who was handed nothing."""
 
+import pytest
 import torch
 from torch import nn
 
+from collate_npu import CollateError
 from collate_npu.proof.received import by_readers, received_calls, received_masks
 
 
@@ -61,3 +63,30 @@ def test_masks_are_copies_of_every_call():
         mask.zero_()
         layer(HIDDEN)
     assert [None if found is None else bool(found.all()) for found in masks["decoder.layers.0.told"]] == [True, None]
+    with pytest.raises(CollateError, match="model"), received_masks(None):
+        pass
+
+
+@pytest.mark.parametrize("key", ["encoder_hidden_states", "key_value_states"])
+def test_cross_attention_is_told_by_what_it_is_given(key):
+    class Cross(nn.Module):
+        def forward(self, **kwargs):
+            return kwargs
+
+    class Plain(nn.Module):
+        def forward(self, hidden, number=0):
+            return hidden
+
+    model = nn.Module()
+    model.layers = nn.Module()
+    model.layers.cross, model.layers.plain, model.layers.inner = Cross(), Plain(), nn.Module()
+    model.layers.inner.cross, model.layers.inner.plain = Cross(), Plain()
+    with received_calls(model) as received:
+        for layer in (model.layers, model.layers.inner):
+            layer.plain(HIDDEN)
+        model.layers.cross(hidden=HIDDEN, attention_mask=MASK)
+        model.layers.inner.cross(hidden=HIDDEN, attention_mask=MASK)
+        assert not received["layers.inner.cross"].crosses
+        model.layers.inner.cross(hidden=HIDDEN, attention_mask=MASK, **{key: HIDDEN})
+        assert received["layers.inner.cross"].crosses
+    assert set(received) == {"layers.inner.cross"}, "what stands outermost hands on"

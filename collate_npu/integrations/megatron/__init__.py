@@ -85,7 +85,7 @@ def gpt_batch(
     >>> inputs, segments = gpt_batch(batch, model)  # doctest: +SKIP
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
-    check_model(model, config=True)
+    check_model(model)
     config = config_of(model)
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
