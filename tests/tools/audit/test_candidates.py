@@ -9,7 +9,15 @@ pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import tiny_model
-from collate_npu.tools.audit.candidates import build, candidates, check_attention, check_is_run, resolved_kernels
+from collate_npu.tools.audit.candidates import (
+    MOST_IDS,
+    build,
+    candidates,
+    check_attention,
+    check_is_run,
+    check_named,
+    resolved_kernels,
+)
 
 pytestmark = pytest.mark.models
 
@@ -19,6 +27,43 @@ def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_t
     chosen, excluded = candidates([], ["eager"])
     assert "rwkv (eager)" in excluded
     assert ("qwen3_next", "eager") in chosen
+    assert candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
+
+
+HOW = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False}
+
+
+def test_a_tiny_model_has_an_embedding_for_the_largest_id_and_for_no_more_than_a_million(monkeypatch):
+    with pytest.raises(CollateError, match=f"token id {MOST_IDS}"):
+        build("llama", "sdpa", **HOW, largest_id=MOST_IDS)
+    assert build("llama", "sdpa", **HOW, largest_id=700)[0].get_input_embeddings().num_embeddings == 701
+    pair = SimpleNamespace(is_encoder_decoder=True)
+    monkeypatch.setattr("collate_npu.tools.audit.candidates.tiny_config", lambda *_, **__: pair)
+    with pytest.raises(CollateError, match="encoder"):
+        build("llama", "sdpa", **HOW, largest_id=5)
+
+
+def test_the_id_of_padding_is_the_tokenizers_else_the_models_else_0(monkeypatch):
+    monkeypatch.setattr("collate_npu.tools.audit.candidates.byte_tokenizer", lambda **_: Reader())
+    for of_config, told in ((3, 3), (None, 0)):
+        model = tiny_model("llama", vocab_size=8)
+        model.config.pad_token_id = of_config
+        monkeypatch.setattr("collate_npu.tools.audit.candidates.tiny_model", lambda *_, made=model, **__: made)
+        assert build("llama", "sdpa", **HOW, largest_id=5)[2] == told
+
+
+class Reader:
+    pad_token_id = None
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize(("name", "said"), [("owner/model", "hf download"), *((name, "spelling") for name in (
+    "./owner", "/no/model", "~/model", "owner/folder/model"))])  # fmt: skip
+def test_what_looks_like_a_path_is_not_sought_on_the_hub(name, said):
+    with pytest.raises(CollateError, match=said):
+        check_named([name], ["sdpa"], tokenizer=None, device="cpu", dtype=torch.float32, trust=False)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +106,9 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
         check_is_run(runs("eager", **heads), "sdpa")
     check_is_run(runs("kernels-community/flash-attn2", **heads), "flash_attention_2")
     check_is_run(runs("sdpa"), "eager")  # no attention at all
+    for one, other in (("flash_attention_2", "sdpa"), ("eager", "flash_attention_2")):
+        with pytest.raises(ValueError, match=f"runs {one} in the place of {other}"):
+            check_is_run(runs(one, **heads), other)
 
 
 @pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="an older transformers does not say")

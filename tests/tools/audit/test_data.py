@@ -10,7 +10,7 @@ import pytest
 
 from collate_npu import CollateError
 from collate_npu.tools.audit import data
-from collate_npu.tools.audit.data import encoded, read_rows, shipped_text
+from collate_npu.tools.audit.data import _messages, _tokens, encoded, read_rows, samples_of_rows, shipped_text
 
 RECORDS = [{"text": "one"}, {"text": "two"}]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -144,3 +144,49 @@ def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_p
             read_rows(path)
     else:
         assert 0 < len(read_rows(path)) < 4000
+        monkeypatch.setattr(data, "MOST_BYTES", 1 << 30)
+        monkeypatch.setattr(data, "MOST", 130)
+        assert len(read_rows(path)) == 130
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "taken"),
+    [
+        ([(1 << 31) - 1, -(1 << 31) + 1], None, True),
+        ([1 << 31], None, False),
+        ([1, 2], [1, -(1 << 31)], False),
+        ([1, 2], [-100, 2], True),
+        ([1, 2], [1], False),
+        ([], None, False),
+        ([True], None, False),
+        ("12", None, False),
+    ],
+)
+def test_tokens_are_whole_numbers_of_32_bits_with_as_many_labels(ids, labels, taken):
+    assert (_tokens(ids, labels) is not None) is taken
+
+
+@pytest.mark.parametrize("value", ["said", 5, None, ["said"], [{"role": "user", "content": "hi"}, 5], {"role": "user"}])
+def test_what_is_no_list_of_messages_is_none(value):
+    assert _messages(value) is None
+
+
+class Letters:
+    eos_token_id = 0
+
+    def __call__(self, text, *, max_length, **settings):
+        return {"input_ids": [*text.encode()][:max_length]}
+
+
+def test_samples_are_cut_to_drawn_lengths_and_closed():
+    lines = ["abcdefghijklmnopqrstuvwxyz" * 2] * 300
+    drawn = samples_of_rows(lines, Letters(), count=200, max_length=17, seed=1)
+    lengths = [len(each["input_ids"]) for each in drawn]
+    assert (min(lengths), max(lengths)) == (3, 17)
+    assert all(each["input_ids"][-1] == 0 and 0 not in each["input_ids"][:-1] for each in drawn)
+    assert all(each["labels"] == each["input_ids"] for each in drawn)
+    assert {len(each["input_ids"]) for each in samples_of_rows(lines, Letters(), count=9, max_length=1)} == {2}
+    tokens = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 3
+    assert samples_of_rows(tokens, None, count=3, max_length=4) == tokens
+    with pytest.raises(CollateError, match="got 3 lines with tokens"):
+        samples_of_rows(tokens, None, count=4, max_length=4)

@@ -1,10 +1,12 @@
 """Handing over: ours and the others are told apart, and each gives what its name says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from collate_npu import Segments
+from collate_npu import CollateError, Segments
 from collate_npu.testing import tiny_model
 from collate_npu.tools.audit.case import Audit
 from collate_npu.tools.audit.handover import FLAT, PADDED, Subject
@@ -38,6 +40,22 @@ def test_every_way_pads_the_same_tokens(padded, column):
     assert batch["input_ids"].tolist() == [[1, 2, 3], [7, 4, 5]]
     first = 4 if column == "tokenizer's 2D mask" else -100  # else no padding predicts a token
     assert batch["labels"].tolist() == [[1, 2, 3], [-100, first, 5]]
+
+
+@pytest.mark.parametrize(("attn", "dtype"), [("eager", torch.float32), ("sdpa", torch.bool)])
+def test_a_dense_mask_has_the_form_that_its_attention_takes(attn, dtype):
+    model = tiny_model("llama", vocab_size=8, attn_implementation=attn)
+    assert Subject(model=model, side="left", pad_token_id=7).dense(FEATURES).dtype == dtype
+
+
+def test_what_cannot_be_audited_is_refused():
+    settings = {"name": "m", "pad_token_id": 7, "batch_size": 2, "gradients": False}
+    with pytest.raises(CollateError, match="from_pretrained"):
+        Audit("Qwen/Qwen3", FEATURES, **settings)
+    pair = torch.nn.Linear(1, 1)
+    pair.config = SimpleNamespace(is_encoder_decoder=True)
+    with pytest.raises(CollateError, match="encoder"):
+        Audit(pair, FEATURES, **settings)
 
 
 def test_the_others_hand_over_what_their_names_say(padded):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 def collate(features): return features
 def made(model, tokenizer): return lambda features: (tokenizer.padding_side, model)
 def bare(): return collate
+def plain(tokenizer): return lambda features: tokenizer
 def fails(tokenizer): raise ValueError("no such thing")
 def nothing(tokenizer): return 3
 class Padder:
@@ -43,6 +44,14 @@ def test_each_kind_of_collator_is_made_ready(place):
     for name, answer in answers.items():
         (ready,) = ready_collators(f"{place}:{name}", ["left"], **GIVEN)
         assert ready([]) == answer, name
+
+
+def test_one_is_made_for_each_side_where_it_asks_for_a_tokenizer_that_is_there():
+    sides = ["left", "right"]
+    assert [each([])[0] for each in ready_collators("my_module_here:made", sides, **GIVEN)] == sides
+    assert len(ready_collators("my_module_here:Padder", sides, **GIVEN)) == 1
+    (bare,) = ready_collators("my_module_here:plain", sides, **{**GIVEN, "tokenizer": None})
+    assert bare([]) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from found import CHECKPOINT, MINE, NAN, NOISE, UNSEEN, finding, lacking, raised
 
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.noise import Yardstick
-from collate_npu.tools.audit.report import WORDS, facts, headline, listed, notes, shortened
+from collate_npu.tools.audit.report import WORDS, facts, headline, listed, notes, number, shortened
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,7 @@ def test_a_wrong_kernel_fails_the_audit_whatever_its_models_say():
     )
     assert "collate-npu kernels" in said["next"]
     assert json.loads(json.dumps(made.as_json(), allow_nan=False))["operators"][1]["forward"] == "nan"
+    assert dict(facts(report(finding(), operators=[right, right, wrong])))["operators"].startswith("2 of 3 calls")
     assert report(finding(), operators=[right]).exit_code == 0
     missing = report(finding(), operators=[Run(operator="a.kernel", state="not installed")])
     assert (missing.exit_code, dict(facts(missing))["operators"][:11]) == (0, "no operator")
@@ -123,6 +124,8 @@ def test_by_how_much_it_is_wrong_is_said():
 
     assert off(raised()) == "it raises"
     assert off(finding(False), finding(False, logits=NAN)).startswith("a logit is off by up to nan, the loss by ")
+    assert off(finding(False, loss=0.03, gradient=NAN)).endswith("the loss by 0.03, the gradient by nan")
+    assert off(finding(False, loss=0.03, gradient=0.0)).endswith("the loss by 0.03")
     wrong = finding(False, loss=0.03, gradient=0.06)
     assert off(wrong) == "a logit is off by up to 1.0e-06, the loss by 0.03, the gradient by 0.06"
 
@@ -172,3 +175,16 @@ def test_a_long_path_keeps_its_ends_and_a_list_says_how_many_more():
     assert listed("abcabc") == "a, b, c"
     assert listed("abcd", 3) == "a, b, c, d"
     assert listed("abcde", 3) == "a, b, c and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(0.00999, "1.0e-02"), (0.01, "0.01"), (4.04, "4.04"), (999.9, "999.90"), (1000, "1.0e+03"), (NAN, "nan")],
+)
+def test_small_and_large_errors_are_said_by_their_power(error, said):
+    assert number(error) == said
+
+
+def test_what_is_handed_over_is_said_of_every_way_but_yours():
+    assert finding().meaning != finding(**MINE).meaning == "as you gave it to the audit"
+    assert finding(logits=0.5, relative=0.5, loss=0.5, gradient=0.5).within(0.5)
