@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3298, 3000),
     "testing": (430, 450),
     "tools": (4600, 3600),
-    "tests": (54000, 33000),
+    "tests": (54400, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

@@ -195,6 +195,7 @@ def test_the_collator_pickles_and_makes_batches_ready():
     ("more", "why"),
     [
         ({"loss_scale": torch.zeros(1, 8)}, "loss_scale"),
+        ({"experts": torch.zeros(1, 8, 2, 2)}, "experts"),
         ({"position_ids": torch.zeros(3, 1, 8)}, "position_ids float32"),
         ({"pixel_values": torch.zeros(4, 4)}, ""),
     ],

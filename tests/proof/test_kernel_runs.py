@@ -12,6 +12,7 @@ from collate_npu.proof import kernel_rows, kernel_runs
 from collate_npu.proof.kernel_rows import KERNELS
 from collate_npu.proof.kernel_runs import of_kernel, runs
 from collate_npu.proof.kernel_truths import TRUTHS
+from collate_npu.proof.noise import FLOOR, MARGIN, TIMES
 
 FUSION, FUSION_V3 = (next(k for k in KERNELS if k.name == f"torch_npu.npu_fusion_attention{v}") for v in ("", "_v3"))
 SDPA = next(k for k in KERNELS if k.name.endswith("scaled_dot_product_attention"))
@@ -219,6 +220,12 @@ def test_where_the_noise_is_as_large_as_what_is_wrong_nothing_is_proved(monkeypa
     monkeypatch.setattr(kernel_runs, "product_error", lambda like: 1.0)
     found = run_on_cpu(SDPA, lambda q, k, v, **_: (q + k.repeat(1, 2, 1, 1) + v.repeat(1, 2, 1, 1)) * 0, ["one token"])
     assert states(found) == {"cannot tell"}
+
+
+@pytest.mark.parametrize(("share", "state"), [(0.99, "right"), (1.01, "cannot tell")])
+def test_what_is_right_proves_something_where_zeros_would_not_pass_by_a_margin(share, state, monkeypatch):
+    monkeypatch.setattr(kernel_runs, "product_error", lambda like: share / (MARGIN * TIMES * FLOOR))
+    assert states(run_on_cpu(SDPA, SDPA.function("cpu"), ["one token"])) == {state}
 
 
 def test_few_are_the_truths_that_show_most():

@@ -58,6 +58,11 @@ def test_one_wrong_token_counts_whole_and_what_is_no_number_stays_none():
     assert apart(truth.segments, {"x": wrong}, {"x": right}) == {"x": 0.0}
 
 
+def test_an_input_that_all_tokens_share_is_one_whole():
+    segments, weight = BY_NAME["one token"].segments, torch.ones(4, 4)
+    assert apart(segments, {"weight": weight * torch.tensor([[0], [1], [1], [1]])}, {"weight": weight}) == {"weight": 0.5}
+
+
 def test_where_the_right_one_is_zero_the_others_say_what_is_small():
     truth, x = BY_NAME["one token"], torch.ones(1, 1, 4)
     assert apart(truth.segments, {"q": x * 1e-6, "v": x}, {"q": x * 0, "v": x}) == pytest.approx({"q": 1e-6, "v": 0.0})

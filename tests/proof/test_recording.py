@@ -46,6 +46,7 @@ def test_each_forward_of_the_model_is_judged_by_the_next_batch():
         ((torch.arange(4)[None],), [[0, 1, 2, 3]] * 2),
         ((torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]]),), [[0, 0, 0, 1], [0, 1, 2, 3]]),
         ((torch.arange(4).expand(3, 2, 4),), [[0, 1, 2, 3]] * 2),
+        ((torch.arange(4).expand(1, 2, 4),), [[0, 1, 2, 3]] * 2),
         ((torch.arange(24).view(3, 2, 4),), None),
         ((torch.arange(8)[None],), [list(range(8))]),
         ((torch.arange(4.0),), None),
