@@ -90,7 +90,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     if type(value).__name__ == "MemoryMappedTensor":  # tensordict's: a plain tensor whose memory is a file
         value = value.as_subclass(Tensor)
-    if value.is_nested:
+    with torch._C.DisableTorchFunctionSubclass():  # torch 2.6's CausalBias answers nothing
+        nested = value.is_nested
+    if nested:
         raise CollateError(explain(name, f"a nested {type(value).__name__}", *_UNPADDED))
     if _means_something_else(type(value)):
         rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."

@@ -87,6 +87,9 @@ def test_of_bytes_or_places_in_another_order_torch_gets_a_copy(array):
 def test_a_tensor_by_name_only_is_refused():
     with pytest.raises(CollateError, match="CausalBias"):
         host_tensor("x", causal_lower_right(2, 2))
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(CollateError, match="a nested NestedTensor"):
+        host_tensor("x", jagged)
 
 
 DOORS = {

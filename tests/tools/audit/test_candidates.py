@@ -1,5 +1,6 @@
 """What a command line names is checked before any model is built, and refused with the reason."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +9,17 @@ import torch
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import tiny_model
+from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit.candidates import (
     MOST_IDS,
     build,
     candidates,
     check_attention,
+    check_checkpoint,
     check_is_run,
     check_named,
+    load_checkpoint,
+    load_tokenizer,
     resolved_kernels,
 )
 
@@ -97,7 +101,7 @@ def test_a_language_model_is_padded_with_its_end_as_most_checkpoints_are(name, s
     assert (pad_token_id == reader.eos_token_id) == shared
 
 
-def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named():
+def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(monkeypatch):
     def runs(name, **fields):
         return SimpleNamespace(config=SimpleNamespace(_attn_implementation=name, **fields))
 
@@ -109,6 +113,33 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
     for one, other in (("flash_attention_2", "sdpa"), ("eager", "flash_attention_2")):
         with pytest.raises(ValueError, match=f"runs {one} in the place of {other}"):
             check_is_run(runs(one, **heads), other)
+    monkeypatch.setattr("collate_npu.tools.audit.candidates.tiny_model", lambda *_, **__: runs("eager", **heads))
+    with pytest.raises(ValueError, match="runs eager in the place of sdpa"):
+        build("llama", "sdpa", **HOW, largest_id=5)
+
+
+def test_a_checkpoint_is_of_the_class_that_it_names_and_has_one_stack(tmp_path):
+    tiny_model("bert", vocab_size=8).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    kinds = {"BertForMaskedLM": ["BertForMaskedLM"], "BertModel": ["Gone", "BertModel"], "BertLMHeadModel": None}
+    for made, named in kinds.items():
+        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": named}), encoding="utf-8")
+        assert type(load_checkpoint(str(tmp_path), trust=False)).__name__ == made
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")
+    with pytest.raises(CollateError, match="t5"):
+        check_checkpoint(str(tmp_path), trust=False)
+
+
+def test_a_tokenizer_pads_with_its_own_token_else_with_its_eos(tmp_path):
+    reader = byte_tokenizer(pad_is_eos=False)
+    for pad, padded_with in (("<|pad|>", 257), (None, 256)):
+        reader.pad_token = pad
+        reader.save_pretrained(tmp_path)
+        assert load_tokenizer(tmp_path).pad_token_id == padded_with
+    reader.eos_token = None
+    reader.save_pretrained(tmp_path)
+    with pytest.raises(CollateError, match="neither pad nor eos"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="an older transformers does not say")

@@ -13,8 +13,9 @@ from text import sample_ids
 
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.masks import dense
+from collate_npu.proof.measure import Compared, Errors
 from collate_npu.releases import MISSING_KERNEL_RAISES
-from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_model
+from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_config, tiny_model
 from collate_npu.tools.audit.case import Audit, Finding, audit, raised
 from collate_npu.tools.audit.handover import FLAT, PADDED
 
@@ -117,6 +118,23 @@ def test_a_number_that_is_not_finite_fails_with_any_tolerance(place):
     assert "not finite" in found.note
 
 
+@pytest.mark.parametrize("place", ["logits", "loss", "gradient"])
+def test_one_error_that_is_not_finite_is_noted(place):
+    case, small = flat("llama"), {"largest": 0.0, "logits": 0.0, "loss": 0.0, "gradient": 0.0}
+    for error, noted in ((float("inf"), True), (float("nan"), True), (0.0, False)):
+        found = case._judged("packed", "collator", "ours", Compared((Errors(**{**small, place: error}),), ()))
+        assert ("not finite" in found.note, found.right) == (noted, not noted)
+
+
+def test_an_encoder_is_measured_on_both_sides_and_one_that_pools_on_the_right_alone():
+    from transformers import BertForSequenceClassification
+
+    pooled = BertForSequenceClassification(tiny_config("bert", vocab_size=len(TOKENIZER)))
+    for side in ("left", "right"):
+        assert one(tiny("bert"), sides=[side], columns=["collator"]).right
+        assert one(pooled, sides=[side], columns=["no mask"]).refused is (side == "left")
+
+
 def test_flat_rows_of_attention_alone_are_proved():
     case = flat("llama", attn_implementation="eager")
     found = rows_of(case)
@@ -124,6 +142,7 @@ def test_flat_rows_of_attention_alone_are_proved():
     assert found["no boundaries"].logits > 1
     assert found["no boundaries"].gradient > 0.1
     assert case.yardstick("packed").tells()
+    assert case.first("packed") == ("llama", Segments.from_lengths([[len(ids) for ids in SAMPLES]]), "causal")
 
 
 @NEWER
@@ -183,7 +202,7 @@ def test_the_remedy_for_a_missing_kernel_is_one_of_this_device():
     assert raised(ValueError("else"), "cpu") == {"note": "ValueError: else", "refused": False}
 
 
-def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers():
+def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers(monkeypatch):
     """Recurrent layers that add nothing yet: a bare 4D mask changes no number, and is lost all the same."""
     model = tiny("qwen3_next")
     with torch.no_grad():
@@ -205,3 +224,7 @@ def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers():
     assert not found.within(1.0)
     assert "linear_attn: " in found.note
     assert "told nothing: the token at" in found.note
+    bare_4d = PADDED["4D mask alone"]
+    assert case.finding("left", bare_4d.name).astray == (), "others are not asked what kernels were told"
+    monkeypatch.setitem(PADDED, "collator", PADDED["collator"]._replace(hand=bare_4d.hand))
+    assert case.finding("left", "collator").astray == ("kernels",)
