@@ -24,6 +24,7 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, concatenate_values, flatten_rows, pad_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
+from collate_npu.consumers.labels import behind_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.given import check_tokenizer
 from collate_npu.masks.places import aligned, least_room, with_tail
@@ -121,7 +122,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         raise CollateError(explain("start_positions", "left padding", rule, "Pass padding_side='right'."))
     shorter = [b for b, length in enumerate(samples.lengths) if length < width]
     if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
-        raise collator._behind_padding(shorter)
+        raise behind_padding(shorter)
     batch = _laid_out(collator, samples, samples.columns, partial(pad_rows, width=width, side=side))
     filled = samples.segment_ids is None
     if samples.segment_ids is None:

@@ -25,7 +25,7 @@ from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.labels import rule_of
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of
@@ -119,17 +119,12 @@ class Emitter:
         adapter = BatchAdapter(model, **settings) if told else None
         object.__setattr__(self, "_adapter", adapter)
         object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
-        object.__setattr__(self, "_labels", rule_of(None, self._attends) if adapter is None else adapter.labels)
+        object.__setattr__(self, "_labels", rule_of(None, self._attends) if adapter is None else adapter.label_rule({}))
 
     @property
     def _predicts_next(self) -> bool:
         """Are labels those of the next token, not moved yet?"""
         return not self.layout.labels_shifted and self._labels == "next"
-
-    def _behind_padding(self, rows: Sequence[int]) -> CollateError:
-        bad = [(b, "padding before its labels") for b in rows]
-        rule = "A decoder attends what stands before its labels (T5), and no mask says that it is padding."
-        return CollateError(explain_rows("labels", bad, rule, "Pad right: padding_side='right' of the tokenizer."))
 
     def _tells_positions(self, left: bool) -> bool:
         """Could the model count some batch of this collator wrong: padding on the left, or with an id that it counts?

@@ -21,7 +21,7 @@ from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, Layout, with_offsets
-from collate_npu.consumers.labels import labels_for
+from collate_npu.consumers.labels import behind_padding, labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.given import check_batch, check_collator
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
@@ -86,7 +86,7 @@ class WrappedCollator(Emitter):
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
             ignored = (labels[:, 0] == self.label_pad_token_id).tolist()
             if moved := [b for b, (real, gone) in enumerate(zip(begun, ignored)) if real and gone]:
-                raise self._behind_padding(moved)
+                raise behind_padding(moved)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)

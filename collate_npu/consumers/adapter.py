@@ -6,8 +6,9 @@ bytes. Legend: B batch, S width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.checked import checked, here
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
-from collate_npu.consumers.labels import labels_for, rule_of
+from collate_npu.consumers.forwards import LabelRule
+from collate_npu.consumers.labels import check_decoder, labels_for, rule_of
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
@@ -101,11 +103,10 @@ class BatchAdapter:
         self.labels_shifted = labels_shifted
         self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
-        said = pattern or ("bidirectional" if self.model.pattern == "bidirectional" else None)
-        self.declared = None if said is None else Pattern.of(said)
-        """The pattern that the caller, or an encoder, declares; None leaves it open."""
-        self.pattern = self.declared or CAUSAL
-        self.labels = rule_of(self.model.labels, self.pattern)
+        self.declared = None if pattern is None else Pattern.of(pattern)
+        """What the caller says that attention sees; None: as the model says at each call."""
+        self.pattern = self._seen({}) or CAUSAL
+        """What it sees where a call says nothing else."""
         self.at_model = False
         """As `Case.at_model`; `adapt` sets it."""
         self._check()
@@ -179,19 +180,34 @@ class BatchAdapter:
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """A stranger's batch routed, with the labels that a loss should see, and its Segments."""
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
+        check_decoder(sources, self.label_rule(sources))
+        labels = self.mended_labels(sources, segments)
+        return self.routed(sources | labels if labels else sources, segments, padding_free), segments
+
+    def mended_labels(self, sources: Sources, segments: Segments) -> dict[str, Any]:
+        """The labels that must change, so that a loss learns what each sample alone learns."""
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         shifted = False if self.labels_shifted is None and moves else self.labels_shifted
-        labels = labels_for(sources, segments, self.labels, shifted)
-        return self.routed(sources | labels if labels else sources, segments, padding_free), segments
+        return {**labels_for(sources, segments, self.label_rule(sources), shifted)}
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
         own = self.model.ask(own_patterns) if makes_masks else ()
-        seen = sources | {"labels": None} if self.labels == "decoder" else sources  # of as many tokens perhaps, but others
-        segments = agreed(seen, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
+        decoder = self.label_rule(sources) == "decoder"
+        seen = sources | {"labels": None} if decoder else sources  # of as many tokens perhaps, but others
+        segments = agreed(seen, polarity=polarity, pattern=self._seen(sources), padding_free=padding_free, own=own)
         sources.counted = seen.counted
         return segments
+
+    def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
+        """What the caller, or a model that looks ahead in this call, says that attention sees; None leaves it open."""
+        both = self.declared is None and self.model.attends(call) == "bidirectional"
+        return Pattern.of("bidirectional") if both else self.declared
+
+    def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
+        """What the head does with labels: as its class tells, else by whether attention looks ahead in this call."""
+        return rule_of(self.model.labels, self._seen(call) or CAUSAL)
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
@@ -218,8 +234,7 @@ class BatchAdapter:
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
         """As `render`, of what is known to be a batch and its Segments."""
-        held = [key for key, value in sources.items() if value is not None]
-        case, batch = self._case(segments, padding_free, held), sources
+        case, batch = self._case(segments, padding_free, sources), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
         made_on = self.device if self.context_parallel is None else None  # ranks compare their shares on the host
@@ -262,10 +277,10 @@ class BatchAdapter:
         """
         return self._route(self._case(segments, padding_free))
 
-    def _case(self, segments: Segments, padding_free: bool | None, keys: Collection[str] = ()) -> Case:
-        known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
-        flat = self.padding_free if padding_free is None else padding_free
-        return Case(segments=segments, padding_free=flat, keys=keys, at_model=self.at_model, **known)
+    def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
+        pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
+        known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
+        return Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:
@@ -283,7 +298,7 @@ class BatchAdapter:
                 rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
             return block_mask(
-                segments, pattern=self.pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes
+                segments, pattern=case.pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes
             )
         eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
         polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form

@@ -27,6 +27,7 @@ from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
 from collate_npu.parallel import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.releases import IS_CAUSAL_READ
 from collate_npu.segments import Segments
 
 ConsumerName = Literal[
@@ -106,6 +107,16 @@ class Model:
         """The config, or what knows the model's type alone."""
         return SimpleNamespace(model_type=self.model_type) if self.config is None else self.config
 
+    def option(self, name: str, call: Mapping[str, Any]) -> Any:
+        """What this call says of an option, else the config."""
+        said = call.get(name)
+        return getattr(text_config(self.named), name, None) if said is None else said
+
+    def attends(self, call: Mapping[str, Any]) -> PatternName | None:
+        """What its attention layers see in this call: a call, and from 5.2 on a config, may say that it is not causal."""
+        causal = self.option("is_causal", call) if IS_CAUSAL_READ.holds() else call.get("is_causal")
+        return "bidirectional" if causal is False else self.pattern
+
     def ask(self, question: Callable[..., Any], *details: Any) -> Any:
         """What the config says, asked once: reading a config takes longer than collating a row."""
         if (question, details) not in self._asked:
@@ -128,12 +139,17 @@ class Case:
     pattern: Pattern = CAUSAL
     padding_free: bool = False
     context_parallel: ContextParallel | None = None
-    keys: Collection[str] = ()
-    """What the batch holds beside; none where only its rows are known."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """The batch and options that the model is called with; nothing where only the rows are known."""
     restarts: bool = True
     """Do its positions begin again with each sequence, and there alone?"""
     at_model: bool = False
     """Does nobody but the model read what comes out? Trainers count tokens by a 2D mask (TRL)."""
+
+    @once
+    def keys(self) -> Collection[str]:
+        """What the call holds."""
+        return [key for key, value in self.call.items() if value is not None]
 
     @once
     def exact(self) -> Verdict:

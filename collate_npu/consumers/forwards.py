@@ -19,7 +19,7 @@ from collate_npu.errors import CollateError, explain
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
 LabelRule = Literal["next", "places", "decoder"]
-Pooling = Literal["", "first", "last", "last_by_id", "counted_by_id", "pooler", "span"]
+Pooling = Literal["", "first", "last", "last_by_id", "counted_by_id", "pooled", "pooler", "span"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -43,6 +43,16 @@ def position_rule(model: Any) -> PositionRule:
     counts_ids = _say(classes, "def create_position_ids_from_input_ids")
     # evolla's protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
     return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
+
+
+def counts_places(model: Any) -> bool:
+    """Does it add learned or sinusoidal positions by place (BART's line, LED, Pegasus-X), and take no others? Not where they
+    are counted from the ids (modeling_m2m_100.py, modeling_fsmt.py), or distances alone (T5)."""
+    classes = _classes(unwrap(model))
+    by_ids = _say(classes, "def create_position_ids_from_input_ids", "def make_positions")
+    return (
+        position_rule(model) == "none" and not by_ids and _say(classes, "PositionalEmbedding(", "self.position_embeddings(")
+    )
 
 
 def first_position(model: Any) -> int:
@@ -84,7 +94,8 @@ def pooling(model: Any) -> Pooling:
     * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
     * "first": the first place, likewise: encoders, all that build tiny but eurobert (a mean over its mask).
     * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
-      (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread.
+      (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread. "pooled": where no module of that
+      name takes it.
     * "span": one of all places, by a softmax over them (loss/loss_utils.py `ForQuestionAnsweringLoss`).
     """
     whole = unwrap(model)
@@ -97,13 +108,19 @@ def pooling(model: Any) -> Pooling:
     if re.search(r"For(CausalLM|MaskedLM|TokenClassification)$|LMHead", cls.__name__):
         return ""
     if not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
-        return "pooler" if any(map(_pools_first, whole.modules())) else ""
+        pooling = [part for part in whole.modules() if _pools_first(part)]
+        return ("pooler" if all(getattr(part, "pooler", None) for part in pooling) else "pooled") if pooling else ""
     code = "".join(inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__)
     if "pad_token_id" in code:
         return "counted_by_id" if ".sum(-1) - 1" in code else "last_by_id"
     if config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean" or config.model_type == "eurobert":
         return ""
     return "last" if hasattr(whole, "sequence_summary") and config.summary_type == "last" else "first"
+
+
+def poolers(model: Any) -> list[Any]:
+    """The modules that take hidden states `[B, S, D]` and pool the first place of a row."""
+    return [part.pooler for part in model.modules() if _pools_first(part) and getattr(part, "pooler", None)]
 
 
 def label_rule(model: Any) -> LabelRule | None:

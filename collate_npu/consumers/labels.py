@@ -8,12 +8,15 @@ Legend: B rows, S width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.forwards import LabelRule
+from collate_npu.errors import CollateError, explain_rows
 from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
@@ -47,6 +50,23 @@ def labels_for(
                 if isinstance(weights, Tensor) and weights.shape == labels.shape:  # Megatron's loss reads it, not labels
                     out["loss_mask"] = weights.masked_fill(wrong.to(weights.device), 0)
     return out
+
+
+def check_decoder(sources: Sources, rule: LabelRule | None) -> None:
+    """Raise where the labels of an encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start
+    token stands before the padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
+    if rule != "decoder" or sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
+        return
+    read_BT = sources.array("labels") >= 0
+    if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
+        raise behind_padding(bad)
+
+
+def behind_padding(rows: Sequence[int]) -> CollateError:
+    bad = [(b, "padding before its labels") for b in rows]
+    rule = "A decoder makes its tokens of the labels, and attends what stands before them; no mask says that it is padding."
+    remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
+    return CollateError(explain_rows("labels", bad, rule, remedy))
 
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, moved: bool | None) -> Array:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from collate_npu.consumers.forwards import position_rule
+from collate_npu.consumers.forwards import counts_places
 from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, windows
 from collate_npu.releases import LFM2_MASKED, ZAMBA2_MASKED, Since
 
@@ -39,13 +39,21 @@ def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, l
         ignoring = {name: why for name, (mended, why) in MODELS_IGNORING_MASK.items() if not (mended and mended.holds())}
         tables += [ignoring, _COUNTING_PLACES]
         reasons += [_bias_leak(text) if recurrent else ""]
-        reasons += [_NO_POSITIONS if names & _ABSOLUTE and position_rule(model) == "none" else ""]
+        reasons += [_NO_POSITIONS if counts_places(model) else ""]
     if where == "holes":
         tables += [_COUNTING_HOLES]
         sizes = [size for size in windows(text) if size < longest]
         reasons += [HOLE_IN_A_STATE if recurrent else "", _CUT.format(sizes[0]) if sizes else ""]
     listed = (why for table in tables for name, why in table.items() if name in names)
     return next(listed, "") or next(filter(None, reasons), "")
+
+
+def why_mixed(model: Any) -> str:
+    """Why padding on any side changes the tokens of this model, and no packed row is right; "" where it does not."""
+    config = config_of(model)
+    return next(
+        (_MIXING[name] for each in (config, text_config(config)) if (name := getattr(each, "model_type", "")) in _MIXING), ""
+    )
 
 
 def _bias_leak(config: Any) -> str:
@@ -83,8 +91,6 @@ _COUNTING_PLACES = {
     "heavily_compressed_attention": _COMPRESSES,
     "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
 }
-# Learned or sinusoidal positions by place. distilbert takes position_ids in 5.x; the others never do.
-_ABSOLUTE = {"bart", "blenderbot", "blenderbot-small", "distilbert", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr"}
 _NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
 _DISTANCE = "the distance between two tokens is counted in places, those of a hole included"
 _COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)

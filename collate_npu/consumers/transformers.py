@@ -20,9 +20,8 @@ from collate_npu.consumers.models import attention_windows, layer_masks, text_co
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import MISSING_KERNEL_RAISES, POSITIONS_SPLIT, SINGLE_ROW_MASKED, installed
+from collate_npu.releases import IS_CAUSAL_READ, MISSING_KERNEL_RAISES, POSITIONS_SPLIT, SINGLE_ROW_MASKED, installed
 
-_CACHES = frozenset(("past_key_values", "cache_params", "state"))
 SPLITS_BY_POSITIONS = frozenset((
     "ernie4_5_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum",
     "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
@@ -31,14 +30,22 @@ SPLITS_BY_POSITIONS = frozenset((
 masking_utils none (modeling_gpt_oss.py:460-465)."""
 
 
+_READS_NO_MASK = frozenset((
+    "input_ids", "inputs_embeds", "attention_mask", "attention_mask_2d", "segment_ids", "position_ids", "labels",
+    "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict", "output_hidden_states", "is_causal",
+))  # fmt: skip
+"""What a call may hold where None takes the mask's place; of anything else (a cache, a router's loss, images, attention
+weights to be returned) it is not known who reads the mask."""
+
+
 def _by_kernel(case: Case) -> str:
-    """Where None is exact, and of a 2D mask the model would make a dense one for a slower kernel. A cache needs its mask
-    later, a router's loss reads it, and so do masks that images are told to."""
+    """Where None is exact in this call, and of a 2D mask the model would make a dense one for a slower kernel."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
     if not (case.at_model and on_it and case.exact) or case.padding_free:
         return ""
-    read = _learns_routing(case) or not _CACHES.isdisjoint(case.keys) or bool(of_kind(case.keys, "vision"))
-    own = case.model.pattern != "causal" or bool(case.model.looks_ahead)
+    told = [key for key in case.keys if case.call[key] is not False]
+    read = not _READS_NO_MASK.issuperset(told) or _learns_routing(case) or case.model.option("output_attentions", case.call)
+    own = case.model.attends(case.call) != "causal" or bool(case.model.looks_ahead)
     return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
 
 
@@ -50,10 +57,17 @@ def _by_2d(case: Case) -> str:
         faster = debug.ON and _by_kernel(replace(case, at_model=True))
         more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
         return f"every layer of a transformers model reads the 2D mask{more}"
-    if case.model.pattern == "bidirectional" == case.pattern.name:
-        return "an encoder reads the 2D mask"
+    if case.model.attends(case.call) == "bidirectional" == case.pattern.name and _looks_ahead_by_2d(case):
+        return "the model looks ahead, and reads the 2D mask"
     own = case.pattern in {Pattern.sliding(size) for size in windows(case.model.config) if size}
     return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
+
+
+def _looks_ahead_by_2d(case: Case) -> bool:
+    """Does it make masks of a 2D one that look ahead? Before 5.2 a call that is not causal gets causal ones; chunked layers
+    do in any release (masking_utils.py:1270)."""
+    told = IS_CAUSAL_READ.holds() and not any("chunk" in kind for kind in _kinds(case))
+    return told or case.model.pattern == "bidirectional"
 
 
 def _needs_dense(case: Case) -> str:
@@ -79,7 +93,7 @@ def _by_positions(case: Case) -> bool:
 
 
 def _learns_routing(case: Case) -> bool:
-    return case.model.config is not None and bool(getattr(text_config(case.model.config), "output_router_logits", False))
+    return bool(case.model.option("output_router_logits", case.call))
 
 
 def _on(*implementations: str) -> Any:
@@ -120,6 +134,11 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     return own
 
 
+def _mixes(case: Case) -> str:
+    padded = not case.padding_free and case.segments.padding_side != "none"
+    return case.model.ask(leaks.why_mixed) if padded or case.segments.packed else ""
+
+
 def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     if case.padding_free or case.segments.padding_side == "none":
@@ -155,9 +174,14 @@ def _pooled(case: Case) -> str:
     if case.model.pooling in ("", "span"):
         return ""
     if case.segments.packed:
-        return "" if case.model.pooling == "pooler" else "a row holds several sequences, and it gives one answer a row"
-    if case.model.pooling in ("first", "pooler"):
-        return "it takes the first place of a row, which is padding" if case.inside else ""
+        return (
+            ""
+            if case.model.pooling in ("pooled", "pooler")
+            else "a row holds several sequences, and it gives one answer a row"
+        )
+    if case.model.pooling in ("first", "pooled", "pooler"):
+        mended = case.model.pooling == "pooler" and case.at_model  # `adapt` hands it the first real token
+        return "it takes the first place of a row, which is padding" if case.inside and not mended else ""
     by_id = case.model.pooling in ("last_by_id", "counted_by_id")
     if by_id and getattr(text_config(case.model.config), "pad_token_id", None) is not None:
         blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
@@ -249,6 +273,12 @@ TRANSFORMERS = Consumer(
             "missing kernel, on CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm). Packed "
             "rows on an NPU: Megatron trainers alone (ms-swift, MindSpeed).",
             more="packed-recurrent",
+        ),
+        Refusal(
+            of="padding and packed rows on models that mix neighbouring places, whatever their mask",
+            when=_mixes,
+            rule="Padding or another sequence changes the real tokens of this model: {why}.",
+            remedy="Batch sequences of one length, one a row, so that nothing is padded.",
         ),
         Refusal(
             of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",

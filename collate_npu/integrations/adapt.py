@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import get_ident
 from typing import Any, cast
@@ -20,13 +20,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter
-from collate_npu.consumers.models import consumer_of, is_transformers, text_config, unwrap
+from collate_npu.consumers.forwards import poolers
+from collate_npu.consumers.labels import check_decoder
+from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.given import check_model
 from collate_npu.integrations.shared_rows import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, of_keep
 
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -75,6 +77,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
         door = _Door(module, settings, inside, places[:n])
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
+    handles += [pooler.register_forward_pre_hook(_first_real) for pooler in poolers(model)]
     return Adapted(handles)
 
 
@@ -109,18 +112,29 @@ class _Door:
             AT_MODEL.pop(get_ident(), None)
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
-        batch, out = Sources({**dict(zip(self.names, args)), **kwargs}), None
-        if _decodes(batch):
-            pass
+        batch = Sources({**dict(zip(self.names, args)), **kwargs})
+        if _has_choices(batch):  # its backbone has a door, and gets them as rows
+            return None
+        mended = None
+        if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
+            check_decoder(batch, self.adapter.model.labels)  # sound, or what an encoder made of the prompt
+        elif _decodes(batch):
+            mended = _continued(self._current(module), batch)
         elif (ranks := sharing_ranks()) > 1:
             check_share(self._current(module), module, batch, ranks)
         else:
-            mended, segments = self._current(module).mended(batch, padding_free=_is_flat(batch))
-            _check_last(batch, segments)
-            AT_MODEL[get_ident()] = segments
-            out = (args[len(self.names) :], mended)
+            mended = self._mended(module, batch)
         self.inside[get_ident()] = self
-        return out
+        return None if mended is None else (args[len(self.names) :], mended)
+
+    def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
+        adapter = self._current(module)
+        mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
+        _check_last(batch, segments)
+        _check_count(adapter, batch, mended)
+        _check_outside(adapter, module, batch, segments)
+        AT_MODEL[get_ident()] = segments
+        return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
         """The adapter, built anew where another attention was set since, or the model made float64, or so no more."""
@@ -138,26 +152,106 @@ class _Door:
         return made
 
 
+def _first_real(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Hands a pooler, which takes the first place of a row, the first real token there."""
+    segments = AT_MODEL.get(get_ident())
+    if segments is None or segments.packed or not args or args[0].shape[:2] != segments.shape:
+        return None
+    first_B = segments.keep.int().argmax(dim=1).to(args[0].device)
+    rows_B = torch.arange(len(first_B), device=args[0].device)
+    return (torch.cat([args[0][rows_B, first_B][:, None], args[0][:, 1:]], dim=1), *args[1:])
+
+
+def _has_choices(batch: Sources) -> bool:
+    """Are these `[B, C, S]`, the choices of each sample?"""
+    ids = batch.get("input_ids")
+    return isinstance(ids, torch.Tensor) and ids.ndim == 3
+
+
+def _cached(batch: Sources) -> bool:
+    return any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
+
+
 def _decodes(batch: Sources) -> bool:
-    """Is this a step of generation? Its mask, if any, covers the tokens of the cache too; `generate` makes None of a mask of
-    ones (transformers 5.23 generation/utils.py:2899), so that a prefill without one has no padding. Of an encoder-decoder
-    every step has what its encoder made of the prompt, and the prompt no more."""
-    if batch.get("encoder_outputs") is not None:
-        return True
+    """Does this call go on behind cached tokens? Its mask, if any, covers these too; `generate` makes None of a mask of
+    ones, so that a prefill without one has no padding, and of a static cache's masks for each kind of layer (transformers
+    5.23 generation/utils.py:2899)."""
     mask, width = batch.get("attention_mask"), batch.shape()[1]
-    cached = any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
-    return cached and (width == 1 or mask is None or mask.shape[-1] > width)
+    return _cached(batch) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width)
+
+
+def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
+    """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
+    first label of a sequence behind padding is ignored. None where nothing changes."""
+    S, keep = batch.shape()[1], batch.get("attention_mask")
+    if keep is None or keep.ndim != 2 or keep.shape[1] <= S:
+        return None
+    keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
+    positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
+    mended = adapter.mended_labels(batch, of_keep(keep_BK[:, -S:].numpy()))
+    given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
+    by_place = torch.equal(positions_BS[-1], torch.arange(keep_BK.shape[1])[-S:]) and bool(keep_BK.all())
+    if adapter.model.positions == "places" and not (given or by_place):
+        mended["position_ids"] = positions_BS.to(keep.device)
+    _check_count(adapter, batch, mended)
+    return {**batch, **mended} if mended else None
+
+
+def _with_empty_rows(batch: Sources) -> Sources:
+    """A prompt that is prefilled in chunks: those of a row may hold padding alone."""
+    mask = batch.get("attention_mask")
+    if not _cached(batch) or mask is None or mask.ndim != 2 or batch.named["segment_ids"]:
+        return batch
+    keep_BS = batch.array("attention_mask") != 0
+    return batch if keep_BS.any(axis=1).all() else batch | {"segment_ids": torch.from_numpy(keep_BS.astype(np.int32))}
 
 
 def _check_last(batch: Sources, segments: Segments) -> None:
     """`generate` asks a prompt for the logits of its last column alone (transformers 5.23 generation/utils.py:2953), and
     goes on from there."""
-    padded = np.flatnonzero(segments.array[:, -1] == 0).tolist()
+    padded = np.flatnonzero((segments.array[:, -1] == 0) & segments.array.any(axis=1)).tolist()
     if padded and batch.get("logits_to_keep") == 1:
         rule = "Generation goes on from the last column, which is padding there."
         raise UnsupportedFormError(
             explain("attention_mask", f"rows {padded} padded right", rule, 'Pad prompts left: padding_side="left".')
         )
+
+
+_BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before anybody looks."
+
+
+def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any]) -> None:
+    """Raise where a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
+    trainer.py:2335, of all batches of a step)."""
+    counted, moved = batch.get("num_items_in_batch"), adapter.consumer.counts_positions
+    lost = 0
+    for key in ("labels", "shift_labels") if counted is not None else ():
+        if mended.get(key) is not None and batch.get(key) is not None:
+            first = int(moved and key == "labels")  # the loss drops a row's first
+            lost += int((batch[key][:, first:] >= 0).sum() - (mended[key][:, first:] >= 0).sum())
+    if lost:
+        rule = f"A trainer counted {lost} labels that no sample alone learns from: of padding, or the first of a sequence."
+        raise UnsupportedFormError(explain("labels", "num_items_in_batch beside them", rule, _BEFORE))
+
+
+def _check_outside(adapter: BatchAdapter, module: nn.Module, batch: Sources, segments: Segments) -> None:
+    """Raise where the loss is taken outside this forward, of labels that would be ignored here: by a Trainer that keeps them
+    (label_smoothing_factor, compute_loss_func), or by a head whose own forward ran without its hooks."""
+    frame = sys._getframe() if batch.get("labels") is None and (segments.packed or segments.num_padding) else None
+    while frame is not None:
+        holder, labels = frame.f_locals.get("self"), None
+        if frame.f_code.co_name in ("forward", "compute_loss") and holder is not module:
+            labels = frame.f_locals.get("labels")
+        trains = isinstance(holder, nn.Module) or hasattr(holder, "compute_loss")
+        if trains and isinstance(labels, torch.Tensor) and labels.shape == segments.shape:
+            if adapter.mended_labels(batch | {"labels": labels}, segments):
+                rule = (
+                    "The loss is taken outside the forward that adapt sees, of labels of padding or the first of a sequence."
+                )
+                remedy = f"{_BEFORE} Where a model's forward was called by name, call the model that adapt was given."
+                raise UnsupportedFormError(explain("labels", f"held by {type(holder).__name__}", rule, remedy))
+            return
+        frame = frame.f_back
 
 
 def _is_flat(batch: Sources) -> bool:
@@ -183,7 +277,8 @@ def _places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
     backbone = cast(nn.Module, whole.base_model)
     if _counts(backbone) and not _counts(whole):
         return [backbone]
-    return [*tuned[:1], *dict.fromkeys((whole, backbone))]
+    encoder = [cast(Any, whole).get_encoder()] if has_two_sides(whole) else []  # `generate` calls it by itself
+    return [*tuned[:1], *dict.fromkeys((whole, backbone, *encoder))]
 
 
 def _whole(model: nn.Module, named: bool) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -91,7 +92,7 @@ def test_labels_of_a_decoder_tell_nothing_of_these_tokens():
     adapter = megatron(DENSE)
     with pytest.raises(CollateError, match="all on padding"):
         adapter(batch)
-    adapter.labels = "decoder"
+    adapter.model = replace(adapter.model, labels="decoder")
     assert adapter(batch)["labels"] is batch["labels"]
 
 

@@ -58,8 +58,9 @@ SPARSE = {"attention_type": "block_sparse", "num_random_blocks": 1, "block_size"
 @pytest.mark.parametrize(
     ("settings", "model", "none"),
     [
-        *(({"keys": keys}, {}, True) for keys in ((), ("input_ids",))),
-        *(({"keys": (key,)}, {}, False) for key in ("past_key_values", "cache_params", "state", "pixel_values")),
+        *(({"call": call}, {}, True) for call in ({}, {"input_ids": 1}, {"output_attentions": False}, {"is_causal": True})),
+        *(({"call": {key: 1}}, {}, False) for key in ("past_key_values", "state", "pixel_values", "output_router_logits")),
+        *(({"call": {"is_causal": causal}}, {}, causal) for causal in (True, False)),
         *((settings, {}, False) for settings in ({"at_model": False}, {"padding_free": True}, {"segments": LEFT})),
         *(({}, {"attn_implementation": kernel}, kernel == "flex_attention") for kernel in ("eager", "flex_attention")),
         *(({}, model, False) for model in ({"looks_ahead": ("types",)}, {"config": LEARNS}, {"pattern": None})),
@@ -84,7 +85,7 @@ def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
         ({}, {}, True),
         *((settings, {}, False) for settings in ({"padding_free": False}, {"restarts": False}, {"segments": ONE})),
         *((settings, {}, False) for settings in ({"segments": Segments([[1, 2, 0]])}, {"pattern": SLIDING})),
-        *((settings, {}, False) for settings in ({"context_parallel": ONE_RANK}, {"keys": ["past_key_values"]})),
+        *((settings, {}, False) for settings in ({"context_parallel": ONE_RANK}, {"call": {"past_key_values": 1}})),
         *(({}, {"attn_implementation": kernel}, kernel == "eager") for kernel in ("eager", "flex_attention")),
         *(({}, model, False) for model in ({"model_type": "gpt_oss"}, {"config": None})),
     ],
@@ -142,7 +143,7 @@ def test_a_dense_mask_would_replace_the_sight_of_an_image(by, key):
         (PACKED, (key,), (), False),
         (RIGHT, (key,), (by,), False),
     ):
-        case = replace(case_of(segments, looks_ahead=model), keys=keys)
+        case = replace(case_of(segments, looks_ahead=model), call=dict.fromkeys(keys, 1))
         assert bool(transformers_room._looks_ahead(case)) == refused
 
 
@@ -197,7 +198,7 @@ def test_a_kernel_is_said_where_the_config_names_it(fields):
 def test_a_2d_mask_says_nothing_of_packed_rows():
     assert transformers_room._by_2d(case_of(PACKED)) == ""
     encoder = Model(config=SimpleNamespace(), needs_mask_2d=False, pattern="bidirectional")
-    for segments, said in ((LEFT, "an encoder reads the 2D mask"), (PACKED, "")):
+    for segments, said in ((LEFT, "the model looks ahead, and reads the 2D mask"), (PACKED, "")):
         case = room.Case(segments=segments, model=encoder, pattern=Pattern.of("bidirectional"))
         assert transformers_room._by_2d(case) == said
 

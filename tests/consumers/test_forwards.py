@@ -140,4 +140,4 @@ class PoolsElsewhere(nn.Module):
 
 def test_only_parts_of_transformers_that_read_ids_pool_tokens():
     found = {inner: pooling(model(PassesOn, inner)) for inner in (Pools, PoolsImages, PoolsElsewhere, Reads)}
-    assert found == {Pools: "pooler", PoolsImages: "", PoolsElsewhere: "", Reads: ""}
+    assert found == {Pools: "pooled", PoolsImages: "", PoolsElsewhere: "", Reads: ""}

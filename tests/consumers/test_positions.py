@@ -21,7 +21,7 @@ BY_IDS = Model(config=SimpleNamespace(), positions="padding_idx", first_position
 def given(model, segments, keys, counted=False):
     sources = Sources.of({"input_ids": torch.full(segments.shape, 5).masked_fill(~segments.keep, 1)} | keys)
     sources.counted = counted
-    case = Case(segments=segments, model=model, keys=tuple(sources))
+    case = Case(segments=segments, model=model, call=sources)
     return positions_for(consumer_named("transformers"), case, sources, None)
 
 
