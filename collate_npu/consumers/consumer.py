@@ -19,7 +19,7 @@ import torch
 from collate_npu import debug
 from collate_npu.arrays import once
 from collate_npu.consumers import forwards
-from collate_npu.consumers.models import config_of, consumer_of, needs_mask_2d, pattern_of, text_config
+from collate_npu.consumers.models import config_of, consumer_of, has_virtual_tokens, needs_mask_2d, pattern_of, text_config
 from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
 from collate_npu.consumers.routes import Keeps, MaskForm, Route, say_route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -62,6 +62,8 @@ class Model:
     """What its head does with labels; None where nobody can know."""
     looks_ahead: tuple[str, ...] = ()
     """What tells its own masks that tokens see later ones: "images", "types" (`token_type_ids`)."""
+    virtual_tokens: bool = False
+    """Does a tuner of PEFT put tokens of its own before each row, behind our back?"""
     boundaries_unread: str | None = None
     """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
     None where no transformers module was there to be asked: a config does not know what this process resolved."""
@@ -93,6 +95,7 @@ class Model:
         if not asked and needs_2d and isinstance(model, torch.nn.Module):
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         if isinstance(model, torch.nn.Module):
+            read["virtual_tokens"] = has_virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,

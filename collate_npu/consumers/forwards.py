@@ -47,11 +47,13 @@ def position_rule(model: Any) -> PositionRule:
 
 def counts_places(model: Any) -> bool:
     """Does it add learned or sinusoidal positions by place (BART's line, LED, Pegasus-X), and take no others? Not where they
-    are counted from the ids (modeling_m2m_100.py, modeling_fsmt.py), or distances alone (T5)."""
+    are counted from the ids (modeling_m2m_100.py, modeling_fsmt.py), or rotated, so that distances alone count."""
+    if not (is_transformers(unwrap(model)) or type(config_of(model)).__module__.startswith("transformers.")):
+        return False
     classes = _classes(unwrap(model))
-    by_ids = _say(classes, "def create_position_ids_from_input_ids", "def make_positions")
+    other = _say(classes, "def create_position_ids_from_input_ids", "def make_positions", "def apply_rotary")
     return (
-        position_rule(model) == "none" and not by_ids and _say(classes, "PositionalEmbedding(", "self.position_embeddings(")
+        position_rule(model) == "none" and not other and _say(classes, "PositionalEmbedding(", "self.position_embeddings(")
     )
 
 

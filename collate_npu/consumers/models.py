@@ -57,6 +57,14 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
+def has_virtual_tokens(model: Any) -> bool:
+    """Does a wrapper of PEFT put learned tokens before each row? Prefix tuning keeps positions (peft 0.20 peft_model.py)."""
+    wrappers = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
+    held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
+    tuned = [config for configs in held for config in configs.values() if getattr(config, "is_prompt_learning", False)]
+    return any("PREFIX" not in str(config.peft_type) for config in tuned)
+
+
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
 

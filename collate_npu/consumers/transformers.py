@@ -275,6 +275,12 @@ TRANSFORMERS = Consumer(
             more="packed-recurrent",
         ),
         Refusal(
+            of="left padding and packed rows behind virtual tokens (PEFT's prompt tuning and p-tuning)",
+            when=lambda case: "virtual" if case.model.virtual_tokens and (case.inside or case.segments.packed) else "",
+            rule="PEFT puts {why} tokens before each row and drops positions: padding would stand between them and text.",
+            remedy="Pad right, one sequence a row; or call adapt(model), which sees what PEFT hands on.",
+        ),
+        Refusal(
             of="padding and packed rows on models that mix neighbouring places, whatever their mask",
             when=_mixes,
             rule="Padding or another sequence changes the real tokens of this model: {why}.",

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from collate_npu.arrays import host_array
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter
 from collate_npu.consumers.forwards import poolers
 from collate_npu.consumers.labels import check_decoder
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
-from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.given import check_model
 from collate_npu.integrations.shared_rows import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -132,6 +133,7 @@ class _Door:
         mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
         _check_count(adapter, batch, mended)
+        _check_behind_prompt(batch, mended, segments)
         _check_outside(adapter, module, batch, segments)
         AT_MODEL[get_ident()] = segments
         return mended
@@ -232,6 +234,20 @@ def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any
     if lost:
         rule = f"A trainer counted {lost} labels that no sample alone learns from: of padding, or the first of a sequence."
         raise UnsupportedFormError(explain("labels", "num_items_in_batch beside them", rule, _BEFORE))
+
+
+def _check_behind_prompt(batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
+    """Raise where virtual tokens of PEFT stand before the padding of a row, and the first token behind it is learned: alone
+    it is predicted from the last virtual token."""
+    if not segments.hole_rows or batch.get("inputs_embeds") is None or mended.get("labels") is batch.get("labels"):
+        return
+    lost_BS = batch.array("labels") != host_array("labels", mended["labels"])
+    bad = [(b, "a learned token behind padding") for b in segments.hole_rows if (lost_BS[b] & (segments.array[b] > 0)).any()]
+    if bad:
+        rule = "A token behind padding inside a row is predicted from padding, and alone from the token before."
+        raise UnsupportedFormError(
+            explain_rows("labels", bad, rule, "Pad right, or ignore the first label of each sample (-100).")
+        )
 
 
 def _check_outside(adapter: BatchAdapter, module: nn.Module, batch: Sources, segments: Segments) -> None:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from collate_npu import releases
-from collate_npu.consumers import leaks
 from collate_npu.consumers.leaks import rope_limit, sparse_from, why_lengths_clash, why_padding_leaks, width_dependence
 
 
@@ -100,15 +99,6 @@ def test_rotary_frequencies_that_follow_the_longest_have_a_limit(fields, limit):
 )
 def test_lengths_clash_where_one_changes_the_frequencies_of_another(fields, lengths, clash):
     assert bool(why_lengths_clash(config(**fields), lengths)) == clash
-
-
-@pytest.mark.parametrize(("rule", "leaks_there"), [("none", True), ("places", False)])
-def test_absolute_positions_leak_only_where_none_can_be_given(rule, leaks_there, monkeypatch):
-    """distilbert takes position_ids in 5.x, and does not in 4.57."""
-    monkeypatch.setattr(leaks, "position_rule", lambda model: rule)
-    for where in ("left", "holes"):
-        assert bool(why_padding_leaks(config(model_type="distilbert"), where)) == leaks_there
-    assert why_padding_leaks(config(model_type="distilbert"), "right") == ""
 
 
 def test_block_sparse_attention_is_full_up_to_a_width():

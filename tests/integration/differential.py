@@ -1,6 +1,7 @@
 """Law 18, no harm: what plain transformers computes right is right with us, or refused for a reason that stands in a list.
 
-A case is drawn from a seed: a family, its head, a side, an attention implementation, an option of the call, a wrapper. It runs without us and by every door, and each result is compared with every sample alone: outputs, loss and gradient.
+A case is drawn from a seed: a family, its head, a side, an attention implementation, an option of the call, a wrapper. It
+runs without us and by every door, and each result is compared with every sample alone: outputs, loss and gradient.
 `python tests/integration/differential.py --cases 400 --seed 7` prints the table of families and doors (PYTHONPATH=.:tests).
 """
 
@@ -22,7 +23,7 @@ import transformers
 from torch import nn
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
-from collate_npu.consumers.models import is_encoder, text_config
+from collate_npu.consumers.models import text_config
 from collate_npu.testing import _make_honest, _quiet, hybrid_model_types, left_out, tiny_config
 
 VOCAB, PAD, WINDOW = 61, 60, 6
@@ -145,7 +146,7 @@ def config_of(family: str):
 def model_of(family: str, head: str, attn: str) -> nn.Module:
     """A tiny one, honest: a wrong mask shows. Raises whatever transformers raises for a family that does not build so."""
     config = copy.deepcopy(config_of(family))
-    config.num_labels = 3
+    config.num_labels, config.classifier_dropout = 3, 0.0
     for each in {id(each): each for each in (config, text_config(config))}.values():
         for name, value in vars(each).items():  # in train mode too, a sample has one answer
             if re.search("drop|jitter", name) and isinstance(value, float):
@@ -159,7 +160,7 @@ def model_of(family: str, head: str, attn: str) -> nn.Module:
         model = Auto.from_config(config, attn_implementation=attn).float().eval()
         _make_honest(model, 5.0)
         for part in model.modules():
-            if isinstance(part, nn.Embedding):
+            if isinstance(part, nn.Embedding) and part.weight.requires_grad:
                 part.weight.normal_(std=0.3)
     return model
 
@@ -237,8 +238,9 @@ def batch_of(case: Case, rows, side: str) -> dict[str, torch.Tensor]:
         where = case.labels_side if case.head == "Seq2SeqLM" else side
         out["labels"] = padded([row["labels"] for row in rows], -100, where)
     if case.head == "MultipleChoice":  # two choices a sample, the second the first turned round
-        out = {key: torch.stack([value, value.flip(0)], 1) for key, value in out.items()}
-        out["labels"] = torch.tensor([n % 2 for n in range(len(rows))])
+        other = padded([row["input_ids"][::-1] for row in rows], PAD, side)
+        out = {key: torch.stack([value, other if key == "input_ids" else value], 1) for key, value in out.items()}
+        out["labels"] = torch.tensor([len(row["input_ids"]) % 2 for row in rows])
     return out
 
 
@@ -314,7 +316,8 @@ def read(answers, first: int) -> torch.Tensor:
 def targets(case: Case, row) -> int:
     if not isinstance(row.get("labels"), list):
         return 1
-    return sum(y >= 0 for y in row["labels"][1 if case.head == "CausalLM" and case.family not in IN_PLACE else 0 :])
+    shifted = case.head == "CausalLM" and case.family not in IN_PLACE and case.wrapper not in ("prompt", "p-tuning")
+    return sum(y >= 0 for y in row["labels"][shifted:])
 
 
 def has_loss(case: Case) -> bool:
