@@ -178,7 +178,13 @@ class BatchAdapter:
             return self.mended(Sources.of(batch), padding_free=self.padding_free)
 
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
-        """A stranger's batch routed, with the labels that a loss should see, and its Segments."""
+        """A stranger's batch routed, with the labels that a loss should see, and its Segments; choices `[B, C, S]` as B * C
+        rows, and as choices again."""
+        if (choices := choices_of(sources)) is not None:
+            rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
+            out, segments = self.mended(Sources(rows), padding_free=False)
+            shape = sources[choices[0]].shape[:2]
+            return {key: _unflattened(value, shape) for key, value in out.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         check_decoder(sources, self.label_rule(sources))
         labels = self.mended_labels(sources, segments)
@@ -317,6 +323,19 @@ class BatchAdapter:
         place = self.device or device
         form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=place, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
+
+
+def choices_of(sources: Sources) -> list[str] | None:
+    """The keys of a batch of choices, `[B, C, S]` each (`ForMultipleChoice`); None of a batch of rows."""
+    ids = sources.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 3 or ids.is_floating_point():
+        return None
+    return [key for key, value in sources.items() if isinstance(value, Tensor) and value.shape == ids.shape]
+
+
+def _unflattened(value: Any, shape: torch.Size) -> Any:
+    rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == shape.numel()
+    return value.unflatten(0, shape) if rows else value
 
 
 def own_patterns(config: Any) -> frozenset[Pattern]:

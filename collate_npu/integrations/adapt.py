@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.arrays import host_array
-from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter
+from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, choices_of
 from collate_npu.consumers.forwards import poolers
 from collate_npu.consumers.labels import check_decoder
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
@@ -114,8 +114,6 @@ class _Door:
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
-        if _has_choices(batch):  # its backbone has a door, and gets them as rows
-            return None
         mended = None
         if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
             check_decoder(batch, self.adapter.model.labels)  # sound, or what an encoder made of the prompt
@@ -130,6 +128,8 @@ class _Door:
 
     def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
+        if choices_of(batch) is not None:
+            return adapter.mended(batch, padding_free=False)[0]
         mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
         _check_count(adapter, batch, mended)
@@ -157,17 +157,12 @@ class _Door:
 def _first_real(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Hands a pooler, which takes the first place of a row, the first real token there."""
     segments = AT_MODEL.get(get_ident())
-    if segments is None or segments.packed or not args or args[0].shape[:2] != segments.shape:
+    moved = segments is not None and segments.padding_side not in ("none", "right") and not segments.packed
+    if segments is None or not moved or not args or args[0].shape[:2] != segments.shape:
         return None
     first_B = segments.keep.int().argmax(dim=1).to(args[0].device)
     rows_B = torch.arange(len(first_B), device=args[0].device)
     return (torch.cat([args[0][rows_B, first_B][:, None], args[0][:, 1:]], dim=1), *args[1:])
-
-
-def _has_choices(batch: Sources) -> bool:
-    """Are these `[B, C, S]`, the choices of each sample?"""
-    ids = batch.get("input_ids")
-    return isinstance(ids, torch.Tensor) and ids.ndim == 3
 
 
 def _cached(batch: Sources) -> bool:
@@ -186,7 +181,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
     first label of a sequence behind padding is ignored. None where nothing changes."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
-    if keep is None or keep.ndim != 2 or keep.shape[1] <= S:
+    if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
@@ -202,7 +197,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
 def _with_empty_rows(batch: Sources) -> Sources:
     """A prompt that is prefilled in chunks: those of a row may hold padding alone."""
     mask = batch.get("attention_mask")
-    if not _cached(batch) or mask is None or mask.ndim != 2 or batch.named["segment_ids"]:
+    if not _cached(batch) or getattr(mask, "ndim", 0) != 2 or batch.named["segment_ids"]:
         return batch
     keep_BS = batch.array("attention_mask") != 0
     return batch if keep_BS.any(axis=1).all() else batch | {"segment_ids": torch.from_numpy(keep_BS.astype(np.int32))}

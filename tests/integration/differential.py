@@ -282,7 +282,7 @@ def run(case: Case, model, batch, lengths, sides: str):
         batch.pop("labels", None)
     if case.option == "embeds":
         batch["inputs_embeds"] = inner(model).get_input_embeddings()(batch.pop("input_ids"))
-    out = model(**batch, **call)
+    out = model(**(call | batch))
     answer = out.get("logits", out.get("last_hidden_state", out.get("start_logits")))
     if answer is None:
         answer = out[0]
@@ -442,7 +442,10 @@ def judged(case: Case) -> dict[str, tuple[str, str]]:
     return found
 
 
-REASONS: dict[str, str] = {}
+REASONS = {
+    "takes the first place of a row": "a collator does not know whether pooler_output is read; adapt mends it",
+    "experts take tokens by place": "whether padding takes an expert's last place depends on the router's choices of a step",
+}
 """Refusals of runs that are right without us: what they say, and why they stay."""
 
 

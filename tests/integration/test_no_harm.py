@@ -1,0 +1,232 @@
+"""Law 18: nobody loses by adding our line. Drawn cases, each seed another, and the trainers that count or keep labels."""
+
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rotation import NIGHTLY, PROFILE, SEED
+
+pytest.importorskip("transformers", minversion="5.2")
+pytest.importorskip("peft")
+import differential
+import transformers
+from differential import FAMILIES, OPTIONS, PAD, WRAPPERS, Case, SkippedError, batch_of, drawn, harm, judged, model_of
+
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
+from collate_npu.errors import UnsupportedFormError
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+EACH = 12 if NIGHTLY else 1 if PROFILE == "fast" else 3
+"""Cases drawn of each kind, option and wrapper."""
+
+
+def cases_of(**fixed):
+    """Cases that a family runs at all, from this run's seed on."""
+    seeds = range(SEED * 1000, SEED * 1000 + 400)
+    for case in (drawn(seed, **fixed) for seed in seeds):
+        try:
+            yield case, judged(case)
+        except SkippedError:
+            continue
+
+
+DRAWN = [*({"kind": kind} for kind in FAMILIES), *({"option": option} for option in dict.fromkeys(OPTIONS))]
+DRAWN += [{"wrapper": wrapper} for wrapper in dict.fromkeys(WRAPPERS) if wrapper != "none"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", DRAWN, ids=lambda fixed: next(iter(fixed.values())))
+def test_what_is_right_without_us_is_right_with_us(fixed):
+    found = list(islice(cases_of(**fixed), EACH))
+    assert len(found) == EACH
+    assert {case: bad for case, doors in found if (bad := harm(doors))} == {}
+
+
+ALWAYS = {"side": "right", "attn": "sdpa", "option": "none", "wrapper": "none", "lengths": (9, 4, 13), "prompt": 0}
+ALWAYS |= {"head": "CausalLM", "labels_side": "right", "seed": 5, "kind": "decoder", "family": "llama"}
+ENCODER, SEQ2SEQ = {"kind": "encoder", "family": "bert"}, {"kind": "encoder-decoder", "head": "Seq2SeqLM"}
+HYBRID = {"kind": "hybrid", "family": "qwen3_next"}
+KNOWN = {
+    "an embedding model by its config": {"option": "config.is_causal", "head": "base"},
+    "one by the call": {"option": "is_causal", "head": "base"},
+    "one that is packed": {"option": "config.is_causal", "side": "packed"},
+    "one that is packed, by the call": {"option": "is_causal", "side": "packed", "attn": "eager"},
+    "a hybrid one": {**HYBRID, "option": "is_causal", "head": "base"},
+    "a router's loss by the call": {"family": "mixtral", "option": "router"},
+    "one by the config": {"family": "qwen3_moe", "option": "config.router"},
+    "one padded left": {"family": "mixtral", "option": "router", "side": "left"},
+    "prefix tuning": {"side": "left", "wrapper": "prefix"},
+    "prompt tuning": {"side": "left", "wrapper": "prompt"},
+    "prompt tuning of completions": {"side": "left", "wrapper": "prompt", "prompt": 1},
+    "attention weights": {"option": "attentions", "attn": "eager"},
+    "a static cache": {"family": "gemma3_text", "option": "static", "side": "left"},
+    "a hybrid's": {**HYBRID, "option": "static", "side": "left"},
+    "a prompt in chunks": {"option": "chunks", "side": "left", "lengths": (3, 11, 12)},
+    "choices": {**ENCODER, "head": "MultipleChoice"},
+    "choices, compiled": {**ENCODER, "head": "MultipleChoice", "wrapper": "compiled"},
+    "a pooler that nobody reads": {**ENCODER, "family": "roberta", "head": "base", "side": "left"},
+    "LED, its source left": {**SEQ2SEQ, "family": "led", "side": "left", "attn": "eager"},
+    "BigBird-Pegasus": {**SEQ2SEQ, "family": "bigbird_pegasus", "side": "left", "attn": "eager"},
+    "Pegasus-X": {**SEQ2SEQ, "family": "pegasus_x", "side": "left", "attn": "eager"},
+    "T5, its labels left": {**SEQ2SEQ, "family": "t5", "labels_side": "left"},
+    "MT5": {**SEQ2SEQ, "family": "mt5", "labels_side": "left", "side": "left"},
+    "BART generates, its source left": {**SEQ2SEQ, "family": "bart", "side": "left", "option": "generate"},
+}
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_known_harm_is_gone(what):
+    found = judged(Case(**{**ALWAYS, **KNOWN[what]}))
+    assert harm(found) == {}
+    assert "right" in {found[door][0] for door in found} or found["plain"][0] == "wrong"
+
+
+def test_the_law_sees_harm(monkeypatch):
+    """A door that drops the mask of a call, as 0.7 did."""
+    monkeypatch.setattr("collate_npu.consumers.consumer.Model.attends", lambda self, call: self.pattern)
+    found = judged(Case(**{**ALWAYS, **KNOWN["an embedding model by its config"]}))
+    assert (found["plain"][0], *harm(found)) == ("right", "adapt")
+
+
+@pytest.mark.parametrize("family", ["fnet", "convbert", "nystromformer"])
+def test_the_remedy_of_models_that_mix_places_works(family):
+    case = Case(**{**ALWAYS, "kind": "encoder", "family": family, "head": "base", "attn": "eager"})
+    model, rows = model_of(family, "base", "eager"), differential.samples_of(case)
+    for side in ("right", "packed"):
+        with pytest.raises(CollateError, match="Batch sequences of one length, one a row"):
+            BatchAdapter(model)(batch_of(case, rows, side) | ({"attention_mask": None} if side == "packed" else {}))
+    same = [rows[0], {"input_ids": rows[0]["input_ids"][::-1]}]
+    assert "input_ids" in BatchAdapter(model)(batch_of(case, same, "right"))
+
+
+# --- trainers that count labels, or keep them
+
+
+def loss_of(logits, labels, smoothing):
+    targets, scores = labels[1:], logits[:-1].log_softmax(-1)
+    kept = targets >= 0
+    nll = -scores[kept].gather(1, targets[kept][:, None]).sum()
+    return (1 - smoothing) * nll - smoothing * scores[kept].mean(1).sum()
+
+
+def summed(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits
+    each = zip(logits, labels)
+    return sum(loss_of(one, own, 0.0) for one, own in each) / num_items_in_batch
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "smoothed": {"label_smoothing_factor": 0.2},
+    "own loss": {"compute_loss_func": summed},
+    "averaged": {"average_tokens_across_devices": True, "gradient_accumulation_steps": 2},
+}
+SAMPLES = [{"input_ids": [3 + (7 * n + k) % 50 for k in range(length)]} for n, length in enumerate((5, 9, 3, 12))]
+for _row in SAMPLES:
+    _row["labels"] = list(_row["input_ids"])
+
+
+def stranger(rows, side="left"):
+    """As DataCollatorForSeq2Seq: the first label of each sample is there."""
+    case = SimpleNamespace(head="CausalLM", labels_side=side)
+    return batch_of(case, rows, side)
+
+
+def stepped(tmp_path, model, collator, setting, adapted=False):
+    """What one step of SGD at rate 1 changes."""
+    before = [p.detach().clone() for p in model.parameters()]
+    given = {"max_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 0}
+    given |= {"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    given |= {"per_device_train_batch_size": 4 // setting.get("gradient_accumulation_steps", 1)}
+    own = {key: value for key, value in setting.items() if key == "compute_loss_func"}
+    args = transformers.TrainingArguments(str(tmp_path), **given, **{key: setting[key] for key in setting if key not in own})
+    handle = adapt(model) if adapted else None
+    transformers.Trainer(model, args, data_collator=collator, train_dataset=SAMPLES, **own).train()
+    if handle:
+        handle.remove()
+    return torch.cat([(old - new.detach()).flatten() for old, new in zip(before, model.parameters())])
+
+
+def wanted(model, smoothing):
+    model.zero_grad(set_to_none=True)
+    total = sum(len(row["labels"]) - 1 for row in SAMPLES)
+    for row in SAMPLES:
+        ids = torch.tensor(row["input_ids"])
+        (loss_of(model(input_ids=ids[None]).logits[0], ids, smoothing) / total).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("door", ["collator", "wrapped", "adapt", "adapt, padded right"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_step_of_the_trainer_is_that_of_the_samples_or_is_refused(family, setting, door, tmp_path):
+    """The Trainer counts the labels of a step before any forward, and may keep them from it."""
+    case = {**ALWAYS, "family": family, "kind": "hybrid" if family == "qwen3_next" else "decoder"}
+    model = differential.wrapped(Case(**case))
+    reference = wanted(model, SETTINGS[setting].get("label_smoothing_factor", 0.0))
+    doors = {
+        "collator": PaddingCollator(pad_token_id=PAD, padding_side="left", model=model),
+        "wrapped": wrap_collator(stranger, model=model),
+        "adapt": stranger,
+        "adapt, padded right": lambda rows: stranger(rows, "right"),
+    }
+    step = lambda adapted: stepped(tmp_path, model, doors[door], SETTINGS[setting], adapted)  # noqa: E731
+    if door == "adapt":
+        with pytest.raises(UnsupportedFormError, match=r"data_collator=wrap_collator\(your collator, model=model\)"):
+            step(True)
+        return
+    assert float((step("adapt" in door) - reference).norm() / reference.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("way", ["the backbone is adapted", "forward by name"])
+def test_labels_that_do_not_come_by_adapt_are_refused(way):
+    model, batch = differential.wrapped(Case(**ALWAYS)), stranger(SAMPLES)
+    told = model.base_model if way.startswith("the backbone") else model
+    with adapt(told), pytest.raises(UnsupportedFormError, match="call the model that adapt was given"):
+        (model if told is not model else model.forward)(**batch)
+    right, completions = stranger(SAMPLES, "right"), dict(batch)
+    completions["labels"] = batch["labels"].clone()
+    for row, keep in zip(completions["labels"], batch["attention_mask"]):
+        row[int(keep.argmax())] = -100
+    with adapt(told):
+        for given in (right, completions):
+            assert model.forward(**given).loss.isfinite()
+
+
+# --- what no token of text stands in
+
+
+def test_sound_passes_and_labels_of_its_decoder_are_looked_at():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 61}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_source_positions": 20}
+    ids = {"pad_token_id": PAD, "decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **ids)).eval()
+    sound, rows = torch.randn(2, 80, 40), [[3, 4, 5, 6], [7, 8]]
+    labels = differential.padded(rows, -100, "right")
+    alone = [model(input_features=x[None], labels=torch.tensor([y])).logits[0] for x, y in zip(sound, rows)]
+    with adapt(model):
+        found = model(input_features=sound, labels=labels).logits
+        assert all(torch.allclose(a[: len(b)], b, atol=1e-4) for a, b in zip(found, alone))
+        with pytest.raises(CollateError, match="Pad right"):
+            model(input_features=sound, labels=differential.padded(rows, -100, "left"))
+
+
+def test_wav2vec2_is_as_without_us():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 12}
+    sizes |= {
+        "feat_extract_norm": "layer",
+        "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2,
+        "do_stable_layer_norm": True,
+    }
+    torch.manual_seed(0)
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes)).eval()
+    sound, keep = torch.randn(2, 3200), torch.ones(2, 3200).long()
+    keep[1, 2000:] = 0
+    batch = {"input_values": sound * keep, "attention_mask": keep, "labels": torch.tensor([[3, 4], [5, -100]])}
+    plain = model(**batch)
+    with adapt(model):
+        assert torch.equal(model(**batch).logits, plain.logits)
