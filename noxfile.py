@@ -125,7 +125,7 @@ BESIDE_TORCH_NPU = tuple(
 """What a torch_npu that does not load can change: imports, the routes by device, kernels of torch, the machine's report."""
 ROOMS = ("masks", "collate", "consumers", "parallel", "kernels", "proof", "tools")
 """Those with tests of their own."""
-TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", DATA)
+TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "peft==0.20.0", DATA)
 
 
 LOCKS = Path(".ci/locks")

@@ -56,6 +56,8 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
+    follows_is_causal: bool = False
+    """Do masks and kernels both follow a config or a call that says so?"""
     pooling: forwards.Pooling = ""
     """Which token of a row its head takes."""
     labels: forwards.LabelRule | None = None
@@ -89,6 +91,7 @@ class Model:
         if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
             read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"follows_is_causal": forwards.follows_is_causal(model)}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from collate_npu.consumers.models import config_of, is_transformers, text_config, unwrap
 from collate_npu.errors import CollateError, explain
+from collate_npu.releases import IS_CAUSAL_READ
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
 LabelRule = Literal["next", "places", "decoder"]
@@ -79,6 +80,21 @@ def reads_dense_mask(model: Any) -> bool:
     return _say(_classes(unwrap(model)), "masking_utils", "_prepare_4d_causal_attention_mask_with_cache_position")
 
 
+def follows_is_causal(model: Any) -> bool:
+    """Do its masks and its kernels both follow `is_causal=False`? 5.23 utils/generic.py:1062 gives forwards with a decorator
+    the keyword, and each layer must hand it on: else sdpa stays causal where a sample alone needs no mask (StableLM)."""
+    whole = unwrap(model)
+    layers = {
+        (type(layer), name)
+        for layer in (whole.modules() if is_transformers(whole) else ())
+        for name, part in layer.named_children()
+        if getattr(part, "is_causal", None) is True
+    }
+    calls = [re.search(rf"self\.{name}\((.*?)\n\s*\)", _code(cls), re.S) for cls, name in layers]
+    handed = all("**" in call[1] for call in calls if call)
+    return IS_CAUSAL_READ.holds() and handed and _say(_classes(whole), "merge_with_config_defaults")
+
+
 def looks_ahead(model: Any, by: str) -> bool:
     """Do masks that the model makes let tokens see later ones, told by its images or by `token_type_ids`?
 
@@ -117,7 +133,7 @@ def pooling(model: Any) -> Pooling:
         return "counted_by_id" if ".sum(-1) - 1" in code else "last_by_id"
     if config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean" or config.model_type == "eurobert":
         return ""
-    return "last" if hasattr(whole, "sequence_summary") and config.summary_type == "last" else "first"
+    return "last" if hasattr(whole, "sequence_summary") and getattr(config, "summary_type", "last") == "last" else "first"
 
 
 def poolers(model: Any) -> list[Any]:

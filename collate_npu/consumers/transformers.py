@@ -64,10 +64,21 @@ def _by_2d(case: Case) -> str:
 
 
 def _looks_ahead_by_2d(case: Case) -> bool:
-    """Does it make masks of a 2D one that look ahead? Before 5.2 a call that is not causal gets causal ones; chunked layers
-    do in any release (masking_utils.py:1270)."""
-    told = IS_CAUSAL_READ.holds() and not any("chunk" in kind for kind in _kinds(case))
-    return told or case.model.pattern == "bidirectional"
+    """Does it make masks of a 2D one that look ahead? Chunked layers make causal ones, which a sample alone on sdpa goes
+    without (masking_utils.py:1361)."""
+    chunked = any("chunk" in kind for kind in _kinds(case)) and case.model.attn_implementation != "eager"
+    return case.model.pattern == "bidirectional" or not chunked
+
+
+def _half_causal(case: Case) -> str:
+    """Why a call that is not causal is so in part."""
+    model, by_call = case.model, case.call.get("is_causal") is False
+    if model.attends(case.call) != "bidirectional" or model.pattern == "bidirectional":
+        return ""
+    if by_call and model.config is not None and text_config(model.config) is not model.config:
+        return f"the masks of {model.model_type} follow its text config alone"
+    masked = model.attn_implementation == "eager" and IS_CAUSAL_READ.holds()
+    return "" if masked or model.follows_is_causal else f"{model.model_type} follows is_causal in part"
 
 
 def _needs_dense(case: Case) -> str:
@@ -273,6 +284,13 @@ TRANSFORMERS = Consumer(
             "missing kernel, on CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm). Packed "
             "rows on an NPU: Megatron trainers alone (ms-swift, MindSpeed).",
             more="packed-recurrent",
+        ),
+        Refusal(
+            of=f"is_causal=False before {IS_CAUSAL_READ}, and on families whose kernels or masks do not follow it",
+            when=_half_causal,
+            rule="A sample alone and one in a batch would be masked otherwise: {why}.",
+            remedy="Set model.config.get_text_config().is_causal = False in place of the keyword; where it is refused, use "
+            f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
         ),
         Refusal(
             of="left padding and packed rows behind virtual tokens (PEFT's prompt tuning and p-tuning)",

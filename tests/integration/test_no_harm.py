@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rotation import NIGHTLY, PROFILE, SEED
+from rotation import NIGHTLY, SEED, rotating
 
 pytest.importorskip("transformers", minversion="5.2")
 pytest.importorskip("peft")
@@ -17,7 +17,7 @@ from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap
 from collate_npu.errors import UnsupportedFormError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
-EACH = 12 if NIGHTLY else 1 if PROFILE == "fast" else 3
+EACH = 12 if NIGHTLY else 1
 """Cases drawn of each kind, option and wrapper."""
 
 
@@ -75,7 +75,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", KNOWN)
+@pytest.mark.parametrize("what", rotating(KNOWN, 6))
 def test_known_harm_is_gone(what):
     found = judged(Case(**{**ALWAYS, **KNOWN[what]}))
     assert harm(found) == {}
@@ -160,10 +160,10 @@ def wanted(model, smoothing):
 
 @pytest.mark.parametrize("door", ["collator", "wrapped", "adapt", "adapt, padded right"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", rotating(["llama", "qwen3_next", "qwen3_moe"]))
 def test_a_step_of_the_trainer_is_that_of_the_samples_or_is_refused(family, setting, door, tmp_path):
     """The Trainer counts the labels of a step before any forward, and may keep them from it."""
-    case = {**ALWAYS, "family": family, "kind": "hybrid" if family == "qwen3_next" else "decoder"}
+    case = {**ALWAYS, "family": family, "kind": "hybrid" if "next" in family else "decoder"}
     model = differential.wrapped(Case(**case))
     reference = wanted(model, SETTINGS[setting].get("label_smoothing_factor", 0.0))
     doors = {
