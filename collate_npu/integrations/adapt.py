@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from collate_npu.arrays import host_array
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, choices_of
-from collate_npu.consumers.forwards import poolers
-from collate_npu.consumers.labels import check_decoder
+from collate_npu.consumers.forwards import label_rule, poolers
+from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.given import check_model
@@ -187,8 +187,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
     mended = adapter.mended_labels(batch, of_keep(keep_BK[:, -S:].numpy()))
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
-    by_place = torch.equal(positions_BS[-1], torch.arange(keep_BK.shape[1])[-S:]) and bool(keep_BK.all())
-    if adapter.model.positions == "places" and not (given or by_place):
+    if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)
     _check_count(adapter, batch, mended)
     return {**batch, **mended} if mended else None
@@ -220,8 +219,7 @@ _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which c
 def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any]) -> None:
     """Raise where a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
     trainer.py:2335, of all batches of a step)."""
-    counted, moved = batch.get("num_items_in_batch"), adapter.consumer.counts_positions
-    lost = 0
+    counted, moved, lost = batch.get("num_items_in_batch"), adapter.label_rule(batch) == "next", 0
     for key in ("labels", "shift_labels") if counted is not None else ():
         if mended.get(key) is not None and batch.get(key) is not None:
             first = int(moved and key == "labels")  # the loss drops a row's first
@@ -247,20 +245,17 @@ def _check_behind_prompt(batch: Sources, mended: Mapping[str, Any], segments: Se
 
 def _check_outside(adapter: BatchAdapter, module: nn.Module, batch: Sources, segments: Segments) -> None:
     """Raise where the loss is taken outside this forward, of labels that would be ignored here: by a Trainer that keeps them
-    (label_smoothing_factor, compute_loss_func), or by a head whose own forward ran without its hooks."""
+    (label_smoothing_factor, compute_loss_func), or by a head of transformers whose own forward ran without its hooks."""
     frame = sys._getframe() if batch.get("labels") is None and (segments.packed or segments.num_padding) else None
     while frame is not None:
-        holder, labels = frame.f_locals.get("self"), None
-        if frame.f_code.co_name in ("forward", "compute_loss") and holder is not module:
-            labels = frame.f_locals.get("labels")
-        trains = isinstance(holder, nn.Module) or hasattr(holder, "compute_loss")
-        if trains and isinstance(labels, torch.Tensor) and labels.shape == segments.shape:
-            if adapter.mended_labels(batch | {"labels": labels}, segments):
-                rule = (
-                    "The loss is taken outside the forward that adapt sees, of labels of padding or the first of a sequence."
-                )
+        held = frame.f_locals if frame.f_code.co_name in ("forward", "compute_loss") else {}
+        holder, labels = held.get("self"), held.get("labels")
+        rule = label_rule(holder) if isinstance(holder, nn.Module) else adapter.label_rule(batch)
+        if holder is not module and rule and isinstance(labels, torch.Tensor) and labels.shape == segments.shape:
+            if labels_for(batch | {"labels": labels}, segments, rule, False):
+                why = "The loss is taken outside this forward, of labels of padding or of the first of a sequence."
                 remedy = f"{_BEFORE} Where a model's forward was called by name, call the model that adapt was given."
-                raise UnsupportedFormError(explain("labels", f"held by {type(holder).__name__}", rule, remedy))
+                raise UnsupportedFormError(explain("labels", f"held by {type(holder).__name__}", why, remedy))
             return
         frame = frame.f_back
 

@@ -230,3 +230,12 @@ def test_wav2vec2_is_as_without_us():
     plain = model(**batch)
     with adapt(model):
         assert torch.equal(model(**batch).logits, plain.logits)
+
+
+def test_labels_of_a_head_of_ones_own_are_its_own():
+    """Classes of tokens are read in place, so the first counts."""
+    model = differential.wrapped(Case(**{**ALWAYS, "head": "TokenClassification"}))
+    batch = stranger([{**row, "labels": [1] * len(row["labels"])} for row in SAMPLES])
+    plain = model(**batch).loss
+    with adapt(model.base_model):
+        assert torch.allclose(model(**batch).loss, plain, atol=1e-5)
