@@ -21,7 +21,7 @@ from collate_npu.collate.own_masks import joined_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, Layout, with_offsets
-from collate_npu.consumers.adapter import choices_of
+from collate_npu.consumers.adapter import has_choices
 from collate_npu.consumers.labels import behind_padding, labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.given import check_batch, check_collator
@@ -83,7 +83,7 @@ class WrappedCollator(Emitter):
         check_batch(given, self.inner)
         inner = Sources.of(given)
         batch = Sources({key: value for key, value in inner.items() if value is not None})
-        if self._adapter is not None and choices_of(batch) is not None:
+        if self._adapter is not None and has_choices(batch):
             return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:

@@ -18,7 +18,7 @@ from collate_npu import debug
 from collate_npu.checked import checked, here
 from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.forwards import LabelRule
-from collate_npu.consumers.labels import check_decoder, labels_for, rule_of
+from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
@@ -41,6 +41,7 @@ from collate_npu.segments import Segments, ready
 
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels of a transformers model read of a flat row."""
+_BOTH_SIDES = Pattern.of("bidirectional")
 AT_MODEL: dict[int, Segments] = {}
 """Of each thread in which an adapted model runs, what its batch said: proof asks, where None took the mask's place."""
 
@@ -100,7 +101,8 @@ class BatchAdapter:
         self.context_parallel = context_parallel
         self.keys = keys
         self.max_mask_bytes = max_mask_bytes
-        self.labels_shifted = labels_shifted
+        moves = self.consumer.counts_positions  # a transformers model moves labels itself
+        self.shifted = False if labels_shifted is None and moves else labels_shifted
         self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         self.declared = None if pattern is None else Pattern.of(pattern)
@@ -180,40 +182,39 @@ class BatchAdapter:
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """A stranger's batch routed, with the labels that a loss should see, and its Segments; choices `[B, C, S]` as B * C
         rows, and as choices again."""
-        if (choices := choices_of(sources)) is not None:
+        if getattr(sources.get("input_ids"), "ndim", 2) == 3:
+            choices = [key for key, value in sources.items() if getattr(value, "shape", ()) == sources["input_ids"].shape]
             rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
             shape = sources[choices[0]].shape[:2]
             return {key: _unflattened(value, shape) for key, value in out.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
-        check_decoder(sources, self.label_rule(sources))
-        labels = self.mended_labels(sources, segments)
+        if self.model.labels == "decoder":
+            check_decoder(sources)
+        labels = labels_for(sources, segments, self.label_rule(sources), self.shifted)
         return self.routed(sources | labels if labels else sources, segments, padding_free), segments
-
-    def mended_labels(self, sources: Sources, segments: Segments) -> dict[str, Any]:
-        """The labels that must change, so that a loss learns what each sample alone learns."""
-        moves = self.consumer.counts_positions  # a transformers model moves labels itself
-        shifted = False if self.labels_shifted is None and moves else self.labels_shifted
-        return {**labels_for(sources, segments, self.label_rule(sources), shifted)}
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
         own = self.model.ask(own_patterns) if makes_masks else ()
-        decoder = self.label_rule(sources) == "decoder"
+        decoder = self.model.labels == "decoder"
         seen = sources | {"labels": None} if decoder else sources  # of as many tokens perhaps, but others
-        segments = agreed(seen, polarity=polarity, pattern=self._seen(sources), padding_free=padding_free, own=own)
+        pattern = self._seen(sources) if makes_masks else self.declared
+        segments = agreed(seen, polarity=polarity, pattern=pattern, padding_free=padding_free, own=own)
         sources.counted = seen.counted
         return segments
 
     def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
         """What the caller, or a model that looks ahead in this call, says that attention sees; None leaves it open."""
-        both = self.declared is None and self.model.attends(call) == "bidirectional"
-        return Pattern.of("bidirectional") if both else self.declared
+        model = self.model
+        if self.declared is not None or (model.pattern is model.config_is_causal is None and "is_causal" not in call):
+            return self.declared
+        return _BOTH_SIDES if model.attends(call) == "bidirectional" else None
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
         """What the head does with labels: as its class tells, else by whether attention looks ahead in this call."""
-        return rule_of(self.model.labels, self._seen(call) or CAUSAL)
+        return self.model.labels or ("places" if self._seen(call) == _BOTH_SIDES else "next")
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
@@ -325,12 +326,9 @@ class BatchAdapter:
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 
-def choices_of(sources: Sources) -> list[str] | None:
-    """The keys of a batch of choices, `[B, C, S]` each (`ForMultipleChoice`); None of a batch of rows."""
-    ids = sources.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 3 or ids.is_floating_point():
-        return None
-    return [key for key, value in sources.items() if isinstance(value, Tensor) and value.shape == ids.shape]
+def has_choices(sources: Sources) -> bool:
+    """Are these the choices of each sample, `[B, C, S]` (`ForMultipleChoice`)?"""
+    return getattr(sources.get("input_ids"), "ndim", 2) == 3
 
 
 def _unflattened(value: Any, shape: torch.Size) -> Any:

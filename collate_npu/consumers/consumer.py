@@ -56,8 +56,10 @@ class Model:
     """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
+    config_is_causal: Any = field(default=None, repr=False)
+    """The config that may say `is_causal`; None before transformers read it."""
     follows_is_causal: bool = False
-    """Do masks and kernels both follow a config or a call that says so?"""
+    """Do masks and kernels both follow what it says?"""
     pooling: forwards.Pooling = ""
     """Which token of a row its head takes."""
     labels: forwards.LabelRule | None = None
@@ -92,6 +94,7 @@ class Model:
             read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
             read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
             read |= {"follows_is_causal": forwards.follows_is_causal(model)}
+            read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
             read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
@@ -120,7 +123,9 @@ class Model:
 
     def attends(self, call: Mapping[str, Any]) -> PatternName | None:
         """What its attention layers see in this call: a call, and from 5.2 on a config, may say that it is not causal."""
-        causal = self.option("is_causal", call) if IS_CAUSAL_READ.holds() else call.get("is_causal")
+        causal = call.get("is_causal")
+        if causal is None and self.config_is_causal is not None:
+            causal = getattr(self.config_is_causal, "is_causal", None)
         return "bidirectional" if causal is False else self.pattern
 
     def ask(self, question: Callable[..., Any], *details: Any) -> Any:
@@ -167,7 +172,7 @@ class Case:
         """Plain causal attention, one sequence a row: a 2D mask says everything."""
         return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
 
-    @property
+    @once
     def recurrent(self) -> bool:
         """Does the model carry state from token to token? For a flat row True where nobody said."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
@@ -302,7 +307,7 @@ def consumer_named(name: str | Consumer) -> Consumer:
 
 
 def _packed_rows(case: Case) -> str:
-    if case.padding_free or not (case.recurrent and case.segments.packed):
+    if case.padding_free or not (case.segments.packed and case.recurrent):
         return ""
     return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
 

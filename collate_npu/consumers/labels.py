@@ -52,10 +52,10 @@ def labels_for(
     return out
 
 
-def check_decoder(sources: Sources, rule: LabelRule | None) -> None:
+def check_decoder(sources: Sources) -> None:
     """Raise where the labels of an encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start
     token stands before the padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
-    if rule != "decoder" or sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
+    if sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
         return
     read_BT = sources.array("labels") >= 0
     if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:

@@ -48,14 +48,6 @@ def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, l
     return next(listed, "") or next(filter(None, reasons), "")
 
 
-def why_mixed(model: Any) -> str:
-    """Why padding on any side changes the tokens of this model, and no packed row is right; "" where it does not."""
-    config = config_of(model)
-    return next(
-        (_MIXING[name] for each in (config, text_config(config)) if (name := getattr(each, "model_type", "")) in _MIXING), ""
-    )
-
-
 def _bias_leak(config: Any) -> str:
     """Masked tokens enter these projections as zeros and leave them as the bias; behind the scan one does no harm."""
     harmless = "mamba_proj_bias" if getattr(config, "model_type", "") == "nemotron_h" else ""

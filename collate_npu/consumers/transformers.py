@@ -73,7 +73,11 @@ def _looks_ahead_by_2d(case: Case) -> bool:
 def _half_causal(case: Case) -> str:
     """Why a call that is not causal is so in part."""
     model, by_call = case.model, case.call.get("is_causal") is False
-    if model.attends(case.call) != "bidirectional" or model.pattern == "bidirectional":
+    if (
+        case.pattern.name != "bidirectional"
+        or model.pattern == "bidirectional"
+        or model.attends(case.call) != "bidirectional"
+    ):
         return ""
     if by_call and model.config is not None and text_config(model.config) is not model.config:
         return f"the masks of {model.model_type} follow its text config alone"
@@ -99,7 +103,7 @@ def _by_positions(case: Case) -> bool:
     """Do positions alone tell the sequences of a flat row? Where a router's loss takes no mask that would."""
     read = case.model.model_type in SPLITS_BY_POSITIONS and case.model.attn_implementation in ("sdpa", "eager")
     told = case.padding_free and case.restarts and case.segments.packed and case.segments.padding_side == "none"
-    whole = case.pattern == CAUSAL and case.context_parallel is None and "past_key_values" not in case.keys
+    whole = case.pattern == CAUSAL and case.context_parallel is None and case.call.get("past_key_values") is None
     return read and told and whole and _learns_routing(case) and POSITIONS_SPLIT.holds()
 
 
@@ -145,13 +149,10 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     return own
 
 
-def _mixes(case: Case) -> str:
-    padded = not case.padding_free and case.segments.padding_side != "none"
-    return case.model.ask(leaks.why_mixed) if padded or case.segments.packed else ""
-
-
 def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
+    if case.model.virtual_tokens and (case.inside or case.segments.packed):
+        return "PEFT puts learned tokens before each row and drops positions, which adapt(model) sees, and nobody before it"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
@@ -293,22 +294,12 @@ TRANSFORMERS = Consumer(
             f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
         ),
         Refusal(
-            of="left padding and packed rows behind virtual tokens (PEFT's prompt tuning and p-tuning)",
-            when=lambda case: "virtual" if case.model.virtual_tokens and (case.inside or case.segments.packed) else "",
-            rule="PEFT puts {why} tokens before each row and drops positions: padding would stand between them and text.",
-            remedy="Pad right, one sequence a row; or call adapt(model), which sees what PEFT hands on.",
-        ),
-        Refusal(
-            of="padding and packed rows on models that mix neighbouring places, whatever their mask",
-            when=_mixes,
-            rule="Padding or another sequence changes the real tokens of this model: {why}.",
-            remedy="Batch sequences of one length, one a row, so that nothing is padded.",
-        ),
-        Refusal(
-            of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks",
+            of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks "
+            "or mix neighbouring places, learned tokens that PEFT puts before a row",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
-            remedy="Pad right, and drop the tokens of a hole from the sample; padding_free=True does both, where taken.",
+            remedy="Where it mixes neighbouring places, batch sequences of one length, one a row. Else pad right, and drop "
+            "the tokens of a hole from the sample; padding_free=True does both, where taken.",
         ),
         Refusal(
             of=f"one row padded left on recurrent layers before {SINGLE_ROW_MASKED}",
@@ -367,7 +358,8 @@ TRANSFORMERS = Consumer(
                 _unplaced(case) or _looks_ahead(case) or ("" if case.model.reads_dense else _needs_dense(case))
             ),
             rule="This model cannot be told where a sequence begins: {why}.",
-            remedy="Give each sequence its own row, with the model's own pattern.",
+            remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
+            "of one length.",
         ),
         Refusal(
             of="sequences beside a longer one on rotary frequencies that follow the longest",

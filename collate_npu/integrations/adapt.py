@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.arrays import host_array
-from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, choices_of
+from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
 from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
@@ -116,7 +116,8 @@ class _Door:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
         mended = None
         if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
-            check_decoder(batch, self.adapter.model.labels)  # sound, or what an encoder made of the prompt
+            if self.adapter.model.labels == "decoder":  # sound, or what an encoder made of the prompt
+                check_decoder(batch)
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)
         elif (ranks := sharing_ranks()) > 1:
@@ -128,7 +129,7 @@ class _Door:
 
     def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
-        if choices_of(batch) is not None:
+        if has_choices(batch):
             return adapter.mended(batch, padding_free=False)[0]
         mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
@@ -185,7 +186,9 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
-    mended = adapter.mended_labels(batch, of_keep(keep_BK[:, -S:].numpy()))
+    mended: dict[str, Any] = {
+        **labels_for(batch, of_keep(keep_BK[:, -S:].numpy()), adapter.label_rule(batch), adapter.shifted)
+    }
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)

@@ -335,7 +335,7 @@ def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
     assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
     assert form("megatron", LEFT, **settings) == "masked"
     monkeypatch.setitem(releases._FOUND, "transformers", "4.57.1")
-    with pytest.raises(UnsupportedFormError, match=r"Padding there changes the real tokens of this model: its.*Pad right"):
+    with pytest.raises(UnsupportedFormError, match=r"Padding there changes the real tokens of this model: its.*pad right"):
         route("transformers", LEFT, **settings)
 
 

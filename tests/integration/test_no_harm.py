@@ -94,7 +94,7 @@ def test_the_remedy_of_models_that_mix_places_works(family):
     case = Case(**{**ALWAYS, "kind": "encoder", "family": family, "head": "base", "attn": "eager"})
     model, rows = model_of(family, "base", "eager"), differential.samples_of(case)
     for side in ("right", "packed"):
-        with pytest.raises(CollateError, match="Batch sequences of one length, one a row"):
+        with pytest.raises(CollateError, match="of one length"):
             BatchAdapter(model)(batch_of(case, rows, side) | ({"attention_mask": None} if side == "packed" else {}))
     same = [rows[0], {"input_ids": rows[0]["input_ids"][::-1]}]
     assert "input_ids" in BatchAdapter(model)(batch_of(case, same, "right"))
