@@ -22,7 +22,6 @@ from collate_npu.checked import check_fields
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import Consumer, ConsumerName
 from collate_npu.consumers.forwards import LabelRule
-from collate_npu.consumers.labels import rule_of
 from collate_npu.consumers.models import consumer_of
 from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
@@ -119,7 +118,9 @@ class Emitter:
         adapter = BatchAdapter(model, **settings) if told else None
         object.__setattr__(self, "_adapter", adapter)
         object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
-        object.__setattr__(self, "_labels", rule_of(None, self._attends) if adapter is None else adapter.label_rule({}))
+        in_place = self._attends.name == "bidirectional"  # the neutral form has no head to ask
+        heads = None if adapter is None else adapter.label_rule({})
+        object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
 
     @property
     def _predicts_next(self) -> bool:

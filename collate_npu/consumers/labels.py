@@ -17,16 +17,10 @@ from torch import Tensor
 from collate_npu.arrays import Array
 from collate_npu.consumers.forwards import LabelRule
 from collate_npu.errors import CollateError, explain_rows
-from collate_npu.masks.patterns import Bidirectional, Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 
 IGNORED = -100
-
-
-def rule_of(told: LabelRule | None, pattern: Pattern) -> LabelRule:
-    """What a head does with labels: told by its class, else tokens are predicted in place where attention looks ahead."""
-    return told or ("places" if isinstance(pattern, Bidirectional) else "next")
 
 
 def labels_for(
