@@ -1,0 +1,182 @@
+"""One table: what is shown, in each size, beside the text that a person has read.
+
+`python tests/tools/show/test_drawn.py` writes drawn.txt anew; what then differs is to be read.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+from collate_npu import CollateError, ContextParallel, PaddingCollator, Pattern, Segments
+from collate_npu.masks import dense
+from collate_npu.masks.find import segments_from_batch
+from collate_npu.tools.show import picture
+from collate_npu.tools.show.drawing import lines
+from collate_npu.tools.show.readers import consumer_panels, rank_panels
+from collate_npu.tools.show.sheet import sheet_of
+
+DRAWN, BETWEEN = Path(__file__).with_name("drawn.txt"), "\n" + "=" * 30 + " "
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+LETTERS = {0: "<pad>", 5: " the", 6: "中文字", 7: "\n", 8: "😀", 9: "\ufffd", 10: "a longer word", 12: ""}
+
+
+class Letters:
+    """A tokenizer: some tokens must be escaped, some are wide, some are no text, one it does not have."""
+
+    def decode(self, ids):
+        return "".join(LETTERS[number] for number in ids)
+
+
+def rows(*lengths, side="left", width=None):
+    return Segments.from_lengths(list(lengths), side=side, width=width)
+
+
+def batch(truth, **more):
+    tokens = torch.where(truth.keep, 5 + torch.arange(truth.shape[1]) % 8, 0)
+    return {"input_ids": tokens, "attention_mask_2d": truth.keep, "segment_ids": truth.ids, **more}
+
+
+def square(truth, turned=None, **how):
+    """Its dense mask, one place turned around."""
+    mask = dense(truth, **how)
+    if turned is not None:
+        mask[turned] = ~mask[turned]
+    return mask
+
+
+def collated(*lengths, **how):
+    collate = PaddingCollator(pad_token_id=0, consumer="megatron", model=DENSE, **how)
+    return collate([{"input_ids": [5] * n, "labels": [5] * n} for n in lengths])
+
+
+def read(made, *names, ranks=None, **model):
+    """What each consumer is given, and each rank."""
+    made, model = batch(made) if isinstance(made, Segments) else made, {"model_type": "qwen3", **model}
+    panels = [panel for name in names for panel in consumer_panels(made, name, **model)]
+    return [*panels, *(() if ranks is None else rank_panels(made, ranks))]
+
+
+TWO, FOUR, PACKED = rows(3, 5), rows(4, 4), rows([2, 1], [3], side="right", width=4)
+KINDS = {"full_attention": dense(TWO), "sliding_attention": square(TWO, pattern=Pattern.sliding(2)), "linear": TWO.keep}
+LABELS = torch.tensor([[3, -100, 6, 0, -100], [-100, 2, -100, 4, 5]])
+ODD = torch.tril(torch.full((1, 1, 3, 3), 0.5))
+HEADS = torch.cat([dense(FOUR), torch.zeros(2, 1, 4, 4).bool()], 1)
+NAN = ODD.masked_fill(torch.tensor([[0, 0, 0], [0, 0, 0], [1, 0, 0]]).bool(), float("nan"))
+WINDOW, BLIND = Pattern.sliding(2), square(rows(4), (0, 0, 1, 0))
+SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=2)
+NAMED = {"tokenizer": Letters()}
+CASES = {
+    "left": (TWO, 29, 90), "right": (rows(3, 5, side="right"),), "packed": (PACKED, 39, 40),
+    "a row full": (rows([1] * 11), 45), "no token in a row": (rows(0, 2),), "folded": (rows([70, 30], 200), 90),
+    "forty": (rows(40, side="right"), 85, 84), "forty-one": (rows(41), 200), "four thousand": (rows(4096, 7), 90),
+    "many rows": (rows(*range(1, 20)),), "side by side": (rows(*[20] * 5), 91, 90),
+    "large squares": (rows(*[64] * 5, side="right"), 75, 74), "one square more": (rows(*[20] * 3), 91),
+    "narrow": (rows(8), 21, 20), "a fold with padding in words": (rows(15), 39, 40), "a row that fits": (rows(22), 61, 60),
+    "one of two": (TWO, {"row": 1}), "limit of two": (TWO, {"limit": 2}), "limit of one": (rows([3, 2]), {"limit": 1}),
+    "one token in two": (rows([1, 2], side="right", width=5), {"limit": 4}), "labels": (batch(TWO, labels=LABELS),),
+    "labels of another shape": (batch(TWO, labels=LABELS[:, 1:]),), "labels, floating": (batch(TWO, labels=LABELS / 2),),
+    "labels, folded": (collated(50, 70),), "tokens": (batch(rows(8, 13)), NAMED, 30, 31, 90),
+    "tokens, packed": (batch(rows([3, 2], [1], side="right")), NAMED), "wide tokens": (batch(rows(13)), NAMED, 61, 62),
+    "no tokens": ({"attention_mask_2d": TWO.keep.tolist()}, NAMED),
+    "no such tokens": ({**batch(TWO), "input_ids": torch.full((2, 5), -1)}, NAMED), "a mask": (dense(TWO),),
+    "True is blocked": (dense(TWO, polarity="masked"),), "added": (dense(TWO, polarity="bias"),),
+    "Megatron's fill": (dense(TWO).logical_not() * -10000.0,), "three dimensions": (dense(TWO)[:, 0],),
+    "a window": (square(rows(6, 4), pattern=Pattern.sliding(3)),), "an array": (dense(TWO).numpy(),),
+    "a mask of all ones": (torch.ones(1, 1, 3, 3),), "an oblong mask": (torch.ones(1, 1, 2, 3),), "halves": (ODD,),
+    "NaN": (NAN,), "one place wrong": (square(rows(5, 8), (1, 0, 6, 2)),), "one row": (square(rows(5, 8)), {"row": 0}),
+    "one too much": (square(rows(5, 5), (0, 0, 2, 4)),), "wrong and large": (square(rows(300, 280), (1, 0, 250, 100)),),
+    "wrong, right padding": (square(rows(5, 8, side="right"), (0, 0, 3, 1)),),
+    "wrong, True is blocked": (square(rows(5, 8), (1, 0, 6, 2), polarity="masked"),),
+    "one token": (dense(rows(1, width=2), polarity="masked"),),
+    "wrong in a window": (square(TWO, (1, 0, 3, 0), pattern=WINDOW),), "2D": (TWO.keep,),
+    "2D, one row": (TWO.keep, {"row": 1}), "2D, added": (torch.tensor([[0.0, -1e9, -1e9]]),),
+    "2D, odd": (torch.tensor([[0.5, 1, 0]]),),
+    "a row of padding": ({"input_ids": torch.ones(2, 3), "attention_mask_2d": torch.tensor([[0, 0, 0], [0, 1, 1]])},),
+    "numbers": (torch.tensor([[256, 256, 72], [1, 0, 1]]),), "numbers below 0": (torch.tensor([[-100, 2]]),),
+    "ten numbers": (torch.arange(10, 20)[None], 29, 28, 27, 15, 14, 7, 6), "no numbers": (torch.tensor([[0, 2], [1, 1]]),),
+    "many numbers": (torch.full((18, 202), 256), {"limit": 20}), "one mask and no row": (torch.ones(1, 4).bool(),),
+    "a batch": (collated(3, 1, padding_side="left"),), "flat": (collated(3, 2, padding_free=True),),
+    "each kind of layer": (batch(TWO, attention_mask=KINDS),), "refused, by its kinds": (batch(FOUR, attention_mask=KINDS),),
+    "one square for all": (batch(FOUR, attention_mask=dense(FOUR)[0, 0]),),
+    "heads that differ": (batch(FOUR, attention_mask=HEADS),),
+    "a blind one for all": (batch(FOUR, attention_mask=BLIND[0, 0]),),
+    "a blind one, three dimensions": (batch(FOUR, attention_mask=BLIND[0]),),
+    "a blind one, four": (batch(FOUR, attention_mask=BLIND),),
+    "blind ones": (batch(FOUR, attention_mask=BLIND.expand(2, 1, 4, 4)),),
+    "the batch's mask, one place wrong": (batch(TWO, attention_mask=square(TWO, (1, 0, 4, 1), polarity="masked")),),
+    "another's mask": (batch(rows(2, 3), attention_mask=dense(rows(3, 3))),),
+    "another width": (batch(rows(2, 3), attention_mask=dense(rows(4, 4))),),
+    "2D of another width": ({"input_ids": torch.ones(2, 3), "attention_mask_2d": torch.ones(2, 4)},),
+    "five dimensions": (batch(TWO, attention_mask=torch.ones(1, 2, 1, 5, 5)),),
+    "no mask": ({"input_ids": torch.ones(2, 3).long()},),
+    "values as well": (batch(TWO, attention_mask=dense(TWO, polarity="bias") + torch.arange(5.0)),),
+    "its own window": (batch(FOUR, attention_mask=square(FOUR, pattern=WINDOW)),),
+    "megatron": (read(TWO, "megatron", "transformer_engine", "mindspeed", model_type="qwen3_next"),),
+    "transformers": (read(rows([4, 1], [5]), "transformers", model=SLIDING, model_type=None),),
+    "nothing in the mask's place": (read(rows(2, 3, side="right"), "mindspeed_dense", "transformers"),),
+    "a flat row, read": (read(collated(3, 2, padding_free=True), "megatron", padding_free=True),),
+    "two ranks": (read(rows(8, 5), ranks=ContextParallel(2, 0)),),
+    "a range a rank": (read(rows(40, 64), ranks=ContextParallel(4, 0, layout="contiguous")),),
+    "too short for the ranks": (read(rows(5), ranks=ContextParallel(2, 0)),),
+    "document by document": (read(rows([8] * 8), ranks=ContextParallel(2, 0, layout="document_zigzag")),),
+    "no ranks there": (read(TWO, "transformers", context_parallel=ContextParallel(2, 0), model_type="qwen3_next"),),
+}  # fmt: skip
+
+
+def short(panel):
+    """Without the words of refusals and routes, which are others' to test."""
+    return replace(
+        panel, refused=panel.refused.partition(":")[0], facts=panel.facts.partition(";")[0] if panel.derived else panel.facts
+    )
+
+
+def drawn(shown, *how):
+    """The text, and lines of so many columns (60) with the colours of their signs."""
+    how, widths = (
+        next((one for one in how if isinstance(one, dict)), {}),
+        [one for one in how if isinstance(one, int)] or [60],
+    )
+    if isinstance(shown, list):
+        sheet, text = replace(sheet_of(TWO), panels=tuple(shown)), ""
+    else:
+        sheet, text = sheet_of(shown, **{k: v for k, v in how.items() if k != "limit"}), str(picture(shown, **how))
+    for panel in sheet.panels:
+        text = text.replace(panel.refused or "\0", short(panel).refused)
+    sheet, out, styles = replace(sheet, panels=tuple(map(short, sheet.panels))), [text], set()
+    for width in widths:
+        made = lines(sheet, width)
+        assert max((line.cell_len for line in made), default=0) <= width
+        out.append(f"[{width}]\n" + "\n".join(line.plain.rstrip() for line in made))
+        signs = ((line.plain[span.start : span.end], span.style) for line in made for span in line.spans)
+        styles |= {f"{sign} {style}" for sign, style in signs if sign in "■⬚◧+-o×!12"}
+    return "\n".join([*out, "; ".join(sorted(styles))]).strip()
+
+
+def written():
+    return "".join(f"{BETWEEN}{name}\n{drawn(*case)}\n" for name, case in CASES.items())
+
+
+EXPECTED = dict(part.split("\n", 1) for part in DRAWN.read_text("utf-8").split(BETWEEN)[1:]) if DRAWN.exists() else {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_drawn_is_what_was_read(name):
+    assert drawn(*CASES[name]) == EXPECTED[name].strip()
+
+
+@pytest.mark.parametrize("name", [name for name, (shown, *_) in CASES.items() if isinstance(shown, dict)])
+def test_a_refusal_stands_first_in_its_own_words(name):
+    shown = CASES[name][0]
+    try:
+        refused = segments_from_batch(shown) and ""
+    except CollateError as error:
+        refused = str(error)
+    assert sheet_of(shown).panels[0].refused == refused
+
+
+if __name__ == "__main__":
+    DRAWN.write_text(written(), encoding="utf-8")
