@@ -27,7 +27,7 @@ fla_npu as one, from 26.9 on also as one for each chip (its #647)."""
 
 NEWEST: Mapping[str, str] = {
     "transformers": "5.23.0",
-    "fla": "0.5.2",
+    "fla": "0.6.0",
     "causal_conv1d": "1.6.1",
     "fla_npu": "26.9.1",
     "megatron": "0.19.0",
@@ -155,6 +155,7 @@ FLA_CONVOLUTION = Since(
     "fla", "0.5.1", "#871", "gradients of its convolution are wrong where the output's is not contiguous"
 )
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
+FLA_ZIGZAG = Since("fla", "0.6", "build_cp_context(layout='zigzag'): ops/cp/context.py:186-274")
 FLA_ROWS = Since(
     "fla",
     "",

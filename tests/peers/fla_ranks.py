@@ -21,6 +21,7 @@ from collate_npu import CollateError, ContextParallel, Segments, gather_sequence
 from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.keys import TOKENS
 from collate_npu.parallel import rank_offsets
+from collate_npu.releases import FLA_ZIGZAG, installed
 
 fla_interpreted.count_in_triton()
 for module in list(sys.modules.values()):  # 0.6.0 asks for a card
@@ -66,12 +67,12 @@ def loss(outs, like):
     return sum((out * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))).sum() for out, x in zip(outs, like))
 
 
-def on_ranks(segments, cp, offsets):
+def on_ranks(segments, cp, offsets, **layout):
     """Gathered outputs, and the gradients of this rank's inputs gathered, of the weights summed."""
     batch, taps = drawn(segments.shape[1])
     inputs = {name: x.requires_grad_() for name, x in split_batch(batch, cp, segments=segments, keys=KEYS).items()}
     taps.requires_grad_()
-    context = build_cp_context(offsets, group=cp.group, conv1d_kernel_size=W)
+    context = build_cp_context(offsets, group=cp.group, conv1d_kernel_size=W, **layout)
 
     def convolve(x, taps):
         out = causal_conv1d(x, taps, activation="silu", cp_context=context)
@@ -104,6 +105,11 @@ def main(rank, report):
         context = build_cp_context(offsets, group=dist.group.WORLD, conv1d_kernel_size=W)
         found[f"{name}, local"] = (tuple(context.cu_seqlens.tolist()), context.pre_num_conv_tokens)
         found[f"{name}, ours"] = rank_offsets(offsets, right)
+    if FLA_ZIGZAG.holds(installed("fla")):
+        for name, segments in rows.items():
+            offsets = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"]
+            found[f"{name}, in zigzag"] = error(on_ranks(segments, zigzag, offsets, layout="zigzag"), one_process(segments))
+            found["contiguous as zigzag"] = error(on_ranks(segments, right, offsets, layout="zigzag"), one_process(segments))
     expected, offsets = one_process(packed), gated_delta_kwargs(packed, kernel="fla_cp")["cu_seqlens"]
     found["zigzag slices"] = error(on_ranks(packed, zigzag, offsets), expected)
     found["one sequence made up"] = error(on_ranks(packed, right, torch.tensor([0, 128])), expected)

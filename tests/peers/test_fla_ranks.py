@@ -3,7 +3,7 @@
 import pytest
 from processes import found_by
 
-from collate_npu.releases import installed, numbers
+from collate_npu.releases import FLA_ZIGZAG, installed, numbers
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 
@@ -20,6 +20,12 @@ def test_contiguous_slices_and_global_offsets_are_exact(found, name):
     """Outputs, gradients of the inputs and of the weights; a sequence lies over the border in each."""
     assert found[name] < 2e-5
     assert found[f"{name}, local"] == found[f"{name}, ours"]  # rank_offsets tells what fla makes of them
+
+
+@pytest.mark.skipif(not FLA_ZIGZAG.holds(installed("fla")), reason="build_cp_context has no layout")
+def test_zigzag_is_exact_where_it_is_asked_for(found):
+    assert max(found[f"{name}, in zigzag"] for name in ("packed", "tail", "one")) < 2e-5
+    assert found["contiguous as zigzag"] > 0.1
 
 
 @pytest.mark.parametrize("name", ["zigzag slices", "one sequence made up"])

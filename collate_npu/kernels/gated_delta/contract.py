@@ -12,6 +12,7 @@ must be the right one. A place is row * S + column of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from collate_npu.kernels.gated_delta import sequence_rules, tensor_rules
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.stacks import operator_named
 from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.recurrent import check_recurrent_split
+from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
+from collate_npu.releases import FLA_ZIGZAG
 from collate_npu.segments import Segments
 
 LISTED = 8
@@ -103,6 +105,9 @@ def _ranks(call: Call) -> Iterator[Breach]:
         says = f"{call.operator.name} has no context parallelism."
         yield call.breach("ranks", "context_parallel", got, says, "Use one rank a row.")
         return
+    if scheme == "state_passing" and (asked := _asked(call)) != "contiguous":
+        yield from _zigzag(call, cp, asked)
+        return
     flat = bool(call.where) or scheme == "state_passing"
     segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
     try:
@@ -110,6 +115,28 @@ def _ranks(call: Call) -> Iterator[Breach]:
     except CollateError as error:
         remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
         yield call.breach("ranks", "context_parallel", got, str(error), remedy)
+
+
+def _asked(call: Call) -> str:
+    """The layout of fla's context, or of the call that builds it."""
+    return str(getattr(call.get("cp_context"), "layout", None) or call.word("layout", "contiguous"))
+
+
+def _zigzag(call: Call, cp: ContextParallel, asked: str) -> Iterator[Breach]:
+    """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
+    got, parts = f"layout={asked!r} on ranks that hold layout {cp.layout!r}", 2 * cp.size
+    contiguous = "or leave layout out and split the batch by ContextParallel(layout='contiguous')."
+    if asked != "zigzag" or call.before(FLA_ZIGZAG):
+        says = f"It takes 'contiguous', and from fla {FLA_ZIGZAG} on 'zigzag'; this is fla {call.release('fla')}."
+        yield call.breach("ranks", "layout", got, says, "Take that release, " + contiguous, silent=False)
+    elif not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
+        says = "The context takes each rank's tokens for those of zigzag over the whole row."
+        remedy = "Split the batch by ContextParallel(layout='zigzag'), " + contiguous
+        yield call.breach("ranks", "layout", got, says, remedy, silent=True)
+    elif call.T % parts or call.T // parts < call.taps - 1:
+        says = f"A row has {parts} parts of one size, each at least as long as the convolution looks back, {call.taps - 1}."
+        remedy = f"Pad the row to a multiple of {parts}, and at least {parts * (call.taps - 1)} tokens."
+        yield call.breach("ranks", "T", f"{call.T} tokens", says, remedy, silent=False)
 
 
 def _backward(call: Call) -> Iterator[Breach]:

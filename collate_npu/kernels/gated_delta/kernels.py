@@ -9,7 +9,7 @@ import numpy as np
 
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, words
-from collate_npu.releases import CONV1D_STATES
+from collate_npu.releases import CONV1D_STATES, FLA_STATES
 
 MAMBA_TOKENS = 61_000
 _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
@@ -35,9 +35,10 @@ def _convolution(call: Call) -> Iterator[Breach]:
         says, remedy = "The cuda backend takes no initial state with offsets.", "Use backend='triton'."
         yield call.breach("cuda-state", "initial_state", f"backend {backend!r}", says, remedy)
     shortest = min((n for n in call.lengths if n), default=call.T)
-    if call.training and call.is_set("output_final_state") and shortest < call.taps - 1:
+    states = call.training and call.is_set("output_final_state") and call.before(FLA_STATES)
+    if states and shortest < call.taps - 1:
         says = f"The gradient of a final state is wrong for sequences shorter than {call.taps - 1} (fla #1140, #1141)."
-        remedy = "Drop the final state in training, or sequences as short."
+        remedy = f"Drop the final state in training, or sequences as short, or take fla {FLA_STATES} or later."
         yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy, silent=True)
 
 
@@ -87,7 +88,6 @@ def _mamba(call: Call) -> Iterator[Breach]:
 
 _RULE = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN", "initial_state": "SNKV"}
 _X = {"x": "BTD", "residual": "BTD"}
-# Of its public rule chunk_indices is dropped unread in 0.5.2, and read on its main (bc3b101).
 FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
@@ -119,7 +119,7 @@ KERNEL_ROWS: tuple[Operator, ...] = (
     _CONV,
     replace(
         FLA, name="fla.build_cp_context", kernel="fla_cp",
-        source="fla 0.5.2 ops/cp/context.py:60-140; bc3b101, after it, refuses what ranks cannot share", tables={},
+        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", tables={},
         needs=words("cu_seqlens"), chunk_sizes=(), checks=words("container missing"), own=(), empties="legal", shapes={},
         ranks="state_passing",
     ),

@@ -12,7 +12,7 @@ from collate_npu.errors import shape_of
 from collate_npu.kernels.breach import Breach
 from collate_npu.kernels.gated_delta.boundaries import chunk_indices
 from collate_npu.kernels.gated_delta.kernels import FLA
-from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, SOLVE_LAYOUTS, Call, Operator, words
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator, words
 from collate_npu.releases import FLA_NPU_A2
 
 
@@ -26,32 +26,12 @@ def _chain(call: Call) -> Iterator[Breach]:
     if old and tails:
         says = "In release 26.6.0 v_new is off by up to 0.7 in short last chunks on A2 (#367, fixed in #368)."
         yield call.breach("release", call.where, f"lengths {tails[:8]}", says, "Use a later release.", silent=True)
-    if "chunk_bwd_dqkwg" in call.operator.name:
-        yield from _scale(call)
-    if "dht" in call.arguments:
-        says = "dht was not used at all (#312), and which release mends it is not established."
-        yield call.breach("dht", "dht", "a tensor", says, "Leave dht out: train without final states.", silent=True)
 
 
 def _scale(call: Call) -> Iterator[Breach]:
     if call.segments is not None and "scale" not in call.arguments:
         says, remedy = "Left out it is 1.0, where fla's rule has K**-0.5.", "Pass scale=K**-0.5, or the model's own."
         yield call.breach("scale", "scale", "nothing", says, remedy, silent=True)
-
-
-def _head_sizes(call: Call) -> Iterator[Breach]:
-    v = call.get("v")
-    if isinstance(v, Tensor) and v.ndim == 4 and v.shape[3] not in (128, 256):
-        yield call.breach("head-size", "v", shape_of(v), "V is 128 or 256.", "Use another rule for this size.", silent=False)
-
-
-def _solve(call: Call) -> Iterator[Breach]:
-    """Any other text is bsnd to the host, capitals among them (solve_tri_tiling.cpp:43-50)."""
-    layout = call.word("layout", "bsnd")
-    if layout not in (taken := ("tnd", "ntd") if call.where else SOLVE_LAYOUTS):
-        says = f"It takes {', '.join(taken)}{' with boundaries' * bool(call.where)}, and reads any other as bsnd."
-        remedy = "Pass layout='tnd' and a tensor [T, H, C]." if call.where else "Pass it in small letters."
-        yield call.breach("layout", "layout", repr(layout), says, remedy, silent=True)
 
 
 def _cumsum(call: Call) -> Iterator[Breach]:
@@ -77,29 +57,6 @@ def _flash(call: Call) -> Iterator[Breach]:
                 says = "It holds (sequence, chunk) for each piece of so many tokens, by their number as text."
                 remedy = f"Leave {name} out: the function builds its own."
                 yield call.breach("table", f"{name}[{block!r}]", "another table", says, remedy, silent=True)
-
-
-def _kda(call: Call) -> Iterator[Breach]:
-    """The forward of KDA, which takes more than its backward does."""
-    layout = call.word("layout", "BSND")
-    if layout not in KDA_LAYOUTS:
-        says, remedy = f"It takes {', '.join(KDA_LAYOUTS)}.", "Pass layout='TND' and tensors [T, H, D]."
-        yield call.breach("layout", "layout", repr(layout), says, remedy)
-    if not call.wants_gradients:
-        return
-    chunks = sum(-(-n // call.chunk_size) for n in call.lengths) or -(-call.T // call.chunk_size) * call.B
-    if len(call.lengths) > 64 or chunks > 1024:
-        says = "The backward takes 64 sequences and 1024 chunks, the forward more: this call fails in its backward (#508)."
-        got = f"{len(call.lengths)} sequences, {chunks} chunks"
-        yield call.breach("limit", call.where or "T", got, says, "Pack fewer sequences, shorter rows.", silent=False)
-    if tails := [n for n in call.lengths if n % 64]:
-        says = "dk and dg are wrong, or the call is refused, where a length is no multiple of 64 (#544, #733)."
-        remedy = "Pad each sequence: sequence_multiple=64 of the collator, and padding=batch['cu_seqlens_padded'] here."
-        yield call.breach("tails", call.where, f"lengths {tails[:8]}", says, remedy, silent=True)
-    q, order = call.get("q"), KDA_LAYOUTS.get(layout, "")
-    if isinstance(q, Tensor) and q.ndim == len(order) and call.T * (heads := q.shape[order.index("H")]) >= 2**21:
-        got, says = str(call.T * heads), "In the backward T * H is below 2**21 (#699)."
-        yield call.breach("limit", "q", got, says, "Use shorter rows.", silent=False)
 
 
 def _npu_convolution(call: Call) -> Iterator[Breach]:
@@ -157,41 +114,19 @@ _FLA_NPU = Operator(
         **dict.fromkeys(("g", "beta"), "BNT"), "initial_state": "SNKV",
     },
 )  # fmt: skip
-_LINK = replace(_FLA_NPU, checks=words("container chunk-size states missing"))
-CHAIN = (
-    replace(_LINK, name="fla_npu.chunk_fwd_o"),
-    *(replace(_LINK, name=f"fla_npu.{name}", checks=_LINK.checks | {"rows"}) for name in (
-        "prepare_wy_repr_bwd_full", "prepare_wy_repr_bwd_da", "chunk_bwd_dv_local", "chunk_bwd_dqkwg",
-        "chunk_gated_delta_rule_bwd_dhu",
-    )),
-    replace(_LINK, name="fla_npu.recompute_w_u_fwd", own=(_chain, _head_sizes),
-            source=_NPU + "recompute_w_u_fwd_tiling_processor.h:293-385"),
-    replace(_LINK, name="fla_npu.chunk_gated_delta_rule_fwd_h", needs=words(""), source=_NPU + "_aclnn_ctypes.py:575-588",
-            checks=_LINK.checks | {"shape"}),
-    replace(_LINK, name="fla_npu.chunk_scaled_dot_kkt", chunk_sizes=(16, 32, 64, 128),
-            source=_NPU + "chunk_scaled_dot_kkt_tiling.cpp:36, 249-262"),
-    replace(_LINK, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
-            needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)), own=(_chain, _cumsum),
-            checks=_LINK.checks | {"rows"}, shapes={"g": "BNT"},
-            source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279"),
-    replace(_LINK, name="fla_npu.solve_tri", own=(_chain, _solve), chunk_sizes=(16, 32, 64, 128),
-            checks=_LINK.checks - {"chunk-size"}, source=_NPU + "solve_tri_tiling.cpp:43-105, op_kernel/solve_tri.cpp:48"),
-)  # fmt: skip
-"""The operators of a training chain, each with what its own host code takes."""
 NPU_ROWS: tuple[Operator, ...] = (
     _FLA_NPU,
-    *CHAIN,
+    replace(
+        _FLA_NPU, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
+        needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)), own=(_chain, _cumsum),
+        checks=words("container chunk-size states missing rows"), shapes={"g": "BNT"},
+        source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
+    ),
     replace(
         FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
         kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=words("chunk_indices chunk_indices_list"),
         chunk_sizes=(64, 128), checks=words("container rows states shape"), own=(_chain, _flash), empties="never",
         shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH", "initial_state": "SHKV"},
-    ),
-    replace(
-        _FLA_NPU, name="fla_npu.chunk_kda_fwd",
-        source=_NPU + "_aclnn_ctypes.py:1066-1182; aclnn_chunk_kda_fwd.cpp:201-255",
-        needs=words(""), own=(_kda,), empties="legal", shapes={}, limits={"sequences": 1024},
-        checks=words("container rows first falling last table chunk-size states limit layout shape state-dtype"),
     ),
     Operator(
         "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-265, op_kernel/causal_conv1d.h:50-60, "

@@ -4,7 +4,7 @@ One row an operator (`kernels`, `stacks`). Rules are judged for all of them alik
 `contract`): one that stands in `checks` is refused by the operator itself, any other is taken without a word. What is true
 of one family alone, a row names as its `own`.
 
-Releases read: fla 0.5.2 (and bc3b101 after it), flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1
+Releases read: fla 0.5.2 and 0.6.0, flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1
 (0d2252d), mamba e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, mcore-bridge 1.6.5, MindSpeed core_r0.15.3
 to 0.18, MindSpeed-LLM c77308a, verl 0.9.1, torchtitan 0.3.0, op-plugin 517f2e7 (documentation).
 
@@ -36,12 +36,10 @@ from collate_npu.segments import Segments
 
 FIELDS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens"),
-    *("cu_seq_q", "cu_seq_k", "cu_seq_q_host", "num_samples"),
+    *("cu_seq_q", "cu_seq_k", "cu_seq_q_host"),
 )
 """What is read of Megatron's `PackedSeqParams` and torchtitan's `VarlenMetadata`."""
 HOLDERS = ("packed_seq_params", "attention_masks", "masks")
-KDA_LAYOUTS = {"BSND": "BTHK", "BNSD": "BHTK", "TND": "THK", "NTD": "HTK"}
-SOLVE_LAYOUTS = {"bsnd": "BTNC", "bnsd": "BNTC", "bhtd": "BNTC", "tnd": "TNC", "ntd": "NTC"}
 ALIASES = {"query": "q", "key": "k", "value": "v"}
 MAX_TAPS = 4
 """The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
@@ -72,7 +70,6 @@ class Operator:
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
     tables: Mapping[str, str] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()  # arguments without which boundaries are not taken; "copy" is any host copy
-    beside: frozenset[str] = frozenset()  # what such a dict holds besides, which it leaves alone where it has offsets
     reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
     host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
     chunk_sizes: tuple[int, ...] = ()
@@ -83,7 +80,7 @@ class Operator:
     masks: Literal["none", "multiplied", "unpadded", "ignored"] = "none"
     # The order of dimensions of its tensors; the first that is given tells B and T.
     shapes: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "sequences", of "tokens" in one
+    limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "tokens" in one
     backward: bool = True
     ranks: RecurrentScheme | Literal["never"] = "head_exchange"
 
@@ -135,8 +132,6 @@ class Call:
                 raise CollateError(explain(name, "a nested tensor", rule, remedy))
         if self.operator.chunk_sizes:
             self.chunk_size = self.arguments.get("chunk_size", self.chunk_size)
-        if self.operator.name == "fla_npu.solve_tri" and isinstance(x := self.get("x"), Tensor) and x.ndim:
-            self.chunk_size = x.shape[-1]  # it has no such argument (solve_tri_tiling.cpp:86)
         self.B = whole_number("B", 1 if self.B is None else self.B, least=1)
         self.T = whole_number("T", self.T, least=1)
         self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)

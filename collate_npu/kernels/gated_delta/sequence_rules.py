@@ -40,7 +40,7 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 def _arguments(call: Call) -> Iterator[Breach]:
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS, *(row.beside if call.where else ())}
+    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS}
     for name, value in call.arguments.items():
         if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
@@ -141,10 +141,7 @@ def _empties(call: Call) -> Iterator[Breach]:
 
 
 def _limits(call: Call) -> Iterator[Breach]:
-    limits, count, longest = call.operator.limits, len(call.lengths), max(call.lengths)
-    if count > limits.get("sequences", count):
-        says, remedy = f"It takes at most {limits['sequences']} sequences in a call.", "Pack fewer sequences into a row."
-        yield call.breach("limit", call.where, f"{count} sequences", says, remedy)
+    limits, longest = call.operator.limits, max(call.lengths)
     if longest > limits.get("tokens", longest):
         says = f"A sequence has 1 to {limits['tokens']} tokens in a call of the decoding rule."
         yield call.breach("length", call.where, f"{longest} tokens", says, "Use the chunked rule.")

@@ -76,17 +76,6 @@ def _agree(call: Call) -> Iterator[Breach]:
         yield call.breach("disagree", "seq_idx", f"{len(begins) + 1} runs", says, silent=True)
 
 
-def _bridged(call: Call) -> Iterator[Breach]:
-    """transformers' layer inside mcore-bridge (`USE_MCORE_GDN=0`)."""
-    if call.packed and not call.before(releases.CONVOLUTION_SEALED):
-        says = f"With transformers {call.release('transformers')} the convolution gets no boundary (its patch is for "
-        says += f"releases before {releases.CONVOLUTION_SEALED})."
-        remedy = f"Use USE_MCORE_GDN=1, or transformers before {releases.CONVOLUTION_SEALED}."
-        yield call.breach("release", call.where, "several sequences", says, remedy, silent=True)
-    if call.packed and call.release("fla") is None:
-        yield call.breach("package", call.where, "fla is not there", "Boundaries need fla.", "Install it.", silent=False)
-
-
 # --- Megatron and its kin
 
 
@@ -131,14 +120,6 @@ def _actual_offsets(call: Call) -> Iterator[Breach]:
         says = f"Actual offsets fit into the padded ones, {list(call.given[:8])}, sequence by sequence."
         remedy = "Take both from pad_documents(batch, cp)."
         yield call.breach("padded-actual", "cu_seqlens_q", str(list(actual[:12])), says, remedy, silent=True)
-
-
-def _bridge_next(call: Call) -> Iterator[Breach]:
-    held = whole_number("num_samples", call.arguments.get("num_samples", len(call.lengths)))
-    if call.where and held != len(call.lengths):
-        says = f"The offsets hold {len(call.lengths)} sequences; others are computed as samples."
-        yield call.breach("samples", "num_samples", str(held), says, "Pass their number.", silent=True)
-    yield from _fields(call)
 
 
 def _mindspeed(call: Call) -> Iterator[Breach]:
@@ -196,28 +177,7 @@ _MEGATRON = Operator(
 )  # fmt: skip
 STACKS: tuple[Operator, ...] = (
     _GDN,
-    replace(
-        _GDN, name="twinkle.qwen3_5_gdn", numbers="", own=(), beside=words("seq_idx"),
-        source="twinkle-kit 0.5.1, which patches the layer of Qwen3.5 for packed rows",
-    ),
-    replace(
-        _GDN, name="veomni.qwen3_5_gdn", source="VeOmni d977449; #845, #1076", numbers="", own=(),
-        beside=words("seq_idx"), needs=words("cu_seq_lens_q"), checks=_GDN.checks | words("missing"), empties="never",
-    ),
-    replace(
-        _GDN, name="mcore_bridge.Qwen3_5MoeGatedDeltaNet(USE_MCORE_GDN=0)",
-        source="mcore-bridge 1.6.5 mm_gpts/qwen3_5.py:31, 48, 90", offsets=("cu_seq_lens_q", "cu_seqlens_q"), numbers="",
-        beside=words("seq_idx"), reads=_GDN.reads | set(FIELDS), own=(_bridged,), ranks="never", shapes={},
-    ),
     _MEGATRON,
-    replace(
-        _MEGATRON, name="mcore_bridge.GatedDeltaNet", form="offsets or ends", checks=words("container rows"), own=(_fields,),
-        source="mcore-bridge 1.6.5 modules/gated_delta_net.py:146-163, 203, 244-251",
-    ),
-    replace(
-        _MEGATRON, name="mcore_bridge.Qwen3NextGatedDeltaNet(USE_MCORE_GDN=0)", own=(_bridge_next,),
-        source="mcore-bridge 1.6.5, the transformers layer un-packed to [N, max]", masks="multiplied", ranks="never",
-    ),
     replace(
         _MEGATRON, name="mindspeed.GatedDeltaNet", form="offsets or ends", own=(_mindspeed,), empties="never",
         source="MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78; "
@@ -232,11 +192,6 @@ STACKS: tuple[Operator, ...] = (
         "mindspeed_llm.qwen3_next_fsdp2",
         "MindSpeed-LLM c77308a fsdp2 modeling_qwen3_next.py:409, 520, 842, 871-876", kernel="", offsets=("actual_seq_len",),
         form="ends", reads=words("attention_mask"), own=(_mindspeed_llm,), masks="multiplied", ranks="row_zigzag",
-    ),
-    Operator(
-        "verl.qwen3_5_gdn", "verl 0.9.1 models/transformers/qwen3_5.py:192-225", offsets=("cu_seqlens",),
-        copies=("cu_seqlens_cpu",), reads=words("attention_mask"), checks=words("container rows last ranks"),
-        empties="fla", masks="multiplied", ranks="state_passing",
     ),
     Operator(
         "torchtitan.qwen3_5_gdn", "torchtitan 0.3.0 models/qwen3_5/model.py:112, 192-236, 398-483",

@@ -18,7 +18,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_tensor
 from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.operator_call import KDA_LAYOUTS, SOLVE_LAYOUTS, Call, Operator
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator
 from collate_npu.masks.derive import derive_segments
 from collate_npu.releases import FLA_COUNTS_EMPTY, SINGLE_ROW_MASKED
 from collate_npu.segments import Segments
@@ -44,16 +44,10 @@ def breaches(call: Call) -> Iterator[Breach]:
 
 
 def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
-    """The order of dimensions of each tensor, as the call says it: for some operators of Ascend it follows from the call."""
+    """The order of dimensions of each tensor, as the call says it: for one of Ascend it follows from the call."""
     found, x = row.shapes, arguments.get("x")
-    if row.name == "fla_npu.chunk_kda_fwd":
-        order = KDA_LAYOUTS.get(str(arguments.get("layout", "BSND")), "")
-        values = order.replace("H", "N").replace("K", "V")
-        found = {"q": order, "k": order, "v": values, "initial_state": "SNKV"} if order else {}
-    elif row.name == "fla_npu.causal_conv1d":
+    if row.name == "fla_npu.causal_conv1d":
         found = {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
-    elif row.name == "fla_npu.solve_tri":
-        found = {"x": SOLVE_LAYOUTS.get(str(arguments.get("layout", "bsnd")).lower(), "BTNC")}
     if "initial_state" in found and any(arguments.get(name) is True for name in V_FIRST):
         return {**found, "initial_state": "SNVK"}
     return found

@@ -20,31 +20,17 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_gated_
 
 SIZES = {"B": 1, "T": 7, "H": 3, "N": 6, "K": 128, "V": 256, "C": 64, "S": 2, "U": 64}
 PACKED = Segments.from_lengths([[3, 4]])
-CHAIN = {
-    "prepare_wy_repr_bwd_full": "k:BHTK v:BNTV beta:BNT A:BNTC dA:BNTC dw:BNTK du:BNTV g:BNT",
-    "prepare_wy_repr_bwd_da": "k:BHTK v:BNTV beta:BNT A:BNTC dw:BNTK du:BNTV g:BNT",
-    "chunk_fwd_o": "q:BHTK k:BHTK v:BNTV g:BNT",
-    "chunk_bwd_dv_local": "q:BHTK k:BHTK d_o:BNTV g:BNT A:BNTC",
-    "chunk_bwd_dqkwg": "q:BHTK k:BHTK v:BNTV g:BNT dox:BNTV dv:BNTV",
-    "chunk_gated_delta_rule_bwd_dhu": "q:BHTK k:BHTK w:BNTK d_o:BNTV dv:BNTV g:BNT",
-    "recompute_w_u_fwd": "k:BHTK v:BNTV beta:BNT A:BNTC g:BNT gk:BNTK",
-    "chunk_gated_delta_rule_fwd_h": "k:BHTK w:BNTK u:BNTV g:BNT initial_state:SNKV",
-    "chunk_scaled_dot_kkt": "k:BHTK g:BNT beta:BNT",
-    "chunk_local_cumsum": "g:BNT",
-    "solve_tri": "x:TNC",
-}
-KERNELS = {"chunk_local_cumsum": "fla_npu_cumsum"}
 RULE = "q:BTHK k:BTHK v:BTNV g:BTN beta:BTN initial_state:SNKV"
-CALLS = {f"fla_npu.npu_{name}": (KERNELS.get(name, "fla_npu"), orders) for name, orders in CHAIN.items()} | {
+CALLS = {
+    "fla_npu.npu_chunk_local_cumsum": ("fla_npu_cumsum", "g:BNT"),
     "fla.chunk_gated_delta_rule": ("fla", RULE),
     "fla.chunk_kda": ("fla", RULE.replace("g:BTN", "g:BTNK")),
     "fla.fused_recurrent_gated_delta_rule": ("fla_cp", RULE),
     "fla_npu.flash_gated_delta_rule": ("fla_npu_flash", "q:BHTK k:BHTK v:BHTV g:BTH beta:BTH initial_state:SHKV"),
-    "fla_npu.npu_chunk_kda_fwd": ("fla_npu", "q:BTHK k:BTHK v:BTNV initial_state:SNKV"),
     "fla_npu.npu_recurrent_gated_delta_rule": ("fla_npu_recurrent", "q:THK k:THK v:TNV g:TN beta:TN state:SNVK"),
     "torch_npu.npu_chunk_gated_delta_rule": ("torch_npu", "q:THK k:THK v:TNU g:TN beta:TN initial_state:SNUK"),
 }
-SCALED = ("dqkwg", "dhu", "dv_local", "fwd_o", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule")
+SCALED = ("npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule")
 SAYS = {"training": False}
 SMALL = st.sampled_from((1, 2, 3))
 
@@ -55,8 +41,7 @@ def right(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     orders = dict(pair.split(":") for pair in text.split())
     call: dict[str, Any] = resized(orders)
     call |= gated_delta_kwargs(PACKED, kernel=kernel)  # type: ignore[arg-type]
-    call |= {"scale": 0.5} if name.endswith(SCALED) else {}
-    return call | ({"layout": "tnd"} if "solve" in name else {}), orders
+    return call | ({"scale": 0.5} if name.endswith(SCALED) else {}), orders
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -75,7 +60,6 @@ def test_tensors_that_lie_otherwise_are_refused_by_the_name_of_the_operator(name
     call, orders = right(name)
     wrong = [resized(orders, T=9)]
     wrong += [resized(orders, B=2)] if any("B" in order for order in orders.values()) else []
-    wrong += [resized(orders, C=128)] if "A" in orders else []
     wrong.append({x: meta(*(SIZES[axis] for axis in tokens_first(order))) for x, order in orders.items()})
     for x, order in orders.items():
         shape = tuple(SIZES[axis] for axis in order)
@@ -100,23 +84,11 @@ def tokens_first(order: str) -> str:
     return order.translate(str.maketrans({"T": heads, heads: "T"}))
 
 
-@pytest.mark.parametrize("layout", ["tnd", "ntd", "bsnd", "bnsd", "bhtd"])
-def test_solve_tri_reads_its_layout_to_the_letter(layout: str) -> None:
-    orders = {"tnd": "TNC", "ntd": "NTC", "bsnd": "BTNC"}
-    x = meta(*(SIZES[axis] for axis in orders.get(layout, "BNTC")))
-    varlen = gated_delta_kwargs(PACKED, kernel="fla_npu") if len(layout) == 3 else {}
-    call = {"x": x, "layout": layout, **varlen}
-    assert not call_breaches("fla_npu.npu_solve_tri", call)
-    for other in (layout.upper(), layout.title(), layout[:-1] + layout[-1].upper(), f"{layout} ", ""):
-        found = call_breaches("fla_npu.npu_solve_tri", call | {"layout": other}, segments=PACKED)
-        assert [breach.rule for breach in found if breach.silent and breach.where == "layout"] == ["layout"]
-
-
 def test_tokens_that_are_read_off_another_axis_are_told_so() -> None:
-    call, _ = right("fla_npu.npu_chunk_bwd_dqkwg")
-    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | {"q": meta(1, 7, 3, 128)})
+    call, _ = right("fla_npu.flash_gated_delta_rule")
+    (breach, *_) = call_breaches("fla_npu.flash_gated_delta_rule", call | {"q": meta(1, 7, 3, 128)})
     assert breach.remedy.endswith("Or put q in the order [B, H, T, K].")
-    (breach, *_) = call_breaches("fla_npu.npu_chunk_bwd_dqkwg", call | resized({"q": "BHTK", "k": "BHTK"}, T=9))
+    (breach, *_) = call_breaches("fla_npu.flash_gated_delta_rule", call | resized({"q": "BHTK", "k": "BHTK"}, T=9))
     assert "order" not in breach.remedy
 
 
