@@ -29,7 +29,7 @@ _SPOKEN = {
     int: "a whole number",
     float: "a number",
     str: "a name",
-    Mapping: "a mapping",
+    Mapping: "a dict",
     NoneType: "None",
 }
 

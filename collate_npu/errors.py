@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
 """Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
@@ -98,7 +98,9 @@ def shape_of(tensor: object) -> str:
     """`int64 [2, 8]`: what arrived, in the words of an error message."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     try:
-        return f"{dtype} {list(getattr(tensor, 'shape', []))}"
+        if not hasattr(tensor, "shape"):
+            return f"{dtype} of {len(tensor)}" if isinstance(tensor, Sized) else dtype
+        return f"{dtype} {list(tensor.shape)}"
     except (RuntimeError, TypeError):  # a strided nested tensor has no shape; a stranger's may be anything
         return f"{dtype} of no shape"
 

@@ -49,6 +49,12 @@ def check_tokenizer(tokenizer: Any, *, does: str = "pad_token_id") -> None:
         raise CollateError(explain("tokenizer", _kind(tokenizer), f"A tokenizer has {does}.", remedy))
 
 
+def check_return_tensors(asked: Any) -> None:
+    """Raise `CollateError` for what transformers calls another framework's tensors."""
+    if asked not in (None, "pt"):
+        raise CollateError(explain("return_tensors", repr(asked)[:60], "Batches are torch tensors.", "Pass 'pt'."))
+
+
 def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
     if isinstance(collator, type) or not callable(collator):

@@ -27,16 +27,17 @@ def part(cases: Sequence[Any], take: int) -> list[Any]:
 
 
 def of_the_night(item: pytest.Item) -> bool:
-    """Is it left to the night: what is marked `nightly`, two thirds of what is `long`, and what is more than the session's
-    share; others with each seed.
+    """Is it left to the night: what is marked `nightly` but for a thirtieth, two thirds of what is `long`, and what is more
+    than the session's share; others with each seed.
 
     Tests with one word in `long("word")` share a fixture that takes long: they run together.
     """
-    if NIGHTLY or item.get_closest_marker("nightly"):
-        return not NIGHTLY
+    if NIGHTLY:
+        return False
     long = item.get_closest_marker("long")
     word = long.args[0] if long and long.args else item.nodeid
-    return random.Random(f"{SEED} {word}").random() > (SHARE / 3 if long else SHARE)
+    drawn = SHARE / 30 if item.get_closest_marker("nightly") else SHARE / 3 if long else SHARE
+    return random.Random(f"{SEED} {word}").random() > drawn
 
 
 def rotating(cases: Iterable[Any], take: int = 1, slow: int | None = None) -> list[Any]:

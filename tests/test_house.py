@@ -103,8 +103,7 @@ ELSEWHERE = {
     "swift": """
         consumers.megatron consumers.transformers integrations.megatron.mcore_bridge parallel.recurrent
         tools.cli.guide tools.env.hazards""",
-    "verl": "consumers.consumer kernels.gated_delta.stacks",
-    "twinkle": "kernels.gated_delta.stacks",
+    "verl": "consumers.consumer",
     "torchtitan": "consumers.adapter consumers.consumer consumers.models kernels.gated_delta.stacks",
     "llamafactory": "tools.env.machine",
     "deepspeed": "integrations.context_parallel",

@@ -1,8 +1,13 @@
 """`nox -s upstream`: which newer releases are taken, and how the page of stacks tells what they change."""
 
+import os
+import shutil
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import rotation
 from house import ROOT
 
 pytest.importorskip("packaging")
@@ -77,3 +82,22 @@ def test_the_page_has_a_line_an_environment():
     assert first == "| peers_a | a 1 → 2 | 2026-11-22: 5 of 7 pass, 1 skipped | 2 × Error: a\\|b (test_a.py::test_b) |"
     assert second == "| npu | not taken: c 9 asks for torch==3 | 2026-11-22: not run | – |"
     assert same == "Nothing is newer for peers_b."
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path, reported):
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "rotation.py", tmp_path)
+    (tmp_path / "test_red.py").write_text("def test_red():\n    assert not 1\n", encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "COLLATE_NPU_NIGHTLY": "1"}
+    env |= {"COLLATE_NPU_REPORT": str(tmp_path / "told")} if reported else {}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", str(tmp_path)], env=env, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 1
+    assert (tmp_path / "told").exists() == reported
+
+
+def test_a_commit_draws_some_of_the_night_and_the_night_all(monkeypatch):
+    for night, drawn in ((False, (5, 60)), (True, (336, 336))):
+        monkeypatch.setattr(rotation, "NIGHTLY", night)
+        marked = (SimpleNamespace(nodeid=str(n), get_closest_marker=lambda name: name == "nightly") for n in range(336))
+        assert drawn[0] <= sum(not rotation.of_the_night(item) for item in marked) <= drawn[1]

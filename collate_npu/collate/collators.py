@@ -9,7 +9,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from math import lcm
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.consumers.labels import behind_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.given import check_tokenizer
+from collate_npu.given import check_return_tensors, check_tokenizer
 from collate_npu.masks.places import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.documents import place_documents, with_fills
@@ -58,6 +58,7 @@ class PaddingCollator(Emitter):
     * `pad_to_multiple_of`: of which the width is a multiple.
     * `pad_token_id`: what padding holds; default: the tokenizer's.
     * `padding_side`: "left" or "right"; default: the tokenizer's, else right.
+    * `return_tensors`: "pt", as transformers' collators take it.
 
     The first label of every sequence is ignored, because alone nothing predicts it.
 
@@ -73,15 +74,18 @@ class PaddingCollator(Emitter):
     """
 
     tokenizer: Any = None
+    model: InitVar[Any] = None
     _: KW_ONLY
     padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     pad_token_id: int | None = None
     padding_side: Side | None = None
+    return_tensors: InitVar[str | None] = "pt"
 
-    def __post_init__(self, model: Any) -> None:
+    def __post_init__(self, model: Any, return_tensors: str | None) -> None:
         check_fields(self)
+        check_return_tensors(return_tensors)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
@@ -106,8 +110,7 @@ class PaddingCollator(Emitter):
 
         `features` is a list of samples, an Arrow table, a dict of columns, or flat tokens beside `seq_lengths`.
         """
-        if return_tensors not in (None, "pt"):
-            raise CollateError(explain("return_tensors", repr(return_tensors), "Batches are torch tensors.", "Pass 'pt'."))
+        check_return_tensors(return_tensors)
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -79,7 +79,6 @@ class Layout:
 class Emitter:
     """The settings both collators share, and what they do to a batch that is laid out."""
 
-    model: InitVar[Any] = None
     consumer: ConsumerName | Consumer | None = None
     attention_mask: MaskMode = "auto"
     pattern: str | Pattern | None = None

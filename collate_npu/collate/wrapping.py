@@ -24,7 +24,7 @@ from collate_npu.collate.wire import Emitter, Layout, with_offsets
 from collate_npu.consumers.adapter import has_choices
 from collate_npu.consumers.labels import behind_padding, labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.given import check_batch, check_collator
+from collate_npu.given import check_batch, check_collator, check_return_tensors
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, segments_from_batch
 from collate_npu.masks.polarity import Polarity, check_polarity
@@ -58,11 +58,14 @@ class WrappedCollator(Emitter):
     """
 
     inner: Callable[..., Mapping[str, Any]]
+    model: InitVar[Any] = None
     _: KW_ONLY
     polarity: Polarity | None = None
     model_type: InitVar[str | None] = None
+    return_tensors: InitVar[str | None] = "pt"
 
-    def __post_init__(self, model: Any, model_type: str | None) -> None:
+    def __post_init__(self, model: Any, model_type: str | None, return_tensors: str | None) -> None:
+        check_return_tensors(return_tensors)
         check_collator(self.inner, "inner")
         check_fields(self)
         check_polarity(self.polarity)

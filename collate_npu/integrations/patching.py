@@ -35,7 +35,7 @@ class _Patch:
     holders: set[str] = field(default_factory=set)
 
 
-_TABLE: list[_Patch] = []
+_TABLE: list[_Patch] = globals().get("_TABLE", [])  # loaded again, it still knows what is in place
 
 
 def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, everywhere: str = "") -> None:

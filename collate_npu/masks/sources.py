@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, entries, host_array, host_tensor, once
-from collate_npu.checked import wrong_kind
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
@@ -41,7 +40,8 @@ class Sources(dict[str, Any]):
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         if not hasattr(batch, "items"):
-            raise wrong_kind("batch", batch, "A door", Mapping)
+            rule, remedy = "A batch is a dict of tensors.", "Pass the dict that your collator returns."
+            raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
         super().__init__(entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""

@@ -72,7 +72,7 @@ def found(words: str) -> str:
     sections = []
     for path in sorted(GUIDE.glob("*.md"), key=lambda path: (path.stem != "errors", path.stem)):
         parts = re.split(r"^(?=##)", path.read_text(encoding="utf-8"), flags=re.M)
-        if path.stem != "changelog":
+        if path.stem not in ("changelog", "index"):  # the list names pages, and tells nothing
             sections += [(path.stem, part) for part in parts]
     for read in (_plain, _without_numbers):
         sought = read(words)

@@ -1,22 +1,18 @@
 """Paper: what the tools draw, on a terminal or in a file.
 
-Drawn by rich, whose recorder also gives HTML and SVG, and by matplotlib where a PNG is asked for. Files load nothing.
+Drawn by rich, whose recorder also gives HTML and SVG. Files load nothing.
 """
 
 from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.style import Style
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
@@ -25,7 +21,7 @@ from collate_npu.errors import CollateError, explain, printable
 
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
-ENDINGS = (".png", ".svg", ".html", ".txt")
+ENDINGS = (".svg", ".html", ".txt")
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
 PAGE = """<!DOCTYPE html>
@@ -38,11 +34,6 @@ PAGE = """<!DOCTYPE html>
 </style></head>
 <body><div class="collate-npu"><pre>{code}</pre></div></body></html>
 """
-SHADES = {"■": 0.9, "◧": 0.45, "⬚": 0.1}
-"""Of the cells of a PNG."""
-FONTS = ("DejaVu Sans Mono", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC",
-         "SimHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
-"""Of a PNG: matplotlib's own, and for letters that it has not those that are installed, in this order."""
 
 
 def screen(**how: Any) -> Console:
@@ -92,20 +83,17 @@ def check_place(path: Path) -> None:
 
 
 def check_figure(path: Path) -> None:
-    """Refuse an ending that names no figure too, and a PNG where there is no matplotlib."""
+    """Refuse an ending that names no figure too."""
     if path.suffix not in ENDINGS:
         rule = f"Figures are written as {', '.join(ENDINGS)}."
         raise CollateError(explain(str(path), repr(path.suffix), rule, "End the name with one of them."))
-    if path.suffix == ".png" and find_spec("matplotlib") is None:
-        rule = "A PNG is drawn by matplotlib, which is not installed."
-        raise CollateError(explain(str(path), "no matplotlib", rule, "pip install matplotlib."))
     check_place(path)
 
 
 def save(path: Path, title: str, lines: Sequence[Text]) -> None:
     """Write lines by the ending of the name."""
     check_figure(path)
-    path.write_bytes(_png(lines) if path.suffix == ".png" else written(lines, title, path.suffix).encode())
+    path.write_bytes(written(lines, title, path.suffix).encode())
 
 
 def written(lines: Sequence[Text], title: str, ending: str) -> str:
@@ -115,35 +103,3 @@ def written(lines: Sequence[Text], title: str, ending: str) -> str:
     if ending == ".svg":  # without the fonts that it would load
         return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title, theme=THEME), flags=re.S)
     return page(console, title) if ending == ".html" else console.export_text()
-
-
-def _png(lines: Sequence[Text]) -> bytes:
-    """In letters as wide as a column: 10 pixels at 8 points and 150 dots an inch."""
-    matplotlib, console, out = import_module("matplotlib"), recorder(), io.BytesIO()
-    here = {font.name for font in import_module("matplotlib.font_manager").fontManager.ttflist}
-    columns = max((line.cell_len for line in lines), default=0)
-    figure = import_module("matplotlib.figure").Figure(figsize=((columns + 2) / 15, (len(lines) + 1) * 2 / 15))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-1, columns + 1), ylim=(len(lines), -1))
-    axes.axis("off")
-    with matplotlib.rc_context({"font.family": [font for font in FONTS if font in here], "font.size": 8}):
-        for row, line in enumerate(lines):
-            column = 0
-            for text, style, _ in console.render_lines(line, pad=False)[0]:
-                for part in re.findall(r"[\x00-\x7f]+|.", text):
-                    _write(axes, column, row, part, style or Style())
-                    column += cell_len(part)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a letter that no font has is drawn as a box
-            figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
-
-
-def _write(axes: Any, x: float, y: float, text: str, style: Style) -> None:
-    """Cells as squares, all else as letters."""
-    colour = style.color.get_truecolor(THEME).hex if style.color else "black"
-    if text in SHADES:
-        square = import_module("matplotlib.patches").Rectangle((x, y - 0.45), 1.8, 0.9, color=colour, lw=0)
-        axes.add_patch(square).set_alpha(SHADES[text])
-        return
-    weight = "bold" if style.bold else "normal"
-    axes.text(x, y, text, color=colour, weight=weight, alpha=0.5 if style.dim else 1, va="center", parse_math=False)

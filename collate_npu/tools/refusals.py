@@ -71,6 +71,8 @@ def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
     if path.is_dir():
         held = sorted(each for each in path.iterdir() if each.suffix in named)
         raise CollateError(explain(str(path), "a folder", known, f"Name one file in it: {held[0]}." if held else remedy))
+    if path.is_fifo() and path.parts[:2] not in (("/", "dev"), ("/", "proc")):  # not the shell's own `<(...)`
+        raise CollateError(explain(str(path), "a pipe", f"It may never end. {known}", remedy))
     if not path.exists():
         held = [each for each in path.parent.iterdir() if each.suffix in named] if path.parent.is_dir() else []
         near = sorted(each.name for each in held if get_close_matches(path.stem, [each.stem]))[:2]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from strategies import laid_out
 
-from collate_npu import CollateError, PaddingCollator, Segments, unpad
+from collate_npu import CollateError, PaddingCollator, Segments, unpad, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks.find import segments_from_batch
@@ -191,8 +191,21 @@ def test_arguments_go_before_the_tokenizer():
     assert PaddingCollator(pad_token_id=0) == PaddingCollator(pad_token_id=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         collator.pad_token_id = 1
-    with pytest.raises(CollateError, match="return_tensors: got 'np'"):
-        collator(THREE_AND_FIVE, "np")
+
+
+def test_model_and_return_tensors_are_taken_as_transformers_takes_them():
+    model = SimpleNamespace(layer_types=["full_attention"])
+    named = {"consumer": "megatron", "return_tensors": "pt"}
+    made = PaddingCollator(tokenizer(), model, **named), wrap_collator(PaddingCollator(tokenizer()), model, **named)
+    for collator, by_name in zip(made, (PaddingCollator(tokenizer(), model=model, **named), made[0])):
+        assert collator._adapter.model == by_name._adapter.model
+        assert collator.return_tensors == "pt"
+    for name in ("np", "tf", 3):
+        for make in (PaddingCollator, wrap_collator):
+            with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
+                make(PaddingCollator(tokenizer()) if make is wrap_collator else tokenizer(), return_tensors=name)
+        with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
+            made[0](THREE_AND_FIVE, name)
 
 
 # --- consumers

@@ -45,6 +45,15 @@ def polite(original, self, *args, **kwargs):
     return original(self, *args, **kwargs) + ", please"
 
 
+def test_loading_the_module_again_wraps_nothing_twice():
+    patching.patch("one", Base, "greet", polite)
+    again = importlib.reload(patching)
+    again.patch("one", Base, "greet", polite)
+    assert Base().greet() == "hello you, please"
+    again.release("one")
+    assert Base().greet() == "hello you"
+
+
 def test_ours_is_given_the_original_looks_like_it_and_travels_to_workers():
     original = Base.greet
     with pytest.raises(AttributeError, match="missing"):

@@ -1,7 +1,8 @@
 """One small change to the package's code, many times over: what a change is, and a module that holds some of them, each
-asleep until its number is called. Nothing is imported anew for a mutant: a switch is turned.
+asleep until its number is called. Within functions nothing is imported anew for a mutant: a switch is turned. What runs at
+import, as tables do, is awake from the start in a Python of its own; there a table also loses its last row.
 
-What cannot be turned so is left out: what runs once at import, words of messages, annotations.
+Words of messages and annotations are left out.
 """
 
 import ast
@@ -43,6 +44,7 @@ class Change:
     """The first line of the one it stands in."""
     was: str
     becomes: str
+    at_import: bool = False
 
     def __str__(self) -> str:
         inside = "" if self.statement.startswith(self.was) else f"   in: {self.statement}"
@@ -66,6 +68,20 @@ def other(node: ast.AST) -> ast.AST | None:
         made.body, made.orelse = made.orelse, made.body
     elif isinstance(made, (ast.Raise, ast.AugAssign, ast.Continue, ast.Break)) or _is_call(made):
         return ast.Pass()
+    else:
+        return None
+    return made
+
+
+def shorter(node: ast.AST) -> ast.AST | None:
+    """A table without its last row; None for what is none, or has but one."""
+    made = deepcopy(node)
+    if not isinstance(getattr(made, "ctx", ast.Load()), ast.Load):
+        return None  # names, not values
+    if isinstance(made, ast.Dict) and len(made.keys) > 1:
+        made.keys, made.values = made.keys[:-1], made.values[:-1]
+    elif isinstance(made, (ast.List, ast.Tuple, ast.Set)) and len(made.elts) > 1:
+        made.elts = made.elts[:-1]
     else:
         return None
     return made
@@ -116,6 +132,13 @@ class Changer(ast.NodeTransformer):
             node.value = self.visit(node.value)
         return node
 
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return self.generic_visit(node) if self.inside else node  # at import that is a type
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = self.visit(node.value)
+        return node
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         return node
 
@@ -132,13 +155,16 @@ class Changer(ast.NodeTransformer):
             return node
         if isinstance(node, ast.stmt):
             self.statement = ast.unparse(node).partition("\n")[0][:100]
-        changed = other(node) if self.inside else None
+        changed = other(node) if self.inside or isinstance(node, ast.expr) else None
+        less = changed is None and not self.inside
+        changed = shorter(node) if less else changed
         if changed is None:
             return super().visit(node)
         n = len(self.found)
         was, becomes = ast.unparse(node), ast.unparse(changed)
         where = ".".join(self.names)
-        self.found.append(Change(self.module, n, node.lineno, where, self.statement, was, becomes))
+        was, becomes = (f"{was[:60]} [{len(was)}]", "a row less") if less else (was, becomes)
+        self.found.append(Change(self.module, n, node.lineno, where, self.statement, was, becomes, not self.inside))
         node = super().visit(node)
         return _switched(node, changed, self.numbers[n]) if n in self.numbers else node
 

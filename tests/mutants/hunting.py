@@ -1,5 +1,6 @@
 """A pytest plugin (`-p mutants.hunting`) that hunts mutants: the tests run once, in two processes, and note which changes
-they come by; then each change wakes in a process of its own, and the tests that came by it run until one fails.
+they come by; then each change wakes in a process of its own, and the tests that came by it run until one fails. A change to
+what runs at import wakes in a Python of its own, before the package is imported, with the tests nearest to it.
 
 COLLATE_NPU_MUTANTS says how many are drawn, COLLATE_NPU_SEED which. A survivor is a test that is missing, a change that
 changes nothing, or a check that nothing needs; `known.txt` holds those of the last two kinds with their reasons.
@@ -8,6 +9,7 @@ changes nothing, or a check that nothing needs; `known.txt` holds those of the l
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,12 +23,16 @@ COUNT = int(os.environ.get("COLLATE_NPU_MUTANTS", "40"))
 SEED = int(os.environ.setdefault("COLLATE_NPU_SEED", str(time.time_ns() // 1000 % 1_000_000)))
 ROOMS = tuple(filter(None, os.environ.get("COLLATE_NPU_MUTANTS_OF", "").split()))
 """Modules that begin so, alone."""
+AWAKE = os.environ.pop("COLLATE_NPU_AWAKE", "")
+"""The change that such a Python is for."""
 KNOWN = Path(__file__).with_name("known.txt")
 ALLOWED, FEW, UNSEEN = 0.03, 16, 0.5
 """The share that may survive; so many of a small sample, which only the tests of its room hunt, and where what changes
 nothing is not yet in `known.txt`: 40 whose chance is 0.2 each, as in the worst rooms, are more once in 1000 times. And the
 share that no test may come by: more says that tests do not run any more."""
 WORKERS = 2
+STARTS = 60.0
+"""Seconds that a Python of its own may take to import all."""
 PATIENCE = 60.0 if COUNT > 40 else 15.0
 """Seconds a mutant has beyond what its tests took without it, and the most that the tests of one may take."""
 
@@ -43,16 +49,20 @@ def candidates() -> list[Change]:
 
 
 def chosen() -> list[Change]:
-    """Those drawn; or those that an earlier run wrote into the file COLLATE_NPU_MUTANTS_FROM, a line each."""
+    """Those drawn; the one that is awake from the start;
+    or those that an earlier run wrote into the file COLLATE_NPU_MUTANTS_FROM, a line each."""
     if again := os.environ.get("COLLATE_NPU_MUTANTS_FROM"):
         lines = Path(again).read_text("utf-8").splitlines()
         wanted = {line.rpartition("\t")[2] for line in lines if line.startswith(("survived", "no test"))}
         return [change for change in all_changes() if str(change) in wanted]
+    if AWAKE:
+        return [change for change in all_changes() if str(change) == AWAKE][:1]
     return drawn(COUNT, SEED, candidates())
 
 
 CHANGES = chosen()
 SWITCH = installed(CHANGES)  # before conftest imports the package
+SWITCH.awake = 0 if AWAKE else SWITCH.awake
 
 
 def pytest_report_header() -> str:
@@ -60,11 +70,15 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if AWAKE:
+        return None
     items = session.items
     _do_not_shrink(items)
     halves = [items[n * len(items) // WORKERS : (n + 1) * len(items) // WORKERS] for n in range(WORKERS)]
     reached = _reached([(half, _forked(lambda half=half: _noted(half, SWITCH))) for half in halves])
+    every = sorted({item.nodeid: (took, item) for tests in reached.values() for took, item in tests}.values(), key=_took)
+    reached |= {number: every for number, change in enumerate(CHANGES) if change.at_import}
     hunted = [number for number in range(len(CHANGES)) if reached.get(number)]
     hunts = {number: _nearest(CHANGES[number], reached[number]) for number in hunted}
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -156,6 +170,10 @@ def _forked(work: Callable[[], Any]) -> Callable[[], Any]:
 # --- and with a change awake
 
 
+def _took(test: tuple[float, pytest.Item]) -> float:
+    return test[0]
+
+
 def _nearest(change: Change, tests: list[tuple[float, pytest.Item]]) -> tuple[float, list[pytest.Item]]:
     """The tests of the module first, then the quickest, as long as the patience lasts; and what they took."""
     own = f"test_{change.module.rpartition('.')[2]}.py"
@@ -175,7 +193,8 @@ def _hunted(hunts: dict[int, tuple[float, list[pytest.Item]]], say: Callable[[st
     while waiting or running:
         while waiting and len(running) < WORKERS:
             number, (spent, items) = waiting.pop(0)
-            running[_awake(number, items)] = number, time.monotonic() + 3 * spent + PATIENCE
+            more = PATIENCE + STARTS * CHANGES[number].at_import
+            running[_awake(number, items)] = number, time.monotonic() + 3 * spent + more
         child, status = os.waitpid(-1, os.WNOHANG)
         if child in running:
             number, _ = running.pop(child)
@@ -196,6 +215,12 @@ def _awake(number: int, items: list[pytest.Item]) -> int:
     if child:
         return child
     os.setpgid(0, 0)
+    if CHANGES[number].at_import:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        said = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutants.hunting", *(item.nodeid for item in items))
+        env = {**os.environ, "COLLATE_NPU_AWAKE": str(CHANGES[number])}
+        os.execve(sys.executable, [sys.executable, "-m", "pytest", *said], env)
     SWITCH.awake = number
     for item, following in zip(items, [*items[1:], None]):
         try:

@@ -7,7 +7,7 @@ import pytest
 from mutants.changes import ASLEEP, SWITCH, Changer, Switch, all_changes, drawn
 
 SOURCE = '''
-LIMIT = 3  # runs at import: left out
+LIMIT = {"a": 3, "b": 4}  # runs at import
 
 def count(rows, most=4):
     """Words are no code."""
@@ -26,6 +26,9 @@ WANTED = [
     "len(row) > most -> len(row) >= most", "row[0] == 1 -> row[0] != 1", "0 -> 1", "1 -> 2", "raise",
     "found += len(row) - 1", "len(row) - 1 -> len(row) + 1", "1 -> 2",
 ]  # fmt: skip
+TABLE = ["toy.: {'a': 3, 'b': 4} [16] -> a row less   in: LIMIT = {'a': 3, 'b': 4}",
+         *(f"toy.: {n} -> {n + 1}   in: LIMIT = {{'a': 3, 'b': 4}}" for n in (3, 4))]  # fmt: skip
+"""At import."""
 
 
 def made(numbers, monkeypatch):
@@ -39,6 +42,8 @@ def made(numbers, monkeypatch):
 
 def test_changes_are_what_a_test_could_notice(monkeypatch):
     _, _, found = made({}, monkeypatch)
+    assert [str(change) for change in found if change.at_import] == TABLE
+    found = [change for change in found if not change.at_import]
     assert len(found) == len(WANTED)
     for change, wanted in zip(found, WANTED):
         assert f"{change.was} -> {change.becomes}".startswith(wanted)
@@ -54,14 +59,15 @@ def outcome(count, rows):
 
 def test_asleep_nothing_differs_and_awake_each_does(monkeypatch):
     batches = ([[1, 2, 3], [], [2]], [[1, 2, 3, 4]], [[1] * 5], [[2] * 5], [[1, 2, 2, 2, 2]], [[2, 1]], [], [[2, 9, 9]])
-    count, switch, found = made({n: n for n in range(len(WANTED))}, monkeypatch)
+    first = len(TABLE)
+    count, switch, found = made({n: n for n in range(first, first + len(WANTED))}, monkeypatch)
     plain = made({}, monkeypatch)[0]
     monkeypatch.setattr(builtins, SWITCH, switch)
     wanted = [outcome(plain, rows) for rows in batches]
     assert switch.awake == ASLEEP
     assert [outcome(count, rows) for rows in batches] == wanted
-    assert switch.seen == set(range(len(found)))
-    for number, change in enumerate(found):
+    assert switch.seen == set(range(first, len(found)))
+    for number, change in list(enumerate(found))[first:]:
         switch.awake = number
         assert [outcome(count, rows) for rows in batches] != wanted, change
 

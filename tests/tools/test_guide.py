@@ -66,6 +66,13 @@ def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
     assert "…" not in console.export_text()
 
 
+@pytest.mark.parametrize("word", ["deepspeed", "LoRA", "FSDP2"])
+def test_a_word_of_the_list_finds_what_is_said_of_it_and_not_the_list(word):
+    found = run(word).output
+    assert "# index" not in found
+    assert word.casefold() in found.partition("\n")[2].casefold()
+
+
 @pytest.mark.parametrize("typed", ["Can only concatenate tensors but got NoneType", "can’t keep packed sequences apart"])
 def test_an_error_is_found_as_somebody_types_it(typed):
     assert run(*typed.split()).output.startswith("# errors\n")

@@ -1,6 +1,7 @@
 """Refusals: what is theirs stands first, a file that is not there has a neighbour, and an advice can be followed here."""
 
 import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
     }.items():
         assert said(check_file, tmp_path / name, [".jsonl"], "Name one.").endswith(words)
     check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "got a pipe. It may never end." in said(check_file, tmp_path / "pipe.jsonl", [".jsonl"], "Name one.")
 
 
 def test_the_line_of_an_installed_package_and_of_this_one_is_nobodys(tmp_path):

@@ -33,7 +33,7 @@ LAYOUT = "Ask run(samples, layout=NAME). Repeatable; default: left and right whe
 def conformance_command(
     run: Annotated[str, Argument(help=RUN, show_default=False)],
     layout: Annotated[list[str] | None, Option(help=LAYOUT)] = None,
-    vocab_size: Annotated[int, Option(min=16, help="Samples are drawn from ids 3 to below this.")] = 256,
+    vocab_size: Annotated[int, Option(min=16, max=1 << 24, help="Samples are drawn from ids 3 to below this.")] = 256,
     pad_id: Annotated[int | None, Option(min=0, help="The pad id, which samples are to hold as text, too.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Draw the samples of an earlier run again.")] = None,
 ) -> None:

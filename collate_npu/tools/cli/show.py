@@ -42,7 +42,7 @@ def show_command(
     cp: Annotated[int | None, Option(min=2, max=1024, help="What each of so many ranks holds.")] = None,
     layout: Annotated[str, Option(help="How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option(min=1, max=1024, help="Ulysses ranks in a ring, with ulysses_ring.")] = 1,
-    out: Annotated[Path | None, Option(help="Write a figure too: .html, .svg, .txt, or .png (matplotlib).")] = None,
+    out: Annotated[Path | None, Option(help="Write a figure too: .html, .svg or .txt.")] = None,
 ) -> None:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 

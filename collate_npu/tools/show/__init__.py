@@ -18,7 +18,7 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Description
-from collate_npu.tools.show.attention import SIGNS, Cell, Grid, block_for, row_grid
+from collate_npu.tools.show.attention import SIGNS, Cell, Grid, block_for, drawable, row_grid
 from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers, sheet_of
 
 NOTEBOOK = 88
@@ -37,7 +37,7 @@ class Picture(Description):
         return str(_drawing().html_of(self.sheet))
 
     def save(self, path: str | Path) -> None:
-        """Write `.png`, `.svg`, `.html` or `.txt`, by the name's ending. Needs rich, and matplotlib for `.png`."""
+        """Write `.svg`, `.html` or `.txt`, by the name's ending. Needs rich."""
         _drawing().save(self.sheet, Path(path))
 
     def _repr_html_(self) -> str | None:
@@ -81,9 +81,11 @@ def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:
         block = block_for(panel.ids.shape[1], limit)
         yield from (_cells(row_grid(ids_S, block), 0, sheet.packed) for ids_S in panel.ids)
     if panel.squares:
-        block = block_for(max(panel.squares[0].shape), limit)
-        grids = [square.grid(block) for square in panel.squares]
-        yield from ("   ".join(_cells(grid, r) for grid in grids) for r in range(len(grids[0].cells)))
+        block, drawn = block_for(max(panel.squares[0].shape), limit), drawable(panel.squares, len(panel.squares))
+        grids = [square.grid(block) for square in panel.squares[:drawn]]
+        yield from ("   ".join(_cells(grid, r) for grid in grids) for r in range(len(grids[0].cells) if grids else 0))
+        if drawn < len(panel.squares):
+            yield f"{len(panel.squares) - drawn} too large to be drawn"
     if block > 1:
         yield f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way"
 

@@ -6,7 +6,7 @@ Legend: B batch, S width, Q query rows, K keys, R and C rows and columns of what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -45,6 +45,8 @@ SIGNS: Mapping[Cell, tuple[str, str, str]] = {
     Cell.ON_PADDING: ("!", "bold red", "label on padding"),
 }
 """Sign, style and meaning: a sign says what a colour says."""
+MOST_PLACES = 1 << 32
+"""Of the squares that are drawn, which takes some seconds."""
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "bright_cyan")
 """Of the sequences of a row, in turn; red is for what is wrong."""
 
@@ -137,6 +139,12 @@ def attention_of(
         return out_QK
 
     return Attention(b=b, shape=(len(places), S), rows=rows, owner=segments.array[b], queries=places)
+
+
+def drawable(squares: Sequence[Attention], most: int) -> int:
+    """How many of them are drawn, and no more than `most`; none where one alone is too large."""
+    Q, K = squares[0].shape
+    return min(most, MOST_PLACES // max(Q * K, 1))
 
 
 def row_grid(ids: Array, block: int) -> Grid:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from collate_npu.arrays import Array
 from collate_npu.tools import paper
-from collate_npu.tools.show.attention import SIGNS, Attention, Grid, block_for, row_grid, sign_of
+from collate_npu.tools.show.attention import SIGNS, Attention, Grid, block_for, drawable, row_grid, sign_of
 from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers
 
 TITLE = "collate-npu show"
@@ -41,7 +41,7 @@ def html_of(sheet: Sheet, *, columns: int = paper.WIDTH) -> str:
 
 
 def save(sheet: Sheet, path: Path) -> None:
-    """Write it as `.png`, `.svg`, `.html` or `.txt`."""
+    """Write it as `.svg`, `.html` or `.txt`."""
     paper.save(path, TITLE, lines(sheet, paper.WIDTH))
 
 
@@ -80,7 +80,9 @@ class _Drawing:
         Q, K = squares[0].shape
         cells = min((self.width - self.caption) // 2, UNFOLDED)
         block = block_for(max(Q, K), cells if max(Q, K) <= cells else min(cells, FOLDED))
-        grids = [(square, square.grid(block)) for square in squares[:MOST_SQUARES]]
+        grids = [(square, square.grid(block)) for square in squares[: drawable(squares, MOST_SQUARES)]]
+        if not grids:
+            return 1, self._words(f"too large to be drawn: {Q} queries, {K} keys", "")
         wide = max(self.caption + 2 * -(-K // block) - 1, *(_head(*one).cell_len for one in grids))
         across = max(1, (self.width + GAP) // (wide + GAP))
         shown = grids[: across * max(1, MOST_LINES // (-(-Q // block) + 1))]

@@ -38,14 +38,17 @@ class Tokens:
     """`[B, S]`."""
 
     def one(self, b: int, s: int) -> str:
-        """The token at one place; where it is no text by itself, as a part of a letter is not, its id: `#228`."""
+        """The token at one place, "" where the batch has none; one that is no text by itself by its id: `#228`."""
+        if b >= self.input_ids.shape[0] or s >= self.input_ids.shape[1]:
+            return ""
         number = int(self.input_ids[b, s])
         text = self._read([number])
         return f"#{number}" if LOST in text or not text else escaped(text)
 
     def text(self, b: int, places: Sequence[int]) -> str:
         """Several tokens as one text."""
-        return escaped(self._read([int(self.input_ids[b, s]) for s in places]))
+        B, S = self.input_ids.shape
+        return escaped(self._read([int(self.input_ids[b, s]) for s in places if b < B and s < S]))
 
     def _read(self, numbers: list[int]) -> str:
         try:

@@ -78,6 +78,7 @@ def test_numbers_stand_right_names_whole_and_what_is_wrong_in_red():
         ("nothing", (), "no nothing in stacks/my_stack.py"),
         ("constant", ("--layout", "left"), "does not take layout"),
         ("run", ("--pad-id", "256"), "pad_token_id"),
+        ("run", ("--vocab-size", str(2**62)), "16777216"),
     ],
 )
 def test_what_cannot_be_run_or_judged_ends_with_2(name, options, said):
