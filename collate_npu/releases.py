@@ -37,6 +37,7 @@ NEWEST: Mapping[str, str] = {
 """The newest release whose source was read."""
 
 RUN: Mapping[str, tuple[str, str]] = {
+    "torch": ("2.6.0", "2.13.0"),
     "transformers": ("4.57.1", "5.23.0"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "trl": ("0.24.0", "1.16.0"),
@@ -82,7 +83,7 @@ def page_of(package: str) -> str:
     """The page of the guide that says what was checked of a package: its title names it."""
     pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
     titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
-    named = [name for name, title in titles.items() if package in title]
+    named = [name for name, title in titles.items() if re.search(rf"\b{re.escape(package)}\b", title)]
     return named[0] if named else "index"
 
 

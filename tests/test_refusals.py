@@ -202,7 +202,7 @@ def test_of_a_long_text_its_beginning_and_end_are_shown():
 def test_what_arrived():
     assert shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bfloat16 [2, 3]"
     assert shape_of(np.zeros(2, np.int32)) == "int32 [2]"
-    assert shape_of("text") == "str []"
+    assert shape_of("text") == "str of 4"
 
 
 def test_all_errors_are_one_family():

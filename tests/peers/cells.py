@@ -110,8 +110,12 @@ def of_job(found: dict[str, Any]) -> dict[str, Any]:
 
 def worst_of(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The same of several jobs that share one cell."""
+    return worst(map(of_job, jobs))
+
+
+def worst(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     rank = ("right", "refused", "wrong").index
-    return max(map(of_job, jobs), key=lambda one: (rank(one["verdict"]), one.get("error", 0.0)))
+    return max(verdicts, key=lambda one: (rank(one["verdict"]), one.get("error", 0.0)))
 
 
 def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:

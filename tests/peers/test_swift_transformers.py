@@ -3,12 +3,15 @@
 import pytest
 import torch
 from cells import Stack, verdict
+from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, samples, template
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
 from collate_npu.integrations.swift import check_batch
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import tiny_model
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
@@ -41,8 +44,54 @@ def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alo
         assert (row[keep] - lonely).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "qwen3_5_text"])
+LAYOUTS = ("padded right", "padded left", "packed")
+
+
+@pytest.fixture
+def loaded(request, monkeypatch):
+    """What its loader of Qwen3.5 puts into the layers, and fla's kernels, in whose place stand our references (model/models/
+    qwen.py:1294-1435, 1558-1634)."""
+    layers, before = modeling_qwen3_5.Qwen3_5GatedDeltaNet, dict(vars(modeling_qwen3_5.Qwen3_5GatedDeltaNet))
+    monkeypatch.setattr(qwen, "causal_conv1d", reference_causal_conv1d if request.param else None)
+    monkeypatch.setattr(qwen, "chunk_gated_delta_rule", reference_gated_delta_rule if request.param else None)
+    qwen._patch_qwen3_5_linear_attention_sequence_parallel()
+    yield
+    for name in {*vars(layers)} - {*before}:
+        delattr(layers, name)
+    layers.forward = before["forward"]
+
+
+@pytest.mark.parametrize(("layout", "loaded"), [("packed", False), ("packed, kernels there", True)], indirect=["loaded"])
+@pytest.mark.usefixtures("loaded")
+def test_it_packs_qwen3_5_itself_where_flas_kernels_are_and_raises_where_not(layout):
+    """Its template of Qwen3.5 sends offsets. Ours refuses the batch, right or not: it does not know the loader's layers."""
+    model, made = tiny_model("qwen3_5_text", vocab_size=VOCABULARY), template(transformers="qwen3_5_text", padding_free=True)
+    wanted, found = alone(model, *LENGTHS), {}
+    for who in ("alone", "ours"):
+        try:
+            swift.install() if who == "ours" else None
+            batch = made.data_collator(samples(*LENGTHS))
+            ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+            told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+            with torch.no_grad():
+                row = model(
+                    input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **told
+                ).logits[0]
+            found[who] = verdict(max(float((x - y).abs().max()) for x, y in zip(row.split(list(LENGTHS)), wanted)))
+        except (CollateError, ImportError) as error:
+            found[who] = verdict(refused=f"{type(error).__name__}: {error}")
+        finally:
+            swift.uninstall()
+    assert found["alone"]["verdict"] == ("right" if layout.endswith("there") else "refused")
+    stack = Stack("ms-swift", ("ms-swift", "transformers"), "peers_swift")
+    stack.tell("qwen3_5_text", layout, **found, line='--external_plugins "$PLUGIN"')
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(family, layout) for family in ("qwen3", "qwen3_next", "qwen3_5_text") for layout in LAYOUTS
+     if (family, layout) != ("qwen3_5_text", "packed")],
+)  # fmt: skip
 def test_its_cells(family, layout):
     stack, found = Stack("ms-swift", ("ms-swift", "transformers"), "peers_swift"), {}
     model = tiny_model(family, vocab_size=VOCABULARY)

@@ -5,7 +5,7 @@ Every row equals its logits alone, and the layers say which mask they received.
 
 import pytest
 import torch
-from cells import Stack, verdict
+from cells import Stack, verdict, worst
 from cpu_world import Attention, received, seen, watch
 from megatron_world import PAD, gpt
 from verl.models.mcore import model_forward_fused, mtp_patch, registry, util
@@ -58,20 +58,33 @@ def test_padded_text_rows_are_each_sample_alone(kinds, device, verl_ours):
     assert seen(model) == {"attention": [mask] * kinds.count("a"), "recurrent": [mask] * kinds.count("g")}
 
 
+WAYS = (
+    {"npu": True}, {"npu": False}, {"npu": False, "local": True}, {"npu": False, "local": True, "lengths": (7,)},
+    {"npu": False, "local": True, "lengths": (5, 3, 4, 1, 2)},
+)  # fmt: skip
+"""Beside torch_npu; elsewhere with attention like TransformerEngine's, or with Megatron's own; rows as many as tokens."""
+
+
+def run_in(who, forward, kinds, monkeypatch, *, npu, local=False, lengths=LENGTHS):
+    monkeypatch.setattr(util, "is_npu_available", npu)
+    monkeypatch.setattr(Attention, "lenient", not npu)
+    model, values = gpt(kinds, **({"flash": False} if local else {})), jagged(*lengths)
+    expected = alone(model, values)
+    try:
+        engine.install() if who == "ours" else None
+        return verdict(error(forward(model, values), expected))
+    except Exception as raised:
+        return verdict(refused=f"{type(raised).__name__}: {raised}")
+    finally:
+        engine.uninstall()
+
+
 @pytest.mark.parametrize(("layout", "forward"), [("padded right", padded), ("padded left", older)])
 @pytest.mark.parametrize(("family", "kinds"), [("attention", "aa"), ("Gated DeltaNet hybrid", "ga")])
-def test_its_cells(family, kinds, layout, forward, verl_npu):
-    """On an NPU, with attention that computes where its kernel would be."""
-    stack, model, values, both = Stack("verl, Megatron", ("verl", "megatron-core"), "peers_misc"), gpt(kinds), jagged(), {}
-    expected = alone(model, values)
-    for who in ("alone", "ours"):
-        try:
-            engine.install() if who == "ours" else None
-            both[who] = verdict(error(forward(model, values), expected))
-        except Exception as raised:
-            both[who] = verdict(refused=f"{type(raised).__name__}: {raised}")
-        finally:
-            engine.uninstall()
+def test_its_cells(family, kinds, layout, forward, monkeypatch):
+    """The worst of an NPU and of other devices, with attention that computes where its kernel would be."""
+    stack = Stack("verl, Megatron", ("verl", "megatron-core"), "peers_misc")
+    both = {who: worst(run_in(who, forward, kinds, monkeypatch, **way) for way in WAYS) for who in ("alone", "ours")}
     stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
 
 

@@ -36,7 +36,7 @@ def hazards(here: Environment) -> Iterator[str]:
         if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
             yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
-    for package, tested in trainers().values():
+    for package, tested in (("torch", ""), *trainers().values()):
         if text := releases.outside(package, tested, here.packages.get(package, "")):
             yield f"{text} says what was checked."
 
