@@ -1,4 +1,5 @@
-"""What the operator's own host code refuses. Breaking one of these raises an error, but only at run time on the card.
+"""What the operator's own host code refuses, as far as a call could not be read otherwise. Breaking one of these raises an
+error, but only at run time on the card; bands that cross the scores, and settings of dropout, are left to the card.
 
 Source tags are explained in `operator_call`.
 """
@@ -18,7 +19,6 @@ from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS, LISTS, 
 COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIANGLE, 8: TRIANGLE}
 """The shape of the mask that each compressed sparse mode takes."""
 MAX_HEAD_DIM = 768
-TOKENS = "pre_tockens, next_tockens"
 
 
 def breaches(call: AttentionCall) -> Iterator[Breach]:
@@ -61,13 +61,6 @@ def _arguments(call: AttentionCall) -> Iterator[Breach]:
     if not 1 <= call.D <= MAX_HEAD_DIM:
         says, remedy = f"A head has 1 to {MAX_HEAD_DIM} elements.", "Use another attention kernel for this head size."
         yield Breach("head-size", "D", str(call.D), says, remedy, "A:442, T:1097")
-    if not 0 < (keep := call.arguments["keep_prob"]) <= 1:
-        says, remedy = "keep_prob is in (0, 1].", "Pass 1 - dropout, and 1.0 for none."
-        yield Breach("keep-prob", "keep_prob", str(keep), says, remedy, "P:743-795")
-    softmax = call.arguments["softmax_layout"]
-    if softmax not in ("", "TND") or (softmax and not call.tnd):
-        says, remedy = "It is '', or under TND 'TND'.", "Leave it out."
-        yield Breach("softmax-layout", "softmax_layout", repr(softmax)[:40], says, remedy, "P:761-769")
     if not call.tnd and any(ends is not None for ends in call.ends):
         says, remedy = "Length lists are read under layout TND alone.", "Pass input_layout='TND' and packed tensors."
         source = "P:901-918, A:875; Ascend 950 takes them"
@@ -126,46 +119,6 @@ def _dense_shapes(call: AttentionCall) -> list[tuple[int, ...]]:
 
 
 def _sparsity(call: AttentionCall) -> Iterator[Breach]:
-    if call.mode in (0, 4):
-        yield from _packed_tokens(call) if call.tnd else _tokens(call)
     if call.mode == 6 and not call.prefix_is_legal:
         says, remedy = "Each sequence has a prefix N in [max(0, Skv - Sq), Skv].", "Pass one legal N for each of them."
         yield Breach("prefix", "prefix", str(call.prefix), says, remedy, "T:780, T:1325-1352, T:4045-4082")
-    if call.tnd and call.mode in (3, 7) and (rows := [(q, kv) for q, kv in call.lengths if q > kv]):
-        says, remedy = "In packed sequences mode 3 needs Sq <= Skv.", "Pass the keys of the whole sequence."
-        yield Breach("tnd-longer-query", "actual_seq_qlen", f"(Sq, Skv) {rows[:8]}", says, remedy, "T:3917, T:3953-3973")
-    if call.mode in (7, 8) and call.cut_sequence >= 0:
-        yield from _outer_cut(call)
-
-
-def _tokens(call: AttentionCall) -> Iterator[Breach]:
-    (pre, after), (Sq, Skv) = call.tokens, call.longest
-    if call.mode == 4:
-        pre, after = pre + Sq - Skv, after + Skv - Sq
-    if (pre < 0 and (after < -pre or -pre >= Skv)) or (after < 0 and (-after > pre or -after >= Sq)):
-        says = "The band between pre_tockens and next_tockens crosses the scores."
-        remedy = "A negative end needs the other to reach at least as far, and to stay inside Sq and Skv."
-        yield Breach("tokens", TOKENS, f"{pre} before, {after} after (from the top-left)", says, remedy, "T:705-757")
-
-
-def _packed_tokens(call: AttentionCall) -> Iterator[Breach]:
-    pre, after = call.tokens
-    rows = [(q, kv) for q, kv in call.lengths if q]
-    if call.mode == 0:
-        bad = after < 0 or (pre < 0 and after < -pre) or any(kv + pre < q for q, kv in rows)
-        says = "In packed sequences mode 0 needs next >= 0, next >= -pre and Skv + pre >= Sq."
-    else:
-        bad = pre < 0 or pre + after < 0 or any(q - after > kv for q, kv in rows)
-        says = "In packed sequences mode 4 needs pre >= 0, pre + next >= 0 and Sq - next <= Skv."
-    if bad:
-        remedy = "Widen the band until every query has a key."
-        yield Breach("tokens", TOKENS, f"{pre} before, {after} after", says, remedy, "T:3928-3940, T:3999-4025")
-
-
-def _outer_cut(call: AttentionCall) -> Iterator[Breach]:
-    (pre, after), (q, kv) = call.tokens, call.lengths[call.cut_sequence]
-    which = "last" if call.mode == 7 else "first"
-    if pre < kv or (call.mode == 7 and after > 0) or q - after > kv:
-        says = f"Mode {call.mode} needs pre >= Skv and Sq - next <= Skv of the {which} sequence, in mode 7 next <= 0."
-        remedy = f"Set the tokens to the band of the {which} sequence, counted from the bottom-right."
-        yield Breach("outer-cut", TOKENS, f"{pre} before, {after} after, for ({q}, {kv})", says, remedy, "T:3953-3986")
