@@ -16,13 +16,13 @@ LINES = {
     "ground": (1790, 1250),
     "masks": (2569, 2400),
     "parallel": (1578, 1450),
-    "kernels": (3500, 3400),
+    "kernels": (3342, 1900),
     "consumers": (2690, 1950),
     "collate": (1760, 1500),
     "proof": (4540, 1900),
     "integrations": (3298, 3000),
     "testing": (430, 450),
-    "tools": (4600, 3600),
+    "tools": (4568, 1900),
     "tests": (54400, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""

@@ -28,7 +28,7 @@ AWAKE = os.environ.pop("COLLATE_NPU_AWAKE", "")
 KNOWN = Path(__file__).with_name("known.txt")
 ALLOWED, FEW, UNSEEN = 0.03, 10, 0.5
 """The share that may survive; so many of a small sample, which only the tests of its room hunt, and where what changes
-nothing is not yet in `known.txt`: 12 of 106 that outsiders drew lived; of 40 at that chance more live once in 200 times. And the
+nothing is not yet in `known.txt`: of 106 of all rooms 12 lived; of 40 at that chance more live once in 200 times. And the
 share that no test may come by: more says that tests do not run any more."""
 WORKERS = 2
 STARTS = 60.0

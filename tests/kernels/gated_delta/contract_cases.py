@@ -105,14 +105,12 @@ ROWS = {"B": 2, "T": 25}
 TABLE_32, TABLE_64 = (
     {"chunk_indices": gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tables=True)["chunk_indices"]} for n in (32, 64)
 )
-TABLE_16 = gated_delta_kwargs(PACKED, kernel="fla", chunk_size=16, tables=True)["chunk_indices"].reshape(-1).tolist()
 CU, HOST, TABLE = cu(0, 3, 73), host(0, 3, 73), [0, 0, 1, 0, 1, 1]
 PACK = [0, 3, 73, 75, 139]
 PACKED_TWICE = cu_q(*PACK) | numbered(3, 70, 2, 64)
 X = {"x": meta(73, 16), "weight": meta(4, 16)}
 LEARNING = {"x": meta(73, 16, requires_grad=True)}
 STATES = {"initial_state": meta(2, 4, 128, 128)}
-GRADIENT = {"beta": meta(1, 65, 4, requires_grad=True)}
 
 CALLS = [
     # what sources say
