@@ -117,6 +117,10 @@ def host_array(name: str, value: Any) -> Array:
         return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
         raise CollateError(explain(name, f"a {type(value).__name__}", "It holds numbers.", _REMEDY))
+    if isinstance(value, np.ma.MaskedArray):
+        raise CollateError(
+            explain(name, "a masked array", "Its mask would be lost.", "Pass x.filled() and a mask of its own.")
+        )
     try:
         if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [host_array(name, each) for each in value]
@@ -227,18 +231,26 @@ def as_ids(ids: Any) -> Array:
     return ids_BS.astype(np.int64, copy=False)
 
 
-def as_offsets(name: str, offsets: Array) -> Array:
-    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence. One row `[1, N + 1]` is taken too
-    (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1
-    data/datasets/sft.py:963)."""
+def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
+    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence, in a row of `width` tokens, of which they are
+    the `whole`. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1
+    may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
+    offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
-    whole = offsets.dtype.kind in "iu" or (offsets == np.round(offsets)).all()
-    if offsets.ndim != 1 or not len(offsets) or not whole or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        rule = "Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling."
-        remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
+    whole_numbers = offsets.dtype.kind in "iuf" and (offsets == np.round(offsets)).all()
+    rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
+    if rising and width is None:
+        check_places(name, int(offsets[-1]), "Count the tokens again.")
+    most = MOST_PLACES if width is None else width
+    if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
+        of_row = "" if width is None else f" The row has {width} tokens{', all of which they count' * whole}."
+        rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
+        remedy = "Pass [0, *accumulate(lengths)] of this very row, its tail counted; a batch may hold old ones, or a rank's."
         if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
             remedy = "Leave it out of a batch of several rows, and carry segment_ids."
+        elif rising and offsets[0] > 0:
+            remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
     return offsets.astype(np.int64, copy=False)
 
@@ -270,19 +282,20 @@ def renumber(ids_BS: Array) -> Array:
     return numbered_BS
 
 
-def length_rows(lengths: Any) -> list[list[int]]:
-    """One list of token counts for each row of the batch; raises for what is no count."""
+def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
+    """One list of token counts for each row of the batch, without what fills short lists; raises for what is no count."""
     if not isinstance(lengths, (list, tuple)):
-        lengths = host_array("lengths", lengths)
+        lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
-            raise CollateError(explain("lengths", shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
+            raise CollateError(explain(name, shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
     rows: list[list[int]] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(lengths):
-        counts = np.atleast_1d(host_array("lengths", row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        counts = np.atleast_1d(host_array(name, row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        counts = counts[counts != filler] if filler and counts.ndim == 1 else counts
         if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
-            bad.append((b, f"lengths {counts.tolist()}"))
+            bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
     if bad:
-        raise CollateError(explain_rows("lengths", bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
     return rows

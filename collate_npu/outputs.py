@@ -7,6 +7,8 @@ and costs one small copy. Legend: B batch, S width, T tokens without padding, N 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -39,6 +41,7 @@ def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     if not _is_plain(y) or y.shape[:1] != (segments.num_tokens,):
         rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
+    check_held("fill", fill, y.dtype)
     B, S = segments.shape
     try:
         out = y.new_full((B * S, *y.shape[1:]), fill)
@@ -105,8 +108,8 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()
     [[2, -100, 4, 5, -100]]
     """
-    ends_BS, ignore_index = None, whole_number("ignore_index", ignore_index, least=-(1 << 63))
-    _check_labels(labels, segments)
+    ends_BS = None
+    _check_labels(labels, segments, ignore_index)
     if segments is not None:
         ids_BS = segments.ids.to(labels.device)
         ends_BS = (pad(ids_BS[:, 1:], (0, 1)) != ids_BS) | (ids_BS == 0)
@@ -127,8 +130,7 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
     >>> ignore_first_labels(torch.tensor([[9, 1, 2, 3], [4, 5, 6, 7]]), left).tolist()
     [[-100, -100, 2, 3], [4, 5, 6, 7]]
     """
-    _check_labels(labels, segments)
-    ignore_index = whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    _check_labels(labels, segments, ignore_index)
     ids_BS = segments.ids.to(labels.device)
     ignored_BS = ids_BS == 0
     ignored_BS[:, 1:] |= ids_BS[:, 1:] != ids_BS[:, :-1]
@@ -140,13 +142,27 @@ def _is_plain(x: Tensor) -> bool:
     return not x.is_nested and x.layout is torch.strided
 
 
-def _check_labels(labels: Tensor, segments: Segments | None) -> None:
+def check_held(name: str, value: float, dtype: torch.dtype) -> None:
+    """Raise unless tensors of this dtype hold the value: uint8 makes 156 of -100, bool True, and whole numbers 0 of 0.5."""
+    value = value.item() if isinstance(value, Tensor) else value
+    low, high = (0, 1) if dtype == torch.bool else (-math.inf, math.inf)
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if low > -math.inf and not (low <= value <= high and value == int(value)):
+        rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
+        raise CollateError(
+            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
+        )
+
+
+def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) -> None:
     bits = labels.is_floating_point() and labels.element_size() == 1  # of which torch fills none
     shape = tuple(labels.shape) if _is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
         said = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
         rule = f"Labels are one a token, and the batch is {said}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
+    check_held("ignore_index", whole_number("ignore_index", ignore_index, least=-(1 << 63)), labels.dtype)
 
 
 def _check_shape(x: Tensor, segments: Segments) -> None:

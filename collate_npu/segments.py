@@ -127,7 +127,7 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
         """
-        offsets = arrays.as_offsets("cu_seqlens", arrays.host_array("cu_seqlens", cu_seqlens))
+        offsets = arrays.as_offsets("cu_seqlens", cu_seqlens)
         return cls.from_lengths([np.diff(offsets).tolist()], width=width)
 
     @classmethod

@@ -28,14 +28,15 @@ from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.find import agreed
+from collate_npu.masks.find import agreed, check_known
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
 from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
 from collate_npu.masks.sources import Sources
-from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree, split_batch
+from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
+from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments, ready
 
@@ -218,13 +219,15 @@ class BatchAdapter:
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
-        """The batch for Segments that are already known (a collator's): routed and split, nothing found or checked.
+        """The batch for Segments that are already known (a collator's), which it must not contradict: routed and split.
 
         >>> adapter, ids = BatchAdapter(needs_mask_2d=True, consumer="verl"), torch.tensor([[0, 0, 7], [4, 5, 6]])
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        return self.routed(Sources.of(batch), segments, padding_free)
+        sources = Sources.of(batch)
+        check_known(sources, segments)
+        return self.routed(sources, segments, padding_free)
 
     @checked
     def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -273,7 +276,7 @@ class BatchAdapter:
             check_recurrent_split(self.context_parallel, scheme, segments, padding_free=case.padding_free, heads=heads)
         built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
         parts = {key: value for key, value in out.items() if key != built}
-        out |= split_batch(parts, self.context_parallel, segments=segments, keys=self.keys)
+        out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)
         return out if self.device is None else moved(out, self.device)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:

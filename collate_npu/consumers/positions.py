@@ -17,6 +17,7 @@ from collate_npu.consumers.consumer import Case, Consumer
 from collate_npu.consumers.leaks import rope_limit
 from collate_npu.consumers.moving import positions_on
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.masks.offsets import check_counts
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import Segments
@@ -38,6 +39,8 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
     if not consumer.counts_positions:
         return given if given is not None or _has_axes(case, sources) else positions_on(case.segments, device)
     derived = kind != "own"
+    if not derived and rule != "none" and given is not None and tuple(given.shape) == case.segments.shape:
+        check_counts(sources.array(KEY), case.segments)
     if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, None if derived else given, sources)
     if not derived:

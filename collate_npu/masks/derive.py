@@ -11,7 +11,15 @@ from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
 from collate_npu.checked import checked
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import (
+    AmbiguousMaskError,
+    CollateError,
+    PolarityError,
+    UnsupportedFormError,
+    explain,
+    explain_rows,
+    shape_of,
+)
 from collate_npu.masks.evidence import UnexplainedError
 from collate_npu.masks.patterns import Pattern, Prefix
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity
@@ -37,8 +45,9 @@ def derive_segments(
     """`Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
 
     Inverse of `dense` for every polarity, pattern and padding side, or an error. dtype bool, 0/1 of any number type, or
-    an additive float (blocked at or below -9984, so ALiBi and position biases pass). A `[B, S]` mask is read as keep,
-    1 = real, as in every stack that carries one; whole numbers above 1 are packing ids (`1 1 2 2 0`).
+    an additive float (blocked at or below -9984, so ALiBi and position biases pass). Heads block the same keys. A `[B, S]`
+    mask is read as keep, 1 = real, as in every stack that carries one, and each row has a token, unless `polarity` says so;
+    whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     * `attention_mask`: of these ranks; bool, 0/1, additive, or packing ids.
     * `polarity`: "keep", "masked" or "bias"; None: both ways are read, and the one that is proved is taken. `[B,1,1,S]` must
@@ -146,13 +155,24 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
     if rows != S or low == high or high > 1:
         if batch_size not in (None, rows):
             raise _of_other_rows(values, batch_size)
-        return Reading(_from_keys(values), None)
+        return Reading(_rows_with_tokens(values), None)
     if batch_size not in (None, S):
         return _repeat(values, _square(values, known, 1), batch_size)
     if not _readings(values, known, 1)[0]:
-        return Reading(_from_keys(values), None)
+        return Reading(_rows_with_tokens(values), None)
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
     raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
+
+
+def _rows_with_tokens(values: MaskValues) -> Segments:
+    """`_from_keys` of a mask that stands alone: a row without a token may be one turned around, unless it was declared."""
+    segments = _from_keys(values)
+    if segments.empty_rows and values.declared is None:
+        rows = [(b, "no real token") for b in segments.empty_rows]
+        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be turned around."
+        remedy = "Pass polarity='keep' where those rows are padding alone, polarity='masked' where 1 is padding."
+        raise PolarityError(explain_rows(values.key, rows, rule, remedy, more="inverted-mask"))
+    return segments
 
 
 def _from_keys(values: MaskValues) -> Segments:
@@ -188,7 +208,9 @@ def _readings(
 
 
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
-    """`[B, S, S]` or `[B, H, S, S]` (a key is real if any head uses it), read by the declared or the proved polarity."""
+    """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
+    if values.full.ndim == 4 and Square(values, values.declared or "keep", batch_size).heads_differ():
+        raise not_one_mask(MASK_KEY, values.full)
     found, failed = _readings(values, known, batch_size)
     if not found:
         raise _unexplained(values, known, failed)
@@ -203,6 +225,13 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
+
+
+def not_one_mask(key: str, full: Tensor) -> AmbiguousMaskError:
+    """Heads that attend other keys than each other."""
+    remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
+    got = f"{shape_of(full)}, not the same for every head"
+    return AmbiguousMaskError(explain(key, got, "One mask is for all heads.", remedy))
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:

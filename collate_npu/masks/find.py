@@ -8,6 +8,7 @@ Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,15 @@ from collate_npu.checked import checked
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks import offsets
-from collate_npu.masks.derive import MASK_KEY, check_same_padding, read_bare_mask, read_keys, read_mask, spelled
+from collate_npu.masks.derive import (
+    MASK_KEY,
+    check_same_padding,
+    not_one_mask,
+    read_bare_mask,
+    read_keys,
+    read_mask,
+    spelled,
+)
 from collate_npu.masks.hazards import hazards, say_hazards
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
@@ -82,6 +91,8 @@ def agreed(
         offsets.check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
         offsets.check_offsets(sources, truth.segments, truth.name)
+    if sources.named["longest"]:
+        offsets.check_longest(sources, truth.segments)
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
@@ -89,6 +100,24 @@ def agreed(
     if debug.ON:
         say_hazards(hazards(sources, truth.segments))
     return truth.segments
+
+
+def check_known(sources: Sources, segments: Segments) -> None:
+    """Raise where a batch says something else than Segments that its caller knows. Masks of attention are not read: whose
+    form they have is their consumer's."""
+    try:
+        _told(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
+        offsets.check_known(sources, segments)
+        offsets.check_offsets(sources, segments, "segments")
+        offsets.check_longest(sources, segments)
+        for positions_BS in map(sources.array, sources.named["positions"]):
+            if positions_BS.shape == segments.shape and not counts_as(segments, positions_BS):
+                offsets.check_positions(positions_BS, segments)
+    except CollateError:
+        with suppress(CollateError):  # a tail that numbers count as a sequence
+            if agreed(sources, polarity=None, pattern=None, padding_free=False) == segments:
+                return
+        raise
 
 
 _Declared = tuple[Polarity | None, Pattern | None, Collection[Pattern]]
@@ -110,18 +139,25 @@ def _is_keys(full: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _told(
-    sources: Sources, shape: tuple[int, int], polarity: Polarity | None, squares: Mapping[str, Tensor]
+    sources: Sources,
+    shape: tuple[int, int],
+    polarity: Polarity | None,
+    squares: Mapping[str, Tensor],
+    known: Segments | None = None,
 ) -> _Truth | None:
-    """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree."""
+    """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree; with what
+    is known by the caller, of the keys that say the same alone."""
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    flat = offsets.segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
-    rows = {key: full for key, full in sources.masks.items() if key not in squares}
+    numbers = known is None and (sources.offsets or sources.lengths)
+    flat = offsets.segments_from_offsets(sources, shape) if numbers else None
+    rows = {key: full for key, full in sources.masks.items() if key not in squares} if known is None else {}
     if polarity in (None, "keep"):
         tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
         unsaid = tails and not offsets.says_padding(sources)
         repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
         rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
-    told = [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
+    told = [] if known is None else [_Truth("segments", known, True)]
+    told += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     if keep_BS is not None:
         plain = keep_BS.dtype == bool and keep_BS.ndim == 2
         keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
@@ -222,14 +258,12 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
 
 def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
     """Heads that are all alike as one; a mask that says more than who attends whom has no other form."""
-    remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
     if full.ndim == 4 and full.shape[1] > 1:
         if not bool((full == full[:, :1]).all()):
-            raise AmbiguousMaskError(
-                explain(key, f"{shape_of(full)}, not the same for every head", "One mask is for all heads.", remedy)
-            )
+            raise not_one_mask(key, full)
         full = full[:, :1]
     if full.is_floating_point() and MaskValues(full, polarity, key).valued:
+        remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
         rule = "It adds values where it attends (ALiBi, a position bias), which no form of a mask here would carry on."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
     return full
@@ -268,7 +302,7 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
     """A keep mask turned around leaves a row without a real token (`empty`: a second mask says so too), or puts every label
-    on padding."""
+    on padding; without labels, one token again and again is real in it, and text is padding."""
     empty_rows = segments.empty_rows
     bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
     labels = sources.get("labels")
@@ -280,8 +314,25 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
         labelled_BS = labels_BS >= 0
         lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_array(segments)).any(axis=1)
         bad |= {int(b): f"{int(labelled_BS[b].sum())} labels, all on padding" for b in np.flatnonzero(lost_B)}
+    elif (
+        sources.named["tokens"] == ("input_ids",)
+        and segments.num_padding
+        and (ids_BS := sources.array("input_ids")).ndim == 2
+    ):
+        bad |= _looks_inverted(ids_BS, keep_array(segments))
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
         remedy = "Invert it (== 0) or declare polarity='masked'; if it is right, carry segment_ids beside it."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
+
+
+def _looks_inverted(ids_BS: Array, keep_BS: Array) -> dict[int, str]:
+    """Rows with padding, where all of them hold one id alone at real tokens, and others at padding."""
+    at_B = np.flatnonzero(~keep_BS.all(axis=1) & keep_BS.any(axis=1))
+    ids_BS, keep_BS = ids_BS[at_B], keep_BS[at_B]
+    real, first_B = np.unique(ids_BS[keep_BS]), keep_BS.argmin(axis=1)
+    padding_BS = np.where(keep_BS, ids_BS[np.arange(len(at_B)), first_B][:, None], ids_BS)
+    if len(real) != 1 or keep_BS.sum() < 2 or not (padding_BS != padding_BS[:, :1]).any(axis=1).all():
+        return {}
+    return {b: f"{n} real tokens, all of them {real[0]}" for b, n in zip(at_B.tolist(), keep_BS.sum(axis=1))}

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from collate_npu.arrays import Array, run_starts, sequence_starts
+from collate_npu.arrays import Array, as_offsets, run_starts, sequence_starts, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
-from collate_npu.masks.places import fitting_places
+from collate_npu.masks.places import check_cuts, fitting_places
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, keep_array, of_ids, of_lengths
 
@@ -37,10 +37,8 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         named = sources.named["lengths"][0] if rows else ""
         pads_right = named in ("input_lengths", "packed_seq_lengths") and not says_padding(sources)
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
-    name, physical, real = _kept_apart(offsets)
-    if physical[-1] > S:
-        rule, remedy = f"The row has {S} tokens.", f"{_REMEDY} Of a row that ranks share, give the whole one."
-        raise CollateError(explain(name, f"offsets up to {physical[-1]}", rule, remedy))
+    name, physical, real = kept_apart(offsets)
+    as_offsets(name, physical, S)
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
     tail = _tail(sources)
@@ -48,6 +46,10 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         rule = f"The tail begins where a sequence ends: {name} is {physical.tolist()[-8:]}, and the row has {S} tokens."
         remedy = "Leave it out where rows that had tails were joined or split, and carry segment_ids."
         raise CollateError(explain(sources.named["tail"][0], str(tail), rule, remedy))
+    if physical[-1] < S and not _ends_in_padding(sources, int(physical[-1]), S):
+        rule = f"The row has {S} tokens, and nothing else says that those behind the last offset are padding."
+        remedy = "Count the tail too, or carry attention_mask_2d or segment_ids beside them."
+        raise CollateError(explain(name, str(physical.tolist())[:80], rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
     ids_S = np.zeros(S, np.int64)
@@ -57,11 +59,27 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
     return name, of_ids(ids_S[None])
 
 
+def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
+    """Does anything but offsets that end before their row say that the rest is padding? A mask or lengths, which are held
+    against them; labels; else one token again and again, or a last one at position 0 (NeMo RL's common.py:290)."""
+    if says_padding(sources) or sources.lengths is not None or sources.named["segment_ids"] or sources.masks:
+        return True
+    if (unread_S := _unread(sources, S)) is not None:
+        return bool(unread_S[end:].all())
+    positions_BS = sources.text_positions((1, S))
+    again = (
+        end < S - 1
+        and sources.named["tokens"] == ("input_ids",)
+        and len(set(sources.array("input_ids")[0, end:].tolist())) == 1
+    )
+    return again or (positions_BS is not None and not positions_BS[0, end:].any())
+
+
 def _tail(sources: Sources) -> int:
     """Places that the offsets of a flat row number as its last sequence: xtuner's and VeOmni's own number, and the zeros of
     NeMo Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
     if sources.named["tail"]:
-        return int(sources[sources.named["tail"][0]])
+        return whole_number(name := sources.named["tail"][0], sources.array(name).item())
     if sources.get("_packed_seq_ids") is None:
         return 0
     real_S = np.flatnonzero(sources.array("_packed_seq_ids")[0])
@@ -90,6 +108,17 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
     return of_ids(ids_BS)
 
 
+def check_known(sources: Sources, segments: Segments) -> None:
+    """Raise where the offsets of a flat row are not those of Segments that are known."""
+    if segments.shape[0] != 1 or not sources.offsets:
+        return
+    name, physical, real = kept_apart(sources.offsets)
+    check_cuts(name, as_offsets(name, physical, segments.shape[1]), segments)
+    if real is not None and [n for n in np.diff(real).tolist() if n] != list(segments.sequence_lengths):
+        rule = f"The sequences have {list(segments.sequence_lengths[:8])} tokens."
+        raise CollateError(explain("cu_seqlens", str(real.tolist())[:80], rule, _REMEDY, more="sources-disagree"))
+
+
 def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
     """Raise where the lengths or sequence numbers of a batch speak of other sequences than its `Segments`, which that key
     told."""
@@ -110,6 +139,17 @@ def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
             raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
 
+def check_longest(sources: Sources, segments: Segments) -> None:
+    """Raise where kernels of attention would be told of fewer tokens than the longest sequence has: they leave the rest."""
+    for key in sources.named["longest"]:
+        held = sources.array(key)
+        if held.size != 1 or whole_number(key, held.item()) < segments.max_length:
+            rule = f"The longest sequence has {segments.max_length} tokens."
+            raise CollateError(
+                explain(key, str(held.tolist())[:80], rule, f"Pass {key}={segments.max_length}, or leave it out.")
+            )
+
+
 def _length_rows(sources: Sources, B: int) -> list[list[int]]:
     """The lengths of each row: as many lists as rows, or all of them of one row."""
     lengths = sources.lengths or []
@@ -128,7 +168,7 @@ def places_of(sources: Sources, segments: Segments) -> list[int] | None:
     return next((places for places in told if places is not None), None)
 
 
-def _kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
+def kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
     """`(key, physical, real or None)`; every offset must be one of the two."""
     unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
     padded = {key for key in offsets if key.endswith("padded") or unpadded} - unpadded
@@ -180,14 +220,16 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
 
     A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions
     begin again, stand still or are 0, and nobody learns (prime-rl 559b447 trainer/batch.py:717-719, which adds the tail to
-    the last length); and whole sequences of one token again and again that nobody learns (TRL 1.16 `pad_to_multiple_of`
-    with `padding_free`, torchtitan b5bcd76). Sequences that lengths count are real.
+    the last length); and a last sequence of one token again and again that nobody learns (torchtitan b5bcd76). Places that
+    are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16 `pad_to_multiple_of`):
+    they stay sequences, which is exact for both. Sequences that lengths count are real.
     """
     (lengths, *others), S = segments.lengths, segments.shape[1]
     if others or segments.padding_side != "none":
         return segments
     starts = S - np.cumsum(lengths[::-1])[::-1]
-    last_S, unread_S, ids_S = positions_BS[0, starts[-1] :], _unread(sources, S), np.zeros(S, np.int64)
+    last_S, ids_S = positions_BS[0, starts[-1] :], np.zeros(S, np.int64)
+    unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
     told = sources.named["tokens"] == ("input_ids",)
     ids_S = sources.array("input_ids")[0] if told else ids_S
     one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
@@ -201,16 +243,16 @@ def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> S
     if 0 < counted < len(last_S) and again and unread_S[starts[-1] + counted :].all():
         return of_lengths([[*lengths[:-1], counted]], S)
     run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if told and not counts_them else 0
-    held = lengths[: max(int((starts < S - run).sum()), 1)]  # sequences that begin before the run are real
-    return of_lengths([held], S) if sum(held) < S - 1 else segments
+    again = len(lengths) > 1 and S - run <= starts[-1] < S - 1 and not S - run <= starts[-2]  # several would be parted still
+    return of_lengths([lengths[:-1]], S) if again else segments
 
 
-def _unread(sources: Sources, S: int) -> Array:
-    """bool `[S]`: places of a flat row without a label, by whatever tells; none where nothing does."""
+def _unread(sources: Sources, S: int) -> Array | None:
+    """bool `[S]`: places of a flat row without a label, by whatever tells; None where nothing does."""
     for name in ("labels", "shift_labels", "shifted_labels", "loss_mask"):
         if sources.get(name) is not None and (told_BS := sources.array(name)).shape == (1, S):
             return np.asarray(told_BS[0] == 0 if name == "loss_mask" else told_BS[0] < 0)
-    return np.zeros(S, bool)
+    return None
 
 
 def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
@@ -235,6 +277,20 @@ def check_positions(positions_BS: Array, segments: Segments) -> None:
         rule = "Positions restart at other places than the sequences that the other sources of the batch tell."
         remedy = "Let every sequence count from 0, carry segment_ids, or drop position_ids."
         raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+
+
+def check_counts(positions_BS: Array, segments: Segments) -> None:
+    """Raise where no model can be meant: positions that fall inside a sequence, or are one number for all of its tokens."""
+    ids_BS, keep_BS = segments.array, keep_array(segments)
+    tokens_T, ids_T, rows_T = positions_BS[keep_BS], ids_BS[keep_BS], np.nonzero(keep_BS)[0]
+    inside = (ids_T[1:] == ids_T[:-1]) & (rows_T[1:] == rows_T[:-1])
+    steps, rows = np.diff(tokens_T.astype(np.float64))[inside], rows_T[1:][inside]
+    stand = set(rows.tolist()) - set(rows[steps != 0].tolist())
+    if bad := sorted({*rows[~(steps >= 0)].tolist(), *stand}):
+        rule = "Inside a sequence positions rise; these fall, or are one number for all of its tokens."
+        remedy = "Leave position_ids out: they follow from the mask. Or let each sequence count from 0."
+        said = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
+        raise CollateError(explain_rows("position_ids", said, rule, remedy))
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from collate_npu.arrays import Array, check_places
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.segments import Segments
 
 
@@ -44,11 +44,23 @@ def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
     None for offsets that are not so."""
     starts_N, ends_N = (np.array([span[i] for span in segments.spans], np.int64) for i in (1, 2))
     N = len(starts_N)
-    whole = segments.shape[0] == 1 and offsets.ndim == 1 and len(offsets) > N and offsets[-1] == segments.shape[1]
-    if not whole or offsets[0] or (np.diff(offsets) < 0).any() or segments.hole_rows:
+    if segments.shape[0] != 1 or len(offsets) <= N or offsets[-1] != segments.shape[1] or segments.hole_rows:
         return None
     fits = np.array_equal(offsets[:N], starts_N) and (ends_N <= offsets[1 : N + 1]).all()
     return np.diff(offsets).tolist() if fits else None
+
+
+def check_cuts(name: str, offsets: Array, segments: Segments) -> None:
+    """Raise unless each sequence of one flat row begins at an offset, and none stands inside it."""
+    _, starts_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
+    after_N = np.searchsorted(offsets, starts_N, side="right")
+    ends = np.append(offsets, -1)  # behind the last there is no room
+    bad_N = np.flatnonzero((offsets[after_N - 1] != starts_N) | (ends[after_N] < ends_N))
+    if len(bad_N):
+        bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
+        rule = f"A sequence begins at an offset, and none stands inside it; they are {offsets[:16].tolist()}."
+        remedy = "Pass the offsets of these sequences, or leave offsets out."
+        raise CollateError(explain_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree"))
 
 
 def aligned(lengths: Sequence[int], multiple: int) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, as_offsets, entries, host_array, host_tensor, once
-from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.arrays import Array, as_offsets, entries, host_array, host_tensor, length_rows, once
+from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes
 
@@ -85,10 +85,10 @@ class Sources(dict[str, Any]):
         told: dict[str, Array] = {}
         for held in ("packed_seq_params", "flash_attn_kwargs"):
             params = self.get(held)
-            for name in KEYS if params else ():
+            for name in KEYS if params is not None else ():
                 value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
                 if KEYS[name].role in _OFFSETS and value is not None:
-                    told[f"{held}.{name}"] = as_offsets(f"{held}.{name}", host_array(name, value))
+                    told[f"{held}.{name}"] = as_offsets(f"{held}.{name}", value)
         for role in _OFFSETS:
             told |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
         return told
@@ -108,12 +108,8 @@ class Sources(dict[str, Any]):
         if not self.named[role]:
             return None
         held = self[name := self.named[role][0]]
-        rows = held if isinstance(held, (list, tuple)) else np.atleast_1d(self.array(name)).tolist()
-        listed = [np.atleast_1d(host_array(name, row)) for row in rows]
-        odd = [b for b, row in enumerate(listed) if row.ndim != 1 or any(n % 1 for n in row.tolist())]
-        if bad := [(b, str(listed[b].tolist())[:80]) for b in odd]:
-            raise CollateError(explain_rows(name, bad, "Lengths of a row are whole numbers.", "Count the tokens again."))
-        return [[n for n in map(int, row.tolist()) if n != _NO_SEQUENCE] for row in listed]
+        rows = held if isinstance(held, (list, tuple)) else np.atleast_1d(self.array(name))
+        return length_rows(rows, name, filler=_NO_SEQUENCE)
 
     def text_positions(self, shape: tuple[int, int]) -> Array | None:
         """`[B, S]`: `text_position_ids`, two-dimensional `position_ids`, or the text row of `[4, B, S]`; else None."""

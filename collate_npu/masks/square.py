@@ -111,6 +111,11 @@ class Square:
         """bool `[high - low, S]`: query rows of one row of the batch."""
         return self._any_head(self._read(self._raw_BHQK[b, :, low:high]), 0)
 
+    def heads_differ(self) -> bool:
+        """Does a head attend other keys than the first?"""
+        heads = (self._read(self._raw_BHQK[b, :, low:high]) for b in range(self.shape[0]) for low, high in self.blocks())
+        return self._raw_BHQK.shape[1] > 1 and any(bool((x_HQK != x_HQK[:1]).any()) for x_HQK in heads)
+
     def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
         return self._raw_BHQK[b, 0, low:high]
 

@@ -7,6 +7,7 @@ stand in the row (the pair of Megatron's core/packed_seq_params.py). Costs one c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, cast
@@ -17,9 +18,13 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, whole_number
 from collate_npu.checked import checked
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.keys import KEYS, TOKENS, Key, with_role
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.keys import KEYS, TOKENS, Key, of_kind
+from collate_npu.masks.find import agreed, check_known
+from collate_npu.masks.offsets import kept_apart
 from collate_npu.masks.places import aligned
+from collate_npu.masks.sources import Sources, misfit
+from collate_npu.outputs import check_held
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.segments import Segments
 
@@ -34,9 +39,11 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
     >>> cu_seqlens_of({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]}).tolist()
     [0, 4, 8]
     """
-    for key in (*with_role(batch, "padded_offsets"), *with_role(batch, "offsets")):
-        if (value := batch[key]) is not None:
-            return value if isinstance(value, Tensor) else host_tensor(key, value)
+    sources = Sources.of(batch)
+    if sources.offsets:
+        name, physical, _ = kept_apart(sources.offsets)
+        value = sources.get(name)
+        return value if isinstance(value, Tensor) and value.ndim == 1 else torch.from_numpy(physical)
     if segments is not None and segments.shape[0] == 1 and segments.padding_side == "none":
         return segments.cu_seqlens
     return None
@@ -70,30 +77,58 @@ def pad_documents(
     >>> batch["input_ids"].tolist(), batch["cu_seqlens_padded"].tolist(), segments.num_padding
     ([[1, 2, 3, 0, 4, 5, 0, 0]], [0, 4, 8], 3)
     """
-    offsets = cu_seqlens_of(batch, segments)
-    if offsets is None:
-        rule = "Documents are told apart by their offsets."
-        raise CollateError(explain("cu_seqlens", "None", rule, "Keep cu_seq_lens_q in the batch, or pass segments."))
-    lengths_N, starts_N = _real_documents(offsets, segments)
+    sources = Sources.of(batch)
+    _check_kinds(sources)
+    if segments is None:
+        segments = agreed(sources, polarity=None, pattern=None, padding_free=True)
+    else:
+        check_known(sources, segments)
+    if segments.shape[0] != 1 or segments.hole_rows:
+        rule = "Documents stand in one flat row, the padding of each at its end."
+        raise CollateError(explain("segments", repr(segments), rule, "unpad() the row first."))
+    lengths_N, starts_N = (
+        np.array(segments.sequence_lengths, np.int64),
+        np.array(segments.spans, np.int64).reshape(-1, 3)[:, 1],
+    )
     each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
     each = lcm(whole_number("multiple", multiple, least=1), each)
     check_places("multiple", each * len(lengths_N), "Each document is padded to it: a chunk is 64.")
     places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
     places_N[-1:] += -places_N.sum() % lcm(each, whole)
-    plan = _Plan.of(int(offsets[-1]), lengths_N, starts_N, places_N)
+    plan = _Plan.of(segments.shape[1], lengths_N, starts_N, places_N)
     pad_token_id = whole_number("pad_token_id", pad_token_id, least=-(1 << 63))
     keys = with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
-    out = {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}
+    out = {key: plan.moved(key, value, keys.get(key)) for key, value in sources.items()}
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
-    for key in with_role(batch, "offsets", "padded_offsets"):
-        if isinstance(batch[key], Tensor):  # kernels that take cu_seq_lens_q have no padded ones beside it
-            out[key] = (padded if key.endswith("padded") or key.startswith("cu_seq_lens") else real).to(batch[key].device)
-    for key in with_role(batch, "longest"):
-        if batch[key] is not None:
-            longest = int(places_N.max())
-            out[key] = torch.full_like(batch[key], longest) if isinstance(batch[key], Tensor) else longest
+    for key in (*sources.named["offsets"], *sources.named["padded_offsets"]):
+        # kernels that take cu_seq_lens_q have no padded ones beside it
+        told = padded if key.endswith("padded") or key.startswith("cu_seq_lens") else real
+        out[key] = told.to(batch[key].device) if isinstance(batch[key], Tensor) else told
+    longest = int(places_N.max(initial=0))
+    for key in (*sources.named["longest"], *sources.named["tail"]):
+        value = longest if key in sources.named["longest"] else 0
+        out[key] = torch.full_like(batch[key], value) if isinstance(batch[key], Tensor) else value
+    for key in (*sources.named["lengths"], *sources.named["padded_lengths"]):
+        if sources.array(key).size > 1 or len(lengths_N) == 1:  # else one number of the whole row
+            sizes = torch.from_numpy(places_N if key.endswith("padded") else lengths_N).view(
+                -1, *[len(lengths_N)] * (sources.array(key).ndim > 1)
+            )
+            out[key] = sizes.to(batch[key]) if isinstance(batch[key], Tensor) else sizes.tolist()
     out |= {"cu_seqlens": real, "cu_seqlens_padded": padded}
     return out, plan.segments
+
+
+def _check_kinds(sources: Sources) -> None:
+    """Raise for what says where tokens stand, and cannot be built again here."""
+    for key, full in sources.masks.items():
+        if full.ndim > 2:
+            remedy = "Leave it out and build dense(segments) from what pad_documents returns."
+            raise UnsupportedFormError(explain(key, shape_of(full), "A dense mask is not padded by document.", remedy))
+    if old := [key for key in of_kind(sources, "offsets") if KEYS[key].role is None and sources[key] is not None]:
+        rule = "It holds offsets of the row as it was."
+        raise CollateError(
+            explain(old[0], f"a {type(sources[old[0]]).__name__}", rule, "Leave it out, and build it afterwards.")
+        )
 
 
 def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
@@ -112,6 +147,18 @@ def place_documents(
     return {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}, plan.segments
 
 
+def as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -> Any:
+    """A list or an array of tokens as a tensor; under a key that nobody knows, one of numbers that begins `[B, S]`."""
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        return value
+    if rule is not None:
+        return value if rule.share == "replicate" else host_tensor(key, value)
+    with suppress(CollateError):
+        held = host_tensor(key, value)
+        return held if isinstance(value, np.ndarray) or tuple(held.shape[:2]) == shape else value
+    return value
+
+
 def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     """A jagged tensor `[N, j, ...]` of documents that stand side by side in `values`."""
     nested: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
@@ -126,25 +173,6 @@ def jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
         raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
     offsets: Tensor = cast(Any, x).offsets()
     return offsets
-
-
-def _real_documents(offsets: Tensor, segments: Segments | None) -> tuple[Array, Array]:
-    """Real length and start of each document that has a real token; padding must stand at a document's end."""
-    bounds = offsets.cpu().numpy().astype(np.int64)
-    starts_N, lengths_N = bounds[:-1], np.diff(bounds)
-    if segments is not None:
-        if segments.shape != (1, bounds[-1]):
-            rule = f"The offsets speak of one flat row of {bounds[-1]} tokens."
-            raise CollateError(explain("segments", repr(segments), rule, "Pass the Segments of this very row."))
-        keep_S = segments.keep[0].numpy()
-        before_S = np.concatenate([[0], np.cumsum(keep_S)])
-        lengths_N = before_S[bounds[1:]] - before_S[bounds[:-1]]
-        places = enumerate(zip(starts_N, lengths_N, strict=True))
-        bad = [(n, f"{k} real tokens, not at its start") for n, (a, k) in places if not keep_S[a : a + k].all()]
-        if bad:
-            rule = "A document's padding stands at its end."
-            raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, "unpad() the row first."))
-    return lengths_N[lengths_N > 0], starts_N[lengths_N > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +198,22 @@ class _Plan:
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         """One key of the batch in the new row; keys without a token dimension come back as they are."""
-        rule = rule or (TOKENS if isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.width) else None)
-        if not isinstance(value, Tensor) or rule is None or rule.share == "replicate":
+        held = as_tensor(key, value, rule, (1, self.width))
+        rule = rule or (TOKENS if isinstance(held, Tensor) and tuple(held.shape[:2]) == (1, self.width) else None)
+        if not isinstance(held, Tensor) or rule is None or rule.share == "replicate":
             return value
-        targets = rule.role == "labels" and value.is_floating_point()
-        if rule.or_sample and (targets or tuple(value.shape[:2]) != (1, self.width)):
+        targets = rule.role == "labels" and held.is_floating_point()
+        if rule.or_sample and (targets or held.ndim == 1 or held.shape[1] == 1 != self.width):
             return value  # of whole samples: classes [B], or float targets
-        if rule.share == "rows" and value.ndim != 2:
-            remedy = "Leave it out and build dense(segments) from what pad_documents returns."
-            raise UnsupportedFormError(explain(key, shape_of(value), "A dense mask is not padded by document.", remedy))
-        dim = (1 if rule.share == "rows" else rule.dim) % value.ndim
-        held = value if value.shape[dim] else value.new_zeros([1 if d == dim else n for d, n in enumerate(value.shape)])
-        taken = held.index_select(dim, self.source.to(value.device))
-        steps = self.steps.to(value.device).view([-1 if d == dim else 1 for d in range(value.ndim)])
+        dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
+        if held.layout is not torch.strided or not held.ndim or held.shape[dim] != self.width:
+            raise misfit(key, shape_of(held), (1, self.width))
+        held = held if self.width else held.new_zeros([1 if d == dim else n for d, n in enumerate(held.shape)])
+        taken = held.index_select(dim, self.source.to(held.device))
+        steps = self.steps.to(held.device).view([-1 if d == dim else 1 for d in range(held.ndim)])
         if rule.fill == "next":
-            return taken + steps.to(value.dtype)
-        return taken if isinstance(rule.fill, str) else taken.masked_fill(steps > 0, rule.fill)
+            return taken + steps.to(held.dtype)
+        if isinstance(rule.fill, str):
+            return taken
+        check_held(key, rule.fill, held.dtype)
+        return taken.masked_fill(steps > 0, rule.fill)

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.masks.places import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.documents import jagged, jagged_cu_seqlens
@@ -68,7 +71,9 @@ def gather_sequence(
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
             _check_shape(output, shard.shape, cp, segments, dim)
-            offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # one look at the device
+            offsets = None if offsets is None else as_offsets("cu_seqlens", offsets).tolist()  # one look at the device
+            if segments is not None and offsets is not None and segments.shape[0] == 1:
+                check_cuts("cu_seqlens", np.array(offsets), segments)
             facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
             facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
             facts["documents"] = partial(digest_offsets, offsets)
@@ -131,8 +136,8 @@ def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segment
 
 
 def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:
-    if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each rank
-        cu_seqlens = cu_seqlens.tolist()
+    if cu_seqlens is not None:  # one look at the device, not one for each rank
+        cu_seqlens = as_offsets("cu_seqlens", cu_seqlens).tolist()
     pieces = []
     for rank in range(cp.size):
         at = 0

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import as_offsets, host_array, whole_number
+from collate_npu.arrays import as_offsets, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.parallel.groups import check_group, megatron_group, mesh_group
@@ -170,7 +170,7 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    if cp.documents:
+    if cp.documents or cu_seqlens is not None:
         return _own(query_runs(width, cp, cu_seqlens), width, cp)
     return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
 
@@ -218,6 +218,8 @@ def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
     """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
     _check_width(width, cp)
+    if cu_seqlens is not None:
+        as_offsets("cu_seqlens", cu_seqlens)
     bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
     at, runs, multiple, chunks = cp.rank // cp.ulysses_size, list[Run](), cp.document_multiple, cp._chunks
     for start, stop in bounds:
@@ -262,23 +264,13 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         rule = f"The layout {cp.layout} shares out each document, so it needs their offsets."
         remedy = "Pass cu_seqlens, or leave cu_seq_lens_q (cu_seqlens_padded) in the batch."
         raise CollateError(explain("cu_seqlens", "None", rule, remedy))
-    bounds = list(pairwise(row_offsets("cu_seqlens", cu_seqlens, width)))
+    bounds = list(pairwise(as_offsets("cu_seqlens", cu_seqlens, width, whole=True).tolist()))
     multiple = cp.document_multiple
     bad = [(n, f"{stop - start} tokens") for n, (start, stop) in enumerate(bounds) if (stop - start) % multiple]
     if bad:
         rule = f"{cp.layout} over {cp.size} ranks takes documents of a multiple of {multiple} tokens."
         remedy = f"pad_documents(batch, cp) pads each to {multiple} and carries the real lengths."
         raise CollateError(explain_rows("cu_seqlens (rows are documents)", bad, rule, remedy, more="shard-width"))
-    return bounds
-
-
-def row_offsets(name: str, offsets: Tensor | Sequence[int], width: int) -> tuple[int, ...]:
-    """Offsets of one flat row on the host; raises where they are not those of the whole row."""
-    bounds = tuple(as_offsets(name, host_array(name, offsets)).tolist())
-    if bounds[-1] != width:
-        rule = f"Offsets are of the whole row of {width} tokens: 0 first, {width} last, never falling."
-        remedy = "Pass those of the unsplit row, the tail counted (alone, or with the last): no rank's own, ends or lengths."
-        raise CollateError(explain(name, str(list(bounds[:16])), rule, remedy))
     return bounds
 
 

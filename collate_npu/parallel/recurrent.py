@@ -21,7 +21,6 @@ row_zigzag MindSpeed-LLM c77308a1 fsdp2/distributed/context_parallel/gdn_context
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -29,10 +28,11 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from collate_npu.arrays import as_offsets, host_array
+from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.parallel.layout import ContextParallel, Layout, Run, row_offsets, token_runs
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.masks.places import check_cuts
+from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
 
 RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]
@@ -130,7 +130,7 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
 
         0 4 12   ->   0 4 6, 0 before   |   0 6, 2 before
     """
-    bounds = tuple(as_offsets("offsets", host_array("offsets", offsets)).tolist())
+    bounds = tuple(as_offsets("offsets", offsets).tolist())
     (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
     if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(set(bounds)) - 1):
         rule = "State goes from rank to rank in contiguous slices of the row."
@@ -161,12 +161,6 @@ def _checked_offsets(offsets: Offsets | None, segments: Segments) -> tuple[int, 
         raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
     if offsets is None:
         return tuple(sorted({0, S, *(start for _, start, _ in segments.spans)}))
-    bounds = row_offsets("offsets", offsets, S)
-    after = [bisect_right(bounds, start) for _, start, _ in segments.spans]
-    right = [bounds[k - 1] == a and bounds[k] >= b for k, (_, a, b) in zip(after, segments.spans)]
-    bad = [(n, f"tokens {a} to {b - 1}") for n, (_, a, b) in enumerate(segments.spans) if not right[n]]
-    if bad:
-        rule = f"A sequence begins at an offset, and none stands inside it; they are {list(bounds[:16])}."
-        remedy = "Pass the offsets of these sequences, or leave offsets out."
-        raise CollateError(explain_rows("offsets (rows are sequences)", bad, rule, remedy))
-    return bounds
+    bounds = as_offsets("offsets", offsets, S, whole=True)
+    check_cuts("offsets", bounds, segments)
+    return tuple(bounds.tolist())

@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import entries, host_array, host_tensor
+from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
+from collate_npu.masks.find import check_known
+from collate_npu.masks.offsets import kept_apart
+from collate_npu.masks.places import check_cuts
+from collate_npu.masks.sources import Sources
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
-from collate_npu.parallel.documents import cu_seqlens_of, jagged, jagged_cu_seqlens
+from collate_npu.parallel.documents import as_tensor, cu_seqlens_of, jagged, jagged_cu_seqlens
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
 
@@ -55,18 +59,33 @@ def split_batch(
     >>> split_batch(batch, ContextParallel(2, 0))["attention_mask_2d"].tolist()
     [[False, False, True, True]]
     """
+    with ranks_agree(cp, call="split"):
+        sources = Sources.of(batch)
+        if segments is not None and sources.named["tokens"] and not _is_nested(sources[sources.named["tokens"][0]]):
+            check_known(sources, segments)
+        return share_out(sources, cp, segments=segments, cu_seqlens=cu_seqlens, keys=keys)
+
+
+@uncompiled
+def share_out(
+    batch: Mapping[str, Any],
+    cp: ContextParallel,
+    *,
+    segments: Segments | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    keys: Mapping[str, Key] = KEYS,
+) -> dict[str, Any]:
+    """`split_batch` of a batch that is known to be that of its Segments."""
     with ranks_agree(cp, call="split") as facts:
-        batch = entries(batch)
-        facts |= batch_facts(batch, segments, keys=keys) if cp.group is not None else {}
-        if cu_seqlens is None:
-            cu_seqlens = cu_seqlens_of(batch, segments if cp.documents else None)
-        if isinstance(cu_seqlens, Tensor):  # one look at the device, not one for each use
-            cu_seqlens = host_array("cu_seqlens", cu_seqlens).reshape(-1).tolist()
-        facts["documents"] = partial(digest_offsets, cu_seqlens)
-        shard = _Shard.of(cp, _shape(batch, segments), cu_seqlens)
+        sources = Sources.of(batch)
+        facts |= batch_facts(sources, segments, keys=keys) if cp.group is not None else {}
+        shape = _shape(sources, segments)
+        offsets = _offsets(sources, shape, cp, segments, cu_seqlens)
+        facts["documents"] = partial(digest_offsets, offsets)
+        shard = _Shard.of(cp, shape, offsets)
         out: dict[str, Any] = {}
         problems: list[CollateError] = []
-        for key, value in batch.items():
+        for key, value in sources.items():
             try:
                 out[key] = shard.of_key(key, value, keys.get(key))
             except CollateError as error:
@@ -96,17 +115,18 @@ def split_tensor(
     return take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
 
 
-def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, int]:
+def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
     """Rows and width, off the first key that has them; the Segments must speak of the same."""
     tokens, positions = with_role(batch, "tokens"), of_kind(batch, "positions")
     for key in (*tokens, *positions, *with_role(batch, "labels", "segment_ids", "keep")):
         value = batch[key]
-        if not isinstance(value, Tensor) or not (value.is_nested or value.ndim >= 2):
-            continue
-        if value.is_nested:
+        if _is_nested(value):
             B, S = 1, value.values().shape[0]
         else:
-            B, S = value.shape[-2:] if KEYS[key].kind == "positions" else value.shape[:2]
+            size = () if value is None else value.shape if isinstance(value, Tensor) else batch.array(key).shape
+            if len(size) < 2:
+                continue
+            B, S = size[-2:] if KEYS[key].kind == "positions" else size[:2]
         if segments is not None and segments.shape != (B, S):
             rule = f"The segments speak of {list(segments.shape)} (rows, width)."
             raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
@@ -115,6 +135,30 @@ def _shape(batch: Mapping[str, Any], segments: Segments | None) -> tuple[int, in
         return segments.shape
     rule = "The width is read off input_ids, positions, labels or a mask of tokens."
     raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
+
+
+def _offsets(
+    batch: Sources, shape: tuple[int, int], cp: ContextParallel, segments: Segments | None, given: Any
+) -> list[int] | None:
+    """Where documents stand: as given, which must fit what the batch says, or by the batch."""
+    if given is None:
+        found = cu_seqlens_of(batch, segments if cp.documents else None) if cp.documents or shape[0] == 1 else None
+        return None if found is None else as_offsets("cu_seqlens", found).tolist()
+    offsets = as_offsets("cu_seqlens", given, shape[1] if shape[0] == 1 else None)
+    if segments is not None and shape[0] == 1:
+        check_cuts("cu_seqlens", offsets, segments)
+    if batch.offsets:
+        name, held, _ = kept_apart(batch.offsets)
+        real = held[-1] < offsets[-1] and len(held) == len(offsets) and (np.diff(held) <= np.diff(offsets)).all()
+        if not real and not np.array_equal(held, offsets):
+            rule = f"{name} of the batch is {held[:16].tolist()}."
+            remedy = "Pass the offsets by which documents stand in this row, or none: the batch has them."
+            raise CollateError(explain("cu_seqlens", str(offsets.tolist())[:80], rule, remedy, more="sources-disagree"))
+    return offsets.tolist()  # type: ignore[no-any-return]
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +171,13 @@ class _Shard:
     queries: tuple[Run, ...]
 
     @classmethod
-    def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Tensor | Sequence[int] | None) -> _Shard:
+    def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Sequence[int] | None) -> _Shard:
         """Raises `UnsupportedFormError` where the layout takes one flat row, or would cut across its sequences."""
         B, S = shape
         if cp.documents and B != 1:
             rule = f"{cp.layout} shares out the documents of one flat row [1, S]."
             raise UnsupportedFormError(explain("batch", f"{B} rows", rule, "Collate padding_free, or use layout='zigzag'."))
-        if cp.size > 1 and cp != cp.for_documents() and cu_seqlens is not None and B == 1 and len(cu_seqlens) > 2:
+        if cp.size > 1 and cp != cp.for_documents() and cu_seqlens is not None and B == 1 and len(set(cu_seqlens)) > 2:
             rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
             got = f"{len(cu_seqlens) - 1} documents in one flat row"
             raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))
@@ -145,8 +189,7 @@ class _Shard:
             return self.of_mask(key, value)
         if rule is not None and rule.share == "replicate":
             return value
-        if isinstance(value, np.ndarray if rule is None else (list, tuple, np.ndarray)):
-            value = host_tensor(key, value)
+        value = as_tensor(key, value, rule, self.shape)
         if not isinstance(value, Tensor):
             return value
         if value.is_nested:

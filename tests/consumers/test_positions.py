@@ -53,7 +53,7 @@ def test_a_model_that_counts_from_two_is_given_them_so():
     model = Model(config=SimpleNamespace(), positions="places", first_position=2, needs_mask_2d=False)
     for counted in (False, True):
         assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}, counted), LEFT.position_ids + 2)
-    own = {"position_ids": torch.full((2, 4), 7), "text_position_ids": LEFT.position_ids}
+    own = {"position_ids": LEFT.position_ids + 7, "text_position_ids": LEFT.position_ids}
     assert given(model, LEFT, own, counted=True) is own["position_ids"]
 
 

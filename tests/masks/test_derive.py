@@ -41,11 +41,27 @@ def test_transformers_of_old_pads_by_one_and_cannot_be_read():
 # --- shapes
 
 
-def test_a_key_is_real_if_any_head_uses_it():
-    heads = torch.cat([dense(LEFT, pattern=Pattern.sliding(1)), dense(LEFT)], dim=1)
-    assert derive_segments(heads) == LEFT
-    assert derive_segments(heads.flip(1)) == LEFT
-    assert derive_segments(additive(heads, -torch.inf)) == LEFT
+HEADS = {
+    "a window in one": torch.cat([dense(LEFT, pattern=Pattern.sliding(1)), dense(LEFT)], dim=1),
+    "left in one, right in another": torch.cat([dense(LEFT), dense(RIGHT)], dim=1),
+    "packed in one": torch.cat([dense(Segments([[1, 1, 2]] * 2)), dense(Segments.from_lengths([3, 3]))], dim=1),
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_that_differ_have_no_truth_of_all(heads):
+    for full in (HEADS[heads], ~HEADS[heads].flip(1), additive(HEADS[heads], -torch.inf)):
+        with pytest.raises(AmbiguousMaskError, match="not the same for every head"):
+            derive_segments(full)
+    valued = additive(dense(LEFT).expand(-1, 2, -1, -1), -torch.inf) + torch.tensor([0.0, -1.0])[:, None, None]  # ALiBi
+    assert derive_segments(valued) == LEFT
+
+
+@pytest.mark.parametrize("full", [[[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [1, 2, 2]], [[True, False]] * 2 + [[False, False]]])
+def test_a_row_without_a_token_is_declared(full):
+    with pytest.raises(PolarityError, match="no real token"):
+        derive_segments(full)
+    assert 0 in derive_segments(full, polarity="keep").row_lengths  # the remedy
 
 
 def test_biases_of_keys_need_no_declaration():

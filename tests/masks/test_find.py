@@ -390,12 +390,12 @@ def test_a_row_of_padding_that_attends_itself_is_refused_beside_a_full_one():
 
 @pytest.mark.parametrize("tail", [2, 3, 5])
 def test_the_tail_of_a_flat_row_is_no_sequence(tail):
-    """TRL pads a flat row to a multiple: positions 0, the pad id, no labels. VeOmni's offsets take it for one more."""
+    """VeOmni's offsets take it for one more, at position 0. TRL's, by positions alone, may be samples of one token each."""
     told = Segments.from_lengths([[3, 2]], width=5 + tail)
     ids, labels = [11, 12, 13, 14, 15, *[9] * tail], [-100, 12, 13, -100, 15, *[-100] * tail]
     batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
     batch |= {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *[0] * tail]])}
-    assert segments_from_batch(batch, padding_free=True) == told
+    assert segments_from_batch(batch, padding_free=True).lengths == ((3, 2, *[1] * tail),)
     offsets = torch.tensor([0, 3, 5, 5 + tail], dtype=torch.int32)
     assert segments_from_batch({**batch, "cu_seq_lens_q": offsets}, padding_free=True) == told
     with pytest.raises(CollateError, match="position_ids"):  # a mask that calls the tail real speaks against it

@@ -137,13 +137,13 @@ OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
 @pytest.mark.parametrize(
     ("changed", "segments", "error", "words"),
     [
-        ({}, None, CollateError, "told apart"),
+        ({}, None, CollateError, "Nothing says where one sequence"),
         *(
             (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "dense mask is not padded")
             for shape in ((1, 1, 8, 8), (1, 8, 8))
         ),
-        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "padding stands at its end"),
-        (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "one flat row of 8"),
+        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "A sequence begins at an offset"),
+        (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "segments: got"),
     ],
 )
 def test_what_cannot_be_padded(changed, segments, error, words):

@@ -34,8 +34,9 @@ from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_e
 from collate_npu.masks.polarity import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree, split_batch
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree
 from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments, ready
 
@@ -119,7 +120,7 @@ def _made(
     if "labels" in row and unwrap(model).training:
         refuse_no_target(row["labels"], segments, config, cp, offsets)
     if cp is not None:
-        inputs = split_batch(inputs, cp, segments=segments, cu_seqlens=offsets)
+        inputs = share_out(inputs, cp, segments=segments, cu_seqlens=offsets)
     device = row["input_ids"].device
     if padding_free:
         counts, ranks = takes_places(model), cp or ContextParallel(1, 0)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import once, whole_number
+from collate_npu.arrays import host_array, once, whole_number
 from collate_npu.checked import wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 
@@ -146,7 +146,7 @@ class AttentionCall:
 def _integers(name: str, values: Any) -> tuple[int, ...] | None:
     if values is None:
         return None
-    values = values.tolist() if hasattr(values, "tolist") else values
+    values = host_array(name, values).tolist() if hasattr(values, "tolist") else values
     if isinstance(values, Sequence) and not isinstance(values, str):
         return tuple(_integer(name, n) for n in values)
     rule = "The operator takes a list of whole numbers on the host."

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_array, whole_number
+from collate_npu.arrays import Array, as_offsets, whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.places import fitting_places, with_tail
@@ -76,11 +76,12 @@ def flat_offsets(
 
 def _given(physical: Values, segments: Segments) -> tuple[int, ...]:
     """The offsets that a batch carries, without the empty sequences that attention alone takes."""
-    places = fitting_places(host_array("padding", physical), segments)
+    offsets = as_offsets("padding", physical)
+    places = fitting_places(offsets, segments)
     if places is None:
         rule = "Physical offsets begin at 0, end at the width of one flat row, and each sequence begins at one."
         remedy = "Pass cu_seqlens_padded of this very batch, or 'own'."
-        raise UnsupportedFormError(explain("padding", str(host_array("padding", physical).tolist())[:80], rule, remedy))
+        raise UnsupportedFormError(explain("padding", str(offsets.tolist())[:80], rule, remedy))
     return (0, *np.cumsum([place for place in places if place]).tolist())
 
 
@@ -133,11 +134,8 @@ def chunk_indices(offsets: Sequence[int], chunk_size: int) -> Array:
 
 def chunk_offsets(offsets: Sequence[int], chunk_size: int) -> Array:
     """int64 `[N + 1]`: the number of the first chunk of each sequence, and of all chunks."""
-    array, size = host_array("offsets", offsets), whole_number("chunk_size", chunk_size, least=1)
-    if array.ndim != 1 or array.dtype.kind != "i" or len(array) < 2 or array[0] != 0 or (np.diff(array) < 0).any():
-        rule = "They are whole numbers: 0, then where each sequence ends, never falling."
-        raise CollateError(explain("offsets", str(array.tolist())[:80], rule, "Take them from flat_offsets(segments)."))
-    chunks_N = -(-np.diff(array.astype(np.int64)) // size)  # the last one may be short
+    array, size = as_offsets("offsets", offsets), whole_number("chunk_size", chunk_size, least=1)
+    chunks_N = -(-np.diff(array) // size)  # the last one may be short
     return np.concatenate([[0], np.cumsum(chunks_N)]).astype(np.int64)
 
 

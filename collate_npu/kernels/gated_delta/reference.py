@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from collate_npu.arrays import host_array
+from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 
@@ -85,10 +85,9 @@ def row_offsets(cu_seqlens: Tensor | Sequence[int] | None, B: int, T: int) -> tu
     """The offsets of a call on the host, `(0, T)` without any. Raises for what means no sequences of one row of T tokens."""
     if cu_seqlens is None:
         return 0, T
-    offsets = tuple(int(end) for end in host_array("cu_seqlens", cu_seqlens).reshape(-1))
-    falls = any(a > b for a, b in pairwise(offsets))
-    if B != 1 or len(offsets) < 2 or offsets[0] != 0 or falls or offsets[-1] > T:
-        rule = f"They are 0, then the end of each sequence, never falling; the call has {B} rows of {T} tokens."
+    offsets = tuple(as_offsets("cu_seqlens", cu_seqlens, T).tolist())
+    if B != 1 or len(offsets) < 2:
+        rule = f"They are 0, then the end of each sequence of one row; the call has {B} rows of {T} tokens."
         remedy = "Take them from gated_delta_kwargs(segments, kernel='fla')."
         raise CollateError(explain("cu_seqlens", str(list(offsets))[:80], rule, remedy))
     return offsets
