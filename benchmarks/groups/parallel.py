@@ -14,6 +14,7 @@ from benchmarks.timing import Case, Contestant
 from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, join_shards, query_rows, split_batch, split_tensor
+from collate_npu.parallel.agreement import batch_facts
 
 RANK = 1
 COPY = "copy of as many bytes"
@@ -28,6 +29,7 @@ def cases(quick: bool) -> Iterator[Case]:
     yield by_document()
     yield joined(8, 131072)
     yield batch_of_four(8, 131072)
+    yield compared(8, 4096, 256)
     if not quick:
         yield own_rows()
 
@@ -81,6 +83,17 @@ def batch_of_four(B: int, S: int) -> Case:
     floor = Contestant(COPY, lambda _: [x.clone() for x in copied], against="floor")
     ours = Contestant("ours", lambda batch: split_batch(batch, cp, segments=segments), lambda: dict(batch))
     return Case("parallel", f"batch of 4 keys [{B}, {S}], cp 8", ours, [floor])
+
+
+def compared(B: int, S: int, H: int) -> Case:
+    """What ranks that share rows tell each other of a batch with vectors, before they exchange it, against its copy."""
+    x = torch.randn(B, S, H)
+    batch = {"inputs_embeds": x, "labels": torch.randint(0, 1000, (B, S))}
+
+    def told(_: Any) -> list[str]:
+        return [value if isinstance(value, str) else value() for value in batch_facts(batch, None).values()]
+
+    return Case("parallel", f"facts of vectors [{B}, {S}, {H}]", Contestant("ours", told), [_copy(x)])
 
 
 def own_rows() -> Case:

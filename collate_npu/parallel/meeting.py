@@ -36,9 +36,11 @@ Heard = dict[int, dict[str, Any]]
 
 @dataclass(slots=True)
 class Meeting:
-    """The talk of `ranks`, one of which is this process, for as long as their world exists."""
+    """The talk of the ranks of one group, one of which is this process, for as long as the group exists."""
 
     ranks: tuple[int, ...]
+    name: str
+    """torch's of this group: another group of the same ranks has another, and meets by itself."""
     session: str = ""
     turn: Lock = field(default_factory=Lock)
     streams: dict[str, Stream] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class Meeting:
         return f"collate_npu/{self.session}/{stream}/{number % _PLACES}/{rank}"
 
     def _place(self, what: str, rank: int) -> str:
-        return f"collate_npu/{'-'.join(map(str, self.ranks))}/{what}/{rank}"
+        return f"collate_npu/{self.name}/{'-'.join(map(str, self.ranks))}/{what}/{rank}"
 
 
 @dataclass(slots=True)
@@ -135,14 +137,13 @@ class Stream:
     """Why this rank gave up its last call, where that was before the meeting had a name."""
 
 
-_MEETINGS: WeakKeyDictionary[Any, dict[tuple[int, ...], Meeting]] = WeakKeyDictionary()
-"""By the world they are of: a world that is made again begins afresh."""
+_MEETINGS: WeakKeyDictionary[Any, Meeting] = WeakKeyDictionary()
+"""By their group: one that is made again begins afresh."""
 
 
 def meeting_of(group: Any) -> Meeting:
-    """The meeting of these ranks in the world of today."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(ranks, Meeting(ranks))
+    """The meeting of this group: two threads with a group each, of the same ranks, do not wait for each other."""
+    return _MEETINGS.setdefault(group, Meeting(tuple(dist.get_process_group_ranks(group)), group.group_name))
 
 
 @contextmanager

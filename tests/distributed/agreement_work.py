@@ -267,6 +267,9 @@ def kinds_of_truth() -> dict[str, str]:
         "loss mask": {"loss_mask": keep.float()},
         "a list": {"labels": [list(range(S))] * (1 + last) + [[0] * S] * (1 - last)},
         "a number": {"max_length_q": S - last},
+        "vectors": {
+            "inputs_embeds": torch.arange(2.0 * S).view(2, S, 1).flip(0) if last else torch.arange(2.0 * S).view(2, S, 1)
+        },
     }
     said = {name: split_says({"input_ids": ids, **keys}, cp) for name, keys in odd.items()}
     said["a table"] = split_says({"input_ids": ids, "w": keep}, cp, keys={**KEYS, "w": SAMPLE if last else TOKENS})
@@ -295,22 +298,24 @@ def gives_up_first(seconds: float) -> list[Any]:
     return found
 
 
-def two_threads(seconds: float, steps: int) -> list[Any]:
-    """Two threads gather on one group, each in one order on all ranks. What is not their own, and what they say."""
-    cp = ContextParallel.from_group(dist.new_group(timeout=timedelta(seconds=seconds)))
+def two_threads(seconds: float, steps: int, groups: int) -> list[Any]:
+    """Two threads gather, on one group or on one each, in one order of calls a thread; ranks are late in the other thread
+    first. What is not their own, and what they say."""
+    cps = [ContextParallel.from_group(dist.new_group(timeout=timedelta(seconds=seconds))) for _ in range(groups)]
     found: list[Any] = []
 
-    def gather(first: int) -> None:
+    def gather(thread: int) -> None:
+        sleep(0.2 * (groups > 1 and (thread + dist.get_rank()) % 2))
         try:
-            for n in range(first, first + steps):
+            for n in range(1000 * thread, 1000 * thread + steps):
                 sleep(0.002 * ((n + dist.get_rank()) % 2))
-                held = gather_sequence(torch.full((1, 2), float(n)), cp).unique().tolist()
+                held = gather_sequence(torch.full((1, 2), float(n)), cps[thread % groups]).unique().tolist()
                 if held != [float(n)]:
                     found.append(held)
         except CollateError as error:
             found.append(str(error))
 
-    worker = threading.Thread(target=gather, args=(1000,))
+    worker = threading.Thread(target=gather, args=(1,))
     worker.start()
     gather(0)
     worker.join()

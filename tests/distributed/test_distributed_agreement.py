@@ -156,8 +156,12 @@ def test_who_comes_late_to_a_first_call_that_others_gave_up_is_told():
 
 
 def test_two_threads_that_gather_on_one_group_mix_nothing(pair):
-    for found in pair(work.two_threads, 1, 50, seconds=30):
+    for found in pair(work.two_threads, 1, 50, 1, seconds=30):
         assert all("no word of ranks" in text for text in found), found
+
+
+def test_two_threads_with_a_group_each_wait_for_nobody(pool):
+    assert pool(work.two_threads, 5, 20, 2, seconds=30) == [[]] * pool.size
 
 
 def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(pool):

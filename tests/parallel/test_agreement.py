@@ -83,6 +83,7 @@ def test_what_is_said_of_a_batch():
     assert facts["attention_mask"] == "None"
     assert facts["segments"] == "[2, 3]"
     assert "the values of inputs_embeds" not in facts  # two ranks may round them apart
+    assert facts["a sum of inputs_embeds"]() == "0 within 0"
     other = batch_facts(batch | {"input_ids": SEGMENTS.ids.long() + 1}, Segments.from_lengths([3, 3]))
     for name in ("truth", "the values of input_ids"):
         assert facts[name]() != other[name]()
@@ -117,11 +118,35 @@ def test_whole_numbers_of_tokens_are_compared(key, value, other):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "other"), [("inputs_embeds", [[[1.0]]], [[[1.1]]]), ("num_samples", [3], [4]), ("worker", [0], [1])]
+    ("key", "value", "other"), [("num_samples", [3], [4]), ("worker", [0], [1]), ("pixel_values", [[1.0]], [[2.0]])]
 )
 def test_what_healthy_ranks_may_hold_apart_is_not_compared(key, value, other):
     facts = [told(batch_facts({key: torch.tensor(each)}, None)) for each in (value, other)]
     assert facts[0] == facts[1]
+
+
+DRAWN = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
+FLOATS = {
+    "vectors, two rows swapped": ("inputs_embeds", DRAWN, lambda x: x[[1, 0, 2, 3]]),
+    "vectors, two tokens swapped": ("inputs_embeds", DRAWN, lambda x: x[:, [1, 0, *range(2, 8)]]),
+    "vectors, turned inside": ("inputs_embeds", DRAWN.bfloat16(), lambda x: x.flip(-1)),
+    "vectors without a mean": ("inputs_embeds", DRAWN - DRAWN.mean(-1, keepdim=True), lambda x: x[[1, 0, 2, 3]]),
+    "float labels": ("labels", DRAWN[:, 0, 0], lambda x: x.flip(0)),
+    "weights": ("loss_scale", DRAWN[..., 0].abs(), lambda x: x[[0, 1, 3, 2]]),
+    "advantages": ("advantages", DRAWN[:, 0, 0], lambda x: x[[0, 2, 1, 3]]),
+    "NaN on one rank": ("advantages", DRAWN[:, 0, 0], lambda x: x * torch.nan),
+    "mine": ("a key of my own", DRAWN[..., 0].double(), lambda x: x * 1.01),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_of_tokens_are_compared_but_for_rounding(name):
+    key, value, other = FLOATS[name]
+    noise = torch.finfo(value.dtype).eps * value.abs() * torch.randn(value.shape).to(value)
+    told_by = [told(batch_facts({key: each}, None)) for each in (value, value + noise, other(value))]
+    agreement._check(dict(enumerate(told_by[:2])))
+    with pytest.raises(RanksApartError, match=f"a sum of {key}"):
+        agreement._check({0: told_by[0], 1: told_by[1], 2: told_by[2]})
 
 
 def test_where_jagged_rows_end_is_compared():
