@@ -20,10 +20,9 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
-from collate_npu.masks.evidence import UnexplainedError
 from collate_npu.masks.patterns import Pattern, Prefix
 from collate_npu.masks.polarity import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity
-from collate_npu.masks.readings import Known, Reading, read_square
+from collate_npu.masks.readings import Known, Reading, UnexplainedError, read_square
 from collate_npu.masks.sources import misfit
 from collate_npu.masks.square import Square
 from collate_npu.segments import Segments, Values, of_keep, ready

@@ -1,12 +1,11 @@
 """Sequence parallelism: split a batch along the sequence by one visible table, gather outputs back exactly."""
 
 from collate_npu.parallel.agreement import ranks_agree
-from collate_npu.parallel.documents import cu_seqlens_of, pad_documents
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
 from collate_npu.parallel.groups import data_group, gloo_group
 from collate_npu.parallel.layout import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
 from collate_npu.parallel.recurrent import RecurrentScheme, check_recurrent_split, rank_offsets, recurrent_parallel
-from collate_npu.parallel.split import split_batch, split_tensor
+from collate_npu.parallel.split import cu_seqlens_of, pad_documents, split_batch, split_tensor
 
 __all__ = [
     "BLOCKS", "ContextParallel", "RecurrentScheme", "check_recurrent_split", "cu_seqlens_of", "data_group",

@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from collate_npu.masks import dense, square as square_module
-from collate_npu.masks.evidence import Shown, all_extents, fillers, read_rows
 from collate_npu.masks.polarity import MaskValues
+from collate_npu.masks.readings import Shown, all_extents, fillers, read_rows
 from collate_npu.masks.square import Square
 
 

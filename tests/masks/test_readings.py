@@ -14,9 +14,8 @@ from live_bytes import peak_bytes
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import dense, readings, square as square_module
-from collate_npu.masks.evidence import UnexplainedError
 from collate_npu.masks.polarity import MaskValues
-from collate_npu.masks.readings import Known, wrong_rows
+from collate_npu.masks.readings import Known, UnexplainedError, wrong_rows
 from collate_npu.masks.square import Square
 
 

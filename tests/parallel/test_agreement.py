@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from collate_npu import ContextParallel, Segments
 from collate_npu.parallel import agreement, gather_sequence, ranks_agree, split_batch
-from collate_npu.parallel.agreement import batch_facts, digest, digest_offsets, turn_of
-from collate_npu.parallel.meeting import RanksApartError
+from collate_npu.parallel.agreement import RanksApartError, batch_facts, digest, digest_offsets, turn_of
 
 SEGMENTS = Segments.from_lengths([2, 3])
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from collate_npu.arrays import host_tensor
 from collate_npu.errors import CollateError
 from collate_npu.masks.derive import read_bare_mask
-from collate_npu.masks.evidence import sequences
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.masks.polarity import Bools, MaskValues, Polarity
-from collate_npu.masks.readings import Known, Reading
+from collate_npu.masks.readings import Known, Reading, sequences
 from collate_npu.masks.square import Square
 from collate_npu.segments import Segments
 from collate_npu.tools.show.attention import Attention, attention_of
