@@ -238,7 +238,7 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
-    whole_numbers = offsets.dtype.kind in "iuf" and (offsets == np.round(offsets)).all()
+    whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
     rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
     if rising and width is None:
         check_places(name, int(offsets[-1]), "Count the tokens again.")

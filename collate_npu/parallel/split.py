@@ -21,7 +21,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, as_offsets, check_places, host_tensor, whole_number
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, of_kind, with_role
+from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
 from collate_npu.masks.find import agreed, check_known
 from collate_npu.masks.offsets import kept_apart
 from collate_npu.masks.places import aligned, check_cuts
@@ -356,15 +356,16 @@ def pad_documents(
     out = {key: plan.moved(key, value, keys.get(key)) for key, value in sources.items()}
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     longest = torch.tensor(int(places_N.max(initial=0)))
-    told = {"longest": longest, "tail": 0 * longest, "offsets": real, "padded_offsets": padded}
-    told |= {"lengths": real.diff(), "padded_lengths": padded.diff()}
-    for role, value in told.items():
-        for key in sources.named[role]:  # kernels that take cu_seq_lens_q have no padded ones beside it
-            value = padded if key.startswith("cu_seq_lens") else value
-            out[key] = (
-                value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
-            )
-    return out | {"cu_seqlens": real, "cu_seqlens_padded": padded}, plan.segments
+    bridge = any(
+        key.endswith("unpadded") for key in sources.named["offsets"]
+    )  # beside it Megatron-Bridge's others are padded
+    told: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
+    told |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
+    for key, usual in ((key, usual) for role, usual in told.items() for key in sources.named[role]):
+        # kernels that take cu_seq_lens_q have no padded ones beside it
+        value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
+        out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
+    return out | {"cu_seqlens": told["offsets"], "cu_seqlens_padded": padded}, plan.segments
 
 
 def _check_kinds(sources: Sources) -> None:

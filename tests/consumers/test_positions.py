@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collate_npu import Segments
+from collate_npu import CollateError, Segments
 from collate_npu.consumers.consumer import Case, Model, consumer_named
 from collate_npu.consumers.positions import kind_of, positions_for, restart
 from collate_npu.errors import UnsupportedFormError
@@ -40,6 +40,16 @@ def test_a_model_of_several_axes_makes_them_where_it_can():
     assert torch.equal(given(BY_AXES, PACKED, {"position_ids": flat}), torch.stack([PACKED.position_ids, flat, flat, flat]))
     with pytest.raises(UnsupportedFormError, match="Where images stand"):
         given(BY_AXES, PACKED, IMAGE)
+
+
+@pytest.mark.parametrize("positions", [[[0] * 4] * 2, [[0, 1, 2, 1], [0, 1, 2, 3]], [[0, 1, 5, 4], [0, 3, 2, 1]]], ids=str)
+def test_positions_that_fall_or_stand_are_nobodys(positions):
+    """With a left mask they were passed on, and the answer was off by 0.12."""
+    model = Model(config=SimpleNamespace(), needs_mask_2d=False)
+    for segments in (LEFT, WHOLE):
+        with pytest.raises(CollateError, match=r"position_ids: \d bad row"):
+            given(model, segments, {"position_ids": torch.tensor(positions)})
+        assert given(model, segments, {"position_ids": torch.tensor([[0, 4, 5, 9]] * 2)}).tolist() == [[0, 4, 5, 9]] * 2
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -296,6 +296,17 @@ def test_positions_that_do_not_restart_say_nothing(positions):
 # --- 2D masks: additive, declared, turned around (seams A4, A5)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_turned_around_is_seen_by_its_tokens_where_there_are_no_labels(side):
+    real = Segments.from_lengths([2, 3, 5], width=5, side=side)
+    batch = {"input_ids": torch.arange(15).view(3, 5).masked_fill(~real.keep, 77)}
+    assert segments_from_batch({**batch, "attention_mask": real.keep}) == real
+    turned = {"input_ids": batch["input_ids"][:2], "attention_mask": ~real.keep[:2]}
+    with pytest.raises(CollateError, match="row 0: got 3 real tokens, all of them 77"):
+        segments_from_batch(turned)
+    assert segments_from_batch(turned, polarity="masked").keep.equal(real.keep[:2])  # the remedy
+
+
 def test_positions_of_as_many_sequences_that_begin_elsewhere_are_another_truth():
     keys = {"segment_ids": torch.tensor([[1, 1, 1, 2, 2]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
     with pytest.raises(CollateError, match="Positions restart at other places"):

@@ -72,12 +72,6 @@ def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
     assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
 
 
-@pytest.mark.parametrize("ends", [[4, 8], [0, 4, 12, 8]])
-def test_what_is_no_offsets_is_refused(ends):
-    with pytest.raises(CollateError, match="0 first, then the end of each sequence, never falling"):
-        places_of(Sources({"cu_seqlens_padded": torch.tensor(ends)}), APART)
-
-
 @given(lengths, multiples, st.integers(0, 60), st.integers(1, 8) | st.none(), st.booleans(), st.booleans())
 def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, count, repeats, behind):
     held = aligned(lengths, multiple)

@@ -48,11 +48,6 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 
 
-def test_one_token_has_heads_too():
-    square = Square(MaskValues(torch.tensor([[[[False]], [[True]]]]), "keep"), "keep", 1)
-    assert (square.raw_rows(0, 0, 1) == square.attends).all()
-
-
 @given(strategies.attentions(), st.data())
 def test_a_stretch_of_rows_is_that_of_the_whole(attention, data):
     segments, pattern = attention

@@ -1,7 +1,6 @@
 """Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
 
 import re
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from collate_npu import ContextParallel, Segments
 from collate_npu.parallel import agreement, gather_sequence, ranks_agree, split_batch
-from collate_npu.parallel.agreement import RanksApartError, batch_facts, digest, digest_offsets, turn_of
+from collate_npu.parallel.agreement import RanksApartError, batch_facts, digest
 
 SEGMENTS = Segments.from_lengths([2, 3])
 
@@ -33,21 +32,6 @@ def test_a_dataloader_worker_is_no_rank():
     assert list(DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=_in_a_worker)) == [[1, 2]]
 
 
-@pytest.mark.parametrize(("size", "worker", "asked"), [(2, None, True), (1, None, False), (2, "a worker", False)])
-def test_whoever_shares_a_row_is_asked(monkeypatch, size, worker, asked):
-    def ask(group):
-        raise LookupError
-
-    cp = ContextParallel(size, 0)
-    object.__setattr__(cp, "group", "a group")
-    monkeypatch.setattr(agreement, "mesh_group", ask)
-    monkeypatch.setattr(agreement, "get_worker_info", lambda: worker)
-    with pytest.raises(LookupError) if asked else nullcontext(), ranks_agree(cp):
-        pass
-    with pytest.raises(LookupError) if size > 1 else nullcontext(), turn_of(cp):
-        pass
-
-
 @pytest.mark.parametrize(
     ("heard", "said"),
     [
@@ -60,33 +44,6 @@ def test_whoever_shares_a_row_is_asked(monkeypatch, size, worker, asked):
 def test_ranks_that_are_apart_hear_how(heard, said):
     with pytest.raises(RanksApartError, match=re.escape(f"got {said}")) if said else nullcontext():
         agreement._check(dict(enumerate(heard)))
-
-
-def test_only_ranks_that_talk_break_a_graph(monkeypatch):
-    monkeypatch.setattr(agreement, "_eager", lambda function: lambda *_, **__: "by itself")
-    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
-    called, alone, shared = agreement.uncompiled(lambda x, cp: "in a graph"), ContextParallel(2, 0), ContextParallel(2, 0)
-    object.__setattr__(shared, "group", "a group")
-    assert [called(1, alone), called(1, shared), called(1, cp=shared)] == ["in a graph", "by itself", "by itself"]
-
-
-def test_what_is_said_of_a_batch():
-    batch = {"input_ids": SEGMENTS.ids.long(), "attention_mask": None, "inputs_embeds": torch.zeros(2, 3, 4)}
-    facts = batch_facts(
-        batch | {"max_length_q": 3, "seq_lengths": [[2], [3]], "text": "a", "list": [1], "map": {}}, SEGMENTS
-    )
-    assert facts["max_length_q"] == "3"
-    assert facts["seq_lengths"]() == digest([[2], [3]])
-    assert facts.keys().isdisjoint({"text", "list", "map"})
-    assert facts["input_ids"] == "int64 [2, 3]"
-    assert facts["attention_mask"] == "None"
-    assert facts["segments"] == "[2, 3]"
-    assert "the values of inputs_embeds" not in facts  # two ranks may round them apart
-    assert facts["a sum of inputs_embeds"]() == "0 within 0"
-    other = batch_facts(batch | {"input_ids": SEGMENTS.ids.long() + 1}, Segments.from_lengths([3, 3]))
-    for name in ("truth", "the values of input_ids"):
-        assert facts[name]() != other[name]()
-        assert facts[name]() == batch_facts(batch, SEGMENTS)[name]()
 
 
 def test_a_fake_group_has_nobody_to_ask():
@@ -154,28 +111,12 @@ def test_where_jagged_rows_end_is_compared():
     assert digest(rows[0]) != digest(rows[1])
 
 
-def test_masks_by_layer_are_compared_each():
-    facts = batch_facts({"attention_mask": {"full_attention": None, "linear_attention": SEGMENTS.keep}}, SEGMENTS)
-    assert facts["attention_mask['full_attention']"] == "None"
-    assert facts["the values of attention_mask['linear_attention']"]() == digest(SEGMENTS.keep)
-    assert batch_facts({"labels": {"a": SEGMENTS.keep}}, None) == {}
-
-
-def test_offsets_are_the_same_in_whatever_they_stand():
-    assert digest_offsets(None) == "none"
-    assert digest_offsets([0, 3]) == digest_offsets(torch.tensor([0, 3], dtype=torch.int32)) != digest_offsets([0, 4])
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 4, 4), (4, 4)])
 def test_a_dense_mask_is_compared_where_nothing_else_tells_the_truth(shape):
     masks = [torch.ones(shape).tril(n).bool() for n in (0, 1)]
     alone, beside = ([told(batch_facts({"attention_mask": each}, s)) for each in masks] for s in (None, SEGMENTS))
     assert alone[0] != alone[1]
     assert (beside[0] == beside[1]) is (len(shape) > 2)
-
-
-def test_what_has_no_values_is_not_read():
-    assert digest(torch.zeros(2, device="meta")) == "not read"
 
 
 def told(facts):

@@ -155,9 +155,3 @@ def test_the_multiple_is_told_with_what_makes_it(settings, product):
 def test_settings_that_cannot_be(settings, words):
     with pytest.raises(CollateError, match=words):
         ContextParallel(**settings)
-
-
-@pytest.mark.parametrize("offsets", [None, [0, 4], [4, 8], [0, 6, 4, 8], []])
-def test_offsets_that_cannot_be(offsets):
-    with pytest.raises(CollateError, match="cu_seqlens"):
-        token_rows(8, ContextParallel(2, 0, layout="document_zigzag"), offsets)

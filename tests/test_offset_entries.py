@@ -1,0 +1,287 @@
+"""Offsets at every entry that takes them: the right tokens, or words that name the key, what arrived, the rule and what to
+pass; and every function that takes a batch beside Segments or offsets refuses what says otherwise."""
+
+from functools import partial
+from itertools import accumulate, pairwise, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, gather_sequence, split_batch
+from collate_npu.collate import Layout
+from collate_npu.kernels.gated_delta import (
+    chunk_offsets,
+    flat_offsets,
+    gated_delta_kwargs,
+    reference_causal_conv1d,
+    reference_gated_delta_rule,
+)
+from collate_npu.keys import KEYS
+from collate_npu.masks import segments_from_batch
+from collate_npu.outputs import per_sequence
+from collate_npu.parallel import (
+    check_recurrent_split,
+    cu_seqlens_of,
+    join_shards,
+    pad_documents,
+    query_rows,
+    rank_offsets,
+    split_tensor,
+    token_rows,
+)
+
+S = 8
+IDS = torch.arange(1, S + 1)[None]
+CP, ALONE = ContextParallel(2, 0, layout="document_contiguous"), ContextParallel(1, 0, layout="document_contiguous")
+SLICES, ADAPTER = ContextParallel(2, 0, layout="contiguous"), BatchAdapter(needs_mask_2d=False, consumer="megatron")
+X, GATE = torch.ones(1, S, 1, 2), torch.zeros(1, S, 1)
+ONE = Segments.from_lengths([S])
+OFFSETS = [key for key, rule in KEYS.items() if rule.role in ("offsets", "padded_offsets")]
+OBJECTS = {"packed_seq_params": SimpleNamespace, "flash_attn_kwargs": dict}
+
+
+def batch(key, given, **more):
+    made = OBJECTS[key](cu_seqlens_q=given) if key in OBJECTS else given
+    return {"input_ids": IDS, "labels": IDS, key: made, **more}
+
+
+def sequences(x, segments):
+    return [part.tolist() for part in per_sequence(x, segments)]
+
+
+def documents(offsets):
+    return [IDS[0, a:b].tolist() for a, b in pairwise(offsets) if a < b]
+
+
+def first_halves(offsets):
+    return [n for part in documents(offsets) for n in part[: len(part) // 2]]
+
+
+def padded(key, given, **more):
+    out, segments = pad_documents(batch(key, given, **more), multiple=4)
+    again, twice = pad_documents(out, multiple=4)
+    assert segments_from_batch(out) == segments == twice
+    assert all(again[name].tolist() == out[name].tolist() for name in ("input_ids", "labels", "cu_seqlens_padded"))
+    return sequences(out["labels"], segments)
+
+
+def halves(held, **settings):
+    return split_batch(held, CP, **settings)["labels"][0].tolist()
+
+
+def starts(given):
+    out = reference_causal_conv1d(torch.ones(1, S, 1), torch.ones(1, 2), cu_seqlens=given)[0, :, 0]
+    return np.flatnonzero(out == 1).tolist()
+
+
+def nonempty(offsets):
+    return [a for a, b in pairwise(offsets) if a < b]
+
+
+UNCUT = {
+    "flat_offsets": lambda given: flat_offsets(ONE, padding=given)[1:],
+    "gated_delta_kwargs": lambda given: tuple(
+        gated_delta_kwargs(ONE, kernel="fla", padding=given)["cu_seqlens"].tolist()[1:]
+    ),
+    "check_recurrent_split": lambda given: (
+        check_recurrent_split(SLICES, "state_passing", ONE, padding_free=True, offsets=given, conv_width=1) or (S,)
+    ),
+}
+"""Beside the Segments of one sequence: no offset may stand inside it."""
+ENDS_EARLY = {
+    "from_cu_seqlens": (lambda given: sequences(IDS, Segments.from_cu_seqlens(given, width=S)), documents),
+    "the rule": (
+        lambda given: len(reference_gated_delta_rule(X, X, X, GATE, GATE, cu_seqlens=given, output_final_state=True)[1]),
+        lambda offsets: len(offsets) - 1,
+    ),
+    "the convolution": (starts, nonempty),
+    "chunk_offsets": (
+        lambda given: chunk_offsets(given, 4).tolist()[-1],
+        lambda o: sum(-(-(b - a) // 4) for a, b in pairwise(o)),
+    ),
+    "rank_offsets": (lambda given: rank_offsets(given, SLICES)[0][-1], lambda offsets: offsets[-1] // 2),
+    "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
+}
+"""Offsets need not reach the end of the row: what is behind them is padding, or they are of no row at all."""
+WHOLE = {
+    **{f"pad_documents, {key}": (partial(padded, key), documents) for key in OFFSETS},
+    "pad_documents, several keys": (
+        lambda given: padded("cu_seq_lens_q", given, cu_seqlens_q=given, cu_seqlens_kv=given, max_length_q=S), documents
+    ),
+    **{
+        f"the door, {key}": (lambda given, key=key: sequences(IDS, segments_from_batch(batch(key, given))), documents)
+        for key in (*OFFSETS, *OBJECTS)
+    },
+    **{
+        f"split_batch, {key}": (lambda given, key=key: halves(batch(key, given)), first_halves)
+        for key in (*OFFSETS, *OBJECTS)
+    },
+    "split_batch": (lambda given: halves({"labels": IDS}, cu_seqlens=given), first_halves),
+    "split_tensor": (lambda given: split_tensor(IDS, CP, cu_seqlens=given)[0].tolist(), first_halves),
+    "token_rows": (lambda given: (token_rows(S, CP, given) + 1).tolist(), first_halves),
+    "query_rows": (lambda given: (query_rows(S, CP, given) + 1).tolist(), first_halves),
+    "gather_sequence": (lambda given: gather_sequence(IDS, ALONE, cu_seqlens=given).tolist(), lambda _: IDS.tolist()),
+    "join_shards": (
+        lambda given: sorted(join_shards([IDS[:, :4], IDS[:, 4:]], CP, cu_seqlens=given)[0].tolist()),
+        lambda _: IDS[0].tolist(),
+    ),
+    "the adapter": (lambda given: ADAPTER.with_segments(batch("cu_seqlens", given))[1].cu_seqlens.tolist()[1:-1],
+                    lambda offsets: [a for a in nonempty(offsets) if a]),
+}  # fmt: skip
+ENTRIES = (
+    ENDS_EARLY | WHOLE | {name: (call, lambda offsets: tuple(sorted({*offsets} - {0}))) for name, call in UNCUT.items()}
+)
+
+CUTS = [list(lengths) for n in range(1, 5) for lengths in product(range(0, S + 1, 2), repeat=n) if sum(lengths) == S]
+PARTED = st.sampled_from([lengths for lengths in CUTS if all(lengths)])
+RIGHT = st.sampled_from([[0, *accumulate(lengths)] for lengths in CUTS])
+ODD = st.one_of(
+    RIGHT.map(lambda offsets: offsets[:-1]),
+    st.lists(st.one_of(st.integers(-2, 10), st.sampled_from([2.5, float("nan"), float("inf"), 2.0**40, 2**62])), max_size=4),
+    RIGHT.map(lambda offsets: [*offsets[:-1], offsets[-1] + 2]),
+    RIGHT.map(lambda offsets: offsets[1:]),
+    RIGHT.flatmap(st.permutations),
+    st.lists(st.booleans(), max_size=3),
+)
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.array,
+    "tensor": torch.tensor,
+    "int32": lambda offsets: torch.tensor(offsets, dtype=torch.int32),
+    "uint8": lambda offsets: torch.tensor(offsets, dtype=torch.uint8),
+    "unsigned": lambda offsets: np.array(offsets, np.uint8),
+    "a row": lambda offsets: torch.tensor([offsets]),
+    "two rows": lambda offsets: np.array([offsets, offsets]),
+    "masked": lambda offsets: np.ma.masked_array(offsets, [False] * len(offsets)),
+}
+
+
+def legal(name, offsets, form):
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in offsets) and form not in ("two rows", "masked")
+    rising = whole and offsets[:1] == [0] and offsets == sorted(offsets)
+    if not rising or offsets[-1] > S or (offsets[-1] < S and name not in ENDS_EARLY):
+        return False
+    uncut = {*offsets} == {0, S} if name == "check_recurrent_split" else offsets[:2] == [0, S]
+    return len(offsets) > 1 and (name not in UNCUT or uncut)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@given(RIGHT | ODD, st.sampled_from(sorted(FORMS)))
+def test_the_right_tokens_or_words(name, offsets, form):
+    call, wanted = ENTRIES[name]
+    try:
+        given_as = FORMS[form](offsets)
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        return  # this container holds no such number
+    if legal(name, offsets, form) and not any(n % 2 for n in offsets):
+        assert call(given_as) == wanted(offsets)
+        return
+    found = refusal = None
+    try:
+        found = call(given_as)
+    except CollateError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert ": got " in refusal or "bad row" in refusal
+        return
+    held = np.asarray(given_as)
+    read = held.reshape(-1).astype(int).tolist()
+    assert held.dtype != bool
+    assert (held.reshape(-1) == read).all()
+    assert form not in ("two rows", "masked")
+    assert legal(name, read, form) or (name in ENDS_EARLY and read[0] == 0 and read == sorted(read))
+    assert name in ENDS_EARLY or found == wanted(read)
+
+
+# --- a batch beside what its caller says of it
+
+BESIDE = {
+    "segments and a key, split": lambda a, b: split_batch(batch("cu_seqlens", [0, *accumulate(b)]), CP, segments=a),
+    "segments and offsets, split": lambda a, b: split_batch(
+        {"input_ids": IDS}, CP, segments=a, cu_seqlens=[0, *accumulate(b)]
+    ),
+    "segments and ids, split": lambda a, b: split_batch(
+        {"input_ids": IDS, "segment_ids": Segments.from_lengths([b]).ids}, SLICES, segments=a
+    ),
+    "offsets and a key, split": lambda a, b: split_batch(
+        batch("cu_seqlens", [0, *accumulate(b)]), CP, cu_seqlens=a.cu_seqlens.tolist()
+    ),
+    "two keys, split": lambda a, b: split_batch(batch("cu_seqlens", [0, *accumulate(b)], cu_seq_lens_q=a.cu_seqlens), CP),
+    "segments and offsets, gathered": lambda a, b: gather_sequence(IDS, ALONE, a, cu_seqlens=[0, *accumulate(b)]),
+    "segments and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)]), segments=a),
+    "ids and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)], segment_ids=a.ids)),
+    "segments and ids, rendered": lambda a, b: ADAPTER.render(
+        {"input_ids": IDS, "segment_ids": Segments.from_lengths([b]).ids}, a
+    ),
+    "lengths and a key, the door": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, seq_lens=b)),
+    "a number of the longest": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, max_length_q=max(b))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@given(PARTED, PARTED)
+def test_two_that_differ_are_refused(name, one, other):
+    segments = Segments.from_lengths([one])
+    BESIDE[name](segments, one)
+    apart = max(other) < max(one) if name == "a number of the longest" else one != other
+    if apart:
+        with pytest.raises(CollateError):
+            BESIDE[name](segments, other)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"attention_mask_2d": IDS > 2}, {"labels": IDS[:, 1:]}, {"loss_mask": IDS[:, 1:]}, {"position_ids": (IDS - 1) % 4}],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_batch_that_is_not_of_these_segments(more):
+    key, keys = next(iter(more)), {"input_ids": IDS, **more}
+    calls = [lambda: pad_documents(keys, segments=ONE), lambda: split_batch(keys, SLICES, segments=ONE)]
+    calls += [lambda: ADAPTER.render(keys, ONE)] if key in ("attention_mask_2d", "position_ids") else []
+    for call in calls:
+        with pytest.raises(CollateError, match=key):
+            call()
+    with pytest.raises(CollateError, match="segments: got"):
+        ADAPTER.render({"input_ids": IDS}, Segments.from_lengths([3, 5]))
+
+
+@given(PARTED, st.sampled_from(["lists", "arrays"]))
+def test_lists_and_arrays_are_moved_as_tensors_are(lengths, kind):
+    tensors = batch("cu_seqlens", Segments.from_lengths([lengths]).cu_seqlens, mine=IDS * 2, names=["a"], max_length_q=S)
+    other = {k: (v.tolist() if kind == "lists" else v.numpy()) if torch.is_tensor(v) else v for k, v in tensors.items()}
+    for made in (lambda keys: pad_documents(keys, multiple=6)[0], lambda keys: split_batch(keys, CP)):
+        ours, theirs = made(other), made(tensors)
+        assert all(np.array_equal(ours[key], theirs[key]) for key in tensors)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pad_to_multiple_of": 8}, {"layout": Layout(sequence_multiple=4)}], ids=str)
+def test_our_own_flat_rows_are_padded_without_segments(settings):
+    collator = PaddingCollator(pad_token_id=0, padding_free=True, consumer="megatron", **settings)
+    out, segments = pad_documents(collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]), multiple=4)
+    assert sequences(out["input_ids"], segments) == [[1, 2, 3], [4, 5]]
+    assert out["cu_seqlens"].tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("ends", "more", "real"),
+    [
+        ([0, 6], {"labels": IDS.where(IDS < 7, -100)}, True),
+        ([0, 6], {"input_ids": IDS.clamp(max=7)}, True),  # one token again and again
+        ([0, 6], {"position_ids": (IDS - 1) * (IDS < 7)}, True),
+        ([0, 6], {"attention_mask_2d": IDS < 7}, True),
+        ([0, 6], {"labels": IDS}, False),
+        ([0, 6], {}, False),
+        ([0, 7], {}, False),
+    ],
+)
+def test_offsets_that_end_early_take_no_token(ends, more, real):
+    held = {"input_ids": IDS, "cu_seqlens": torch.tensor(ends), **more}
+    if real:
+        assert segments_from_batch(held).lengths == ((6,),)
+        return
+    with pytest.raises(CollateError, match="nothing else says that those behind the last offset are padding"):
+        segments_from_batch(held)
