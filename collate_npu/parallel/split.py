@@ -356,9 +356,7 @@ def pad_documents(
     out = {key: plan.moved(key, value, keys.get(key)) for key, value in sources.items()}
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     longest = torch.tensor(int(places_N.max(initial=0)))
-    bridge = any(
-        key.endswith("unpadded") for key in sources.named["offsets"]
-    )  # beside it Megatron-Bridge's others are padded
+    bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
     told: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
     told |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
     for key, usual in ((key, usual) for role, usual in told.items() for key in sources.named[role]):
