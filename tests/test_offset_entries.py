@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, gather_sequence, split_batch
 from collate_npu.collate import Layout
@@ -171,6 +171,8 @@ def legal(name, offsets, form):
 
 @pytest.mark.parametrize("name", ENTRIES)
 @given(RIGHT | ODD, st.sampled_from(sorted(FORMS)))
+@example([0, float("inf")], "list")
+@example([False, True], "tensor")
 def test_the_right_tokens_or_words(name, offsets, form):
     call, wanted = ENTRIES[name]
     try:
