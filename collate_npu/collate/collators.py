@@ -110,7 +110,8 @@ class PaddingCollator(Emitter):
 
         `features` is a list of samples, an Arrow table, a dict of columns, or flat tokens beside `seq_lengths`.
         """
-        check_return_tensors(return_tensors)
+        if return_tensors is not None:
+            check_return_tensors(return_tensors)
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns

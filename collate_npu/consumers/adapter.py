@@ -215,7 +215,8 @@ class BatchAdapter:
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
         """What the head does with labels: as its class tells, else by whether attention looks ahead in this call."""
-        return self.model.labels or ("places" if self._seen(call) == _BOTH_SIDES else "next")
+        seen = self._seen(call)
+        return self.model.labels or ("places" if seen is not None and seen.name == "bidirectional" else "next")
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
