@@ -24,7 +24,6 @@ MOVED = {
     "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
     "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",
     "collate_npu.integrations.delivery.guard_first_batch": "collate_npu.guard_first_batch",
-    "collate_npu.integrations.delivery.received_masks": "collate_npu.proof.delivery.received_masks",
 }
 """Old name -> new name."""
 

@@ -24,7 +24,8 @@ def flash_attn_varlen_func(
     out = torch.zeros_like(q)
     for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist()):
         part = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-        out[start:end] = nn.functional.scaled_dot_product_attention(*part, is_causal=causal)[0].transpose(0, 1)
+        past = causal or window_size[1] == 0
+        out[start:end] = nn.functional.scaled_dot_product_attention(*part, is_causal=past)[0].transpose(0, 1)
     return out
 
 

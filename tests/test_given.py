@@ -16,7 +16,6 @@ from collate_npu import CollateError, PaddingCollator, testing
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.integrations.torchtitan import masks_in_forward
 from collate_npu.integrations.transformers import DeliveryCallback
-from collate_npu.proof.received import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_config, tiny_model
 from collate_npu.tools.audit import audit
 from collate_npu.tools.show import picture
@@ -38,7 +37,6 @@ DOORS = {
     "gpt_batch": lambda x: gpt_batch(BATCH, x),
     "masks_in_forward": masks_in_forward,
     "reference_kernels": lambda x: testing.reference_kernels(x).__enter__(),
-    "received_masks": lambda x: received_masks(x).__enter__(),
 }
 NEED_A_STACK = {"gpt_batch", "masks_in_forward"}
 TAKES_A_CONFIG = {"PaddingCollator", "wrap_collator", "BatchAdapter", "needs_mask_2d"}

@@ -19,7 +19,7 @@ LINES = {
     "kernels": (3342, 1900),
     "consumers": (2690, 1950),
     "collate": (1760, 1500),
-    "proof": (4540, 1900),
+    "proof": (4531, 1900),
     "integrations": (3298, 3000),
     "testing": (430, 450),
     "tools": (4568, 1900),
@@ -98,7 +98,7 @@ ELSEWHERE = {
         consumers.adapter consumers.consumer consumers.megatron consumers.transformers consumers.verl
         integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
         integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
-        kernels.gated_delta.tensor_rules parallel.recurrent proof.reading releases
+        kernels.gated_delta.tensor_rules parallel.recurrent releases
         tools.env.hazards tools.env.machine""",
     "swift": """
         consumers.megatron consumers.transformers integrations.megatron.mcore_bridge parallel.recurrent

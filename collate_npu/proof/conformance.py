@@ -2,26 +2,275 @@
 its sample alone.
 
 Samples are drawn, asked for alone, then in batches on which padding, packing, chunks and order go wrong. What passes follows
-from the noise of the stack's own answers (`proof.scale`). Costs about 110 calls with one sample or two, and 10 with a batch
-in each layout. Legend: L tokens of a sample.
+from the noise of the stack's own answers: a sample again, with tokens behind it, beside a copy of itself. A wrong answer: a
+sample with a text before it. Where rounding is that of float32, six times that noise passes, and what is larger beside it is
+no rounding. Elsewhere one token in a thousand is further off by far (an expert is chosen otherwise): six times the least
+noise passes, and a tenth of what is wrong. Which samples are wrong, from which of their tokens on, and how fast an error
+fades, says what it means. Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
+Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from collate_npu.arrays import whole_number
+from collate_npu.arrays import host_tensor, whole_number
 from collate_npu.checked import checked
-from collate_npu.errors import CollateError, explain, printable
-from collate_npu.proof.asking import Run, Sample, ways_of
-from collate_npu.proof.scale import Draw, Scale, alone, difference, measured
-from collate_npu.proof.symptoms import meaning
+from collate_npu.errors import CollateError, explain, explain_rows, printable, shape_of
+from collate_npu.proof.measure import apart
+from collate_npu.proof.noise import FLOOR, MARGIN, REMEDY, TIMES
+
+Sample = list[int]
+Ask = Callable[[str, list[Sample]], list[Tensor]]
+"""The name of a batch and its samples to their log-probabilities, float64 `[L - 1]` each."""
+Run = Callable[..., Any]
+"""`run(samples)`, or `run(samples, layout=name)`: N lists of token ids to N lists of L - 1 log-probabilities."""
+RULE = "A sample of L tokens has L - 1 log-probabilities, one for each token from the second on."
+_REMEDY = "Return a list, an array or a tensor for each sample, without the first token, which nothing predicts."
+
+
+def ways_of(run: Any, layouts: Any) -> dict[str, Ask]:
+    """How each layout is asked for."""
+    if not callable(run):
+        rule = "run(samples) returns the log-probabilities of each sample."
+        raise CollateError(explain("run", f"a {type(run).__name__}", rule, "Pass a function of lists of token ids."))
+    if isinstance(run, type):
+        rule = "run(samples) returns the log-probabilities of each sample, and a class returns itself."
+        raise CollateError(explain("run", f"the class {run.__name__}", rule, f"Pass {run.__name__}(...), or its method."))
+    try:
+        takes = "layout" in inspect.signature(run).parameters
+    except (TypeError, ValueError):  # of a class of C
+        takes = False
+    if layouts is None:
+        layouts = ("left", "right") if takes else ()
+    named = isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts)
+    if not named or (takes and not layouts) or (layouts and not takes):
+        got = f"{layouts!r} for a run that {'takes' if takes else 'does not take'} layout"
+        rule = "layouts are names, each handed to run(samples, layout=name)."
+        raise CollateError(explain("layouts", got, rule, "Write def run(samples, layout), or leave layouts out."))
+    if not takes:
+        return {"as it is": partial(_ask, run, "")}
+    return {name: partial(_ask, partial(run, layout=name), f", layout {name!r}") for name in layouts}
+
+
+def _ask(run: Run, layout: str, name: str, samples: list[Sample]) -> list[Tensor]:
+    """The answers to one batch, float64 `[L - 1]` each."""
+    where = f"run{layout}, batch {name!r}"
+    try:
+        given = run([list(ids) for ids in samples])  # of its own: it may write in them
+    except CollateError as error:
+        raise CollateError(f"{error} ({where})") from error
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        rule = f"It was asked for {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
+        raise CollateError(
+            explain(where, got, rule, "Mend it there; a layout it refuses is left out of layouts.")
+        ) from error
+    shape = getattr(given, "shape", None)
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)) or (shape is not None and not len(shape)):
+        raise CollateError(explain(where, f"a {type(given).__name__}", RULE, "Return a list, with one list a sample."))
+    rows = list(given)
+    if len(rows) != len(samples):
+        raise CollateError(explain(where, f"{len(rows)} answers to {len(samples)} samples", RULE, "Return one a sample."))
+    found = [_numbers(f"{where}, sample {n}", row) for n, row in enumerate(rows)]
+    _check_form(where, found, [len(ids) - 1 for ids in samples])
+    return [x.double() for x in found]
+
+
+def _numbers(where: str, row: Any) -> Tensor:
+    if isinstance(row, (list, tuple)) and any(x is None for x in row):
+        raise CollateError(explain(where, f"None at place {list(row).index(None)}", RULE, _REMEDY))
+    return host_tensor(where, row)
+
+
+def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    """Raise for what is no log-probabilities; lengths that are all there in another order are judged, not refused."""
+    turned = all(x.ndim == 1 for x in found) and sorted(map(len, found)) == sorted(lengths)
+    bad = [(n, shape_of(x)) for n, (x, L) in enumerate(zip(found, lengths)) if not turned and tuple(x.shape) != (L,)]
+    if bad:
+        raise CollateError(explain_rows(where, [(n, f"{x}, not [{lengths[n]}]") for n, x in bad], RULE, _REMEDY))
+    above = [(n, f"values up to {float(x.max()):.3g}") for n, x in enumerate(found) if _is_above(x)]
+    if above:
+        rule = "A log-probability is at most 0, rounding aside."
+        raise CollateError(explain_rows(where, above, rule, "Return log_softmax of the logits: no loss, no probability."))
+
+
+def _is_above(x: Tensor) -> bool:
+    return bool(len(x)) and bool(x.max() > 0.5 or x.sum() > 0)
+
+
+NAN = "not a number"
+ORDER = "answers are another sample's: the order of the samples is lost"
+MOVED = "moved by one token: each answer stands at its neighbour's place"
+BOUNDARIES = "begins at the second sequence: boundaries are lost"
+PADDING = "wrong with padding, right in the longest: padding is read"
+PAD_ID = "only where a token is the pad id: real tokens are masked"
+EVERYWHERE = "every sample, from its first token on: all are padded, or positions are wrong"
+TAIL = "only the last {} of each sample: a chunk's tail"
+CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
+ENDS, FADES, STAYS = "; only first tokens: a convolution runs on", "; fades: a state or convolution", "; stays: attention"
+_TAPS, _LATER, _FADED, _PAST, _FEW = 16, slice(32, 48), 2.2, 48, 3
+"""First tokens that stacked convolutions reach; tokens further on, and how many times smaller a fading error is there; how
+much must be read before them, for what attention reads of it not to fade beside their own; and in how many sequences.
+
+On tiny models an error that entered by attention is 1.1 to 1.7 times smaller there, by a state or convolution 2.9 to 13.
+"""
+
+
+def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
+    """What it means that `found` differs from `known`, N float tensors `[L - 1]` each, by more than `bound` at a token.
+
+    `holding` says which samples hold the pad id as text. "" for a pattern that is not known.
+
+    >>> known = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0]), torch.tensor([-5.0, -6.0])]
+    >>> meaning(known[::-1], known, 1e-3)
+    "answers are another sample's: the order of the samples is lost"
+    """
+    if not all(bool(x.isfinite().all()) for x in found):
+        return NAN
+    if [len(x) for x in found] != [len(y) for y in known]:  # as many of each length, or they were refused
+        return ORDER
+    far = [(x - y).abs() for x, y in zip(found, known)]
+    begins = {n: int((x > bound).nonzero()[0]) for n, x in enumerate(far) if bool((x > bound).any())}
+    told = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
+    if told and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in told):
+        return ORDER
+    if told and all(_moved(found[n], known[n], bound) for n in told):
+        return MOVED
+    return _placed(begins, far, [len(y) for y in known], holding)
+
+
+def _near(x: Tensor, y: Tensor, bound: float) -> bool:
+    return x.shape == y.shape and bool(((x - y).abs() <= bound).all())
+
+
+def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
+    return _near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound)
+
+
+def _placed(begins: dict[int, int], far: Sequence[Tensor], lengths: Sequence[int], holding: Sequence[bool]) -> str:
+    """By which samples are wrong, and from which token on."""
+    if not begins:
+        return ""
+    step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
+    if step:
+        return CHUNK.format(step)
+    tail = max(lengths[n] - t for n, t in begins.items())
+    if any(begins.values()) and all(t == max(0, lengths[n] - tail) and not 0 < t < tail for n, t in begins.items()):
+        return TAIL.format(tail)
+    if any(holding) and all(holding[n] for n in begins):
+        return PAD_ID
+    right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
+    if longest <= right:
+        return PADDING + _reach([far[n] for n in begins if max(lengths) - lengths[n] >= _PAST])
+    if 0 in right:
+        return BOUNDARIES + _reach([far[n] for n in begins if sum(lengths[:n]) >= _PAST])
+    return EVERYWHERE if not any(lengths[n] for n in right) and not any(begins.values()) else ""
+
+
+def _reach(far: Sequence[Tensor]) -> str:
+    """How far into a sequence the error reaches; "" where too few are long enough to tell."""
+    long = [x for x in far if len(x) > _LATER.start + 8]
+    if len(long) < _FEW:
+        return ""
+    first, later = (float(torch.cat(part).square().mean().sqrt()) for part in zip(*((x[:4], x[_LATER]) for x in long)))
+    if max(float(x[_TAPS:].max()) for x in long) <= first / 1000:
+        return ENDS
+    return FADES if first > _FADED * later else STAYS
+
+
+_FINE, _ROUGH = 5e-6, 10
+"""Noise up to which rounding is that of float32; the part of a wrong answer that passes where it is not."""
+_LEAST = FLOOR * torch.finfo(torch.float32).eps
+"""The noise is at least that: a lucky run shows none."""
+_BEFORE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Relative errors over all log-probabilities of some samples, and what they say of one."""
+
+    noise: float
+    limit: float
+    """What passes."""
+    lost: float
+    """Of a lost past: a text before each sample."""
+    bound: float
+    """Of one log-probability, in nats: what is further off is wrong."""
+
+
+Draw = Callable[[int], Sample]
+"""Another sample of a length."""
+
+
+def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
+    """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
+
+    Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
+    """
+    if not all(bool(x.isfinite().all()) for x in own):
+        got = "what is not a number for a sample alone"
+        raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
+    short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
+    later = alone(ask, [draw(_BEFORE) + samples[n] for n in short])
+    lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
+    again = alone(ask, samples[::-1])[::-1]
+    if not difference(again, own) <= lost / (MARGIN * TIMES):
+        got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
+        raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
+    if not lost > _LEAST:
+        got = "answers that do not depend on the tokens"
+        raise CollateError(explain("run", got, "They are equal in any batch, and prove nothing.", "Let it run the model."))
+    copied = [ask("copies", [ids, ids])[0] for ids in samples]  # the first stands behind nothing, whatever is lost
+    equal = [found for found in (*behind, copied) if difference(found, own) < lost / (MARGIN * TIMES)]
+    if not equal:
+        got = f"noise of {difference(copied, own):.1e}, where a text before a sample makes {lost:.1e}"
+        rule = f"What is wrong must be {MARGIN * TIMES} times the noise, or nothing is proved."
+        raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
+    scale = _scale([again, *equal], own, lost)
+    _check_next(ask, samples, own, draw, scale.bound)
+    return scale
+
+
+def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
+    """Answers that show no difference tell nothing."""
+    errors = [error for error in (difference(found, own) for found in equal) if error > 0]
+    fine = [error for error in errors if error <= _FINE]  # what is larger beside them is no rounding
+    noise = max(_LEAST, max(fine) if fine else min(errors, default=0.0))
+    limit = TIMES * noise if fine else max(TIMES * noise, lost / _ROUGH)
+    whole = torch.cat(own)
+    furthest = [float((torch.cat(found) - whole).abs().max()) for found in equal if difference(found, own) <= TIMES * noise]
+    size = float(whole.square().mean().sqrt())
+    return Scale(noise, limit, lost, max(limit * size, TIMES * max(furthest, default=0.0)))
+
+
+def _check_next(ask: Ask, samples: Iterable[Sample], own: Iterable[Tensor], draw: Draw, bound: float) -> None:
+    """Refuse numbers that are not those of the tokens from the second on: another last token changes the last one."""
+    ended = alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
+    if all(abs(float(x[-1] - y[-1])) <= bound for x, y in zip(ended, own)):
+        got = "last log-probabilities that do not depend on the last tokens"
+        raise CollateError(explain("run", got, RULE, "Take log_softmax(logits[:-1]) at ids[1:]."))
+
+
+def alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
+    """The answer to each sample by itself."""
+    return [ask("alone", [ids])[0] for ids in samples]
+
+
+def difference(found: Sequence[Tensor], known: Sequence[Tensor]) -> float:
+    """|found - known| / |known| over all tokens; infinite where the lengths differ."""
+    same = [len(x) for x in found] == [len(y) for y in known]
+    return apart(found, known) if same else math.inf
+
 
 LENGTHS: dict[str, tuple[int, ...]] = {
     "ragged": (9, 17, 5, 30, 12),

@@ -1,20 +1,18 @@
 """Delivery: proof, at the first batch, that every kernel was told what the batch says.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
-ignore it, and nothing says so. Here the kernels are asked, in any module; and where a layer's kernels cannot be (a shard of
-a rank, a compiled layer), what a layer of transformers or Megatron was handed.
+ignore it, and nothing says so. Here the kernels are heard, in any module, and the model is asked (`proof.asked`).
 
-A check by hand costs one forward pass without gradients, and 0.1 s; the guard looks at the trainer's own. With `alone=True`
-two sequences of the batch are run again (`proof.alone`).
+A check by hand costs six forward passes without gradients, in the mode the model is in, without dropout; the guard
+looks at the trainer's own. With `alone=True` two sequences of the batch are run again (`proof.alone`).
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,18 +29,15 @@ from collate_npu.given import check_model
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.alone import Alone, check_alone
-from collate_npu.proof.forward import Forward, crosses, short
+from collate_npu.proof.asked import Alone, Asked, ask, check_alone
+from collate_npu.proof.forward import Forward, among, block, crosses, few, holds, listed
 from collate_npu.proof.measure import called
-from collate_npu.proof.reading import Judge
-from collate_npu.proof.received import Received, by_readers, received_calls, received_masks
 from collate_npu.proof.recording import Recorder
-from collate_npu.proof.said import block, few, listed
 from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
-__all__ = ["Alone", "Delivery", "Received", "check_delivery", "guard_first_batch", "received_masks"]
+__all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +45,29 @@ class Delivery:
     """What was proved."""
 
     layers: Mapping[str, str]
-    """What each reading layer was handed, by module name: `"attention_mask int64 [2, 9]"`."""
+    """What the kernels of each layer that was judged were told: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
     told: str
-    """What kernels were told, as `watch` says it; "" where none was judged."""
+    """The same of all layers, as `watch` says it; "" where none was judged."""
     unseen: tuple[str, ...]
-    """Layers of which nothing was judged."""
+    """Layers of which nothing was judged, and what else was not."""
+    asked: bool
+    """Did the model answer that neither padding nor another sequence moves a real token?"""
     alone: Alone | None
     """How far two sequences are from themselves alone; None where that was not asked."""
 
     def __str__(self) -> str:
-        counts = Counter(self.layers.values())
-        handed = "; ".join(f"{what} to {times} layer{'s' * (times > 1)}" for what, times in counts.items())
-        parts = [handed, f"kernels: {self.told}" * bool(self.told), f"not looked at: {few(self.unseen)}" * bool(self.unseen)]
-        said = "; ".join(filter(None, [*parts, "" if self.alone is None else str(self.alone)]))
-        if not (self.layers or self.told):
-            return f"collate_npu: no kernel and no layer could be judged: {said}"
-        return f"collate_npu: {'these layers' if self.unseen else 'every layer'} got what the batch says: {said}"
+        unseen = f"not looked at: {few(self.unseen)}" * bool(self.unseen)
+        still = "what padding and other sequences hold moves no real token" * self.asked
+        said = "; ".join(filter(None, [self.told, still, unseen, "" if self.alone is None else str(self.alone)]))
+        if not self.layers:
+            heard = (
+                "no kernel was heard, and the model was asked"
+                if self.asked
+                else "NOT JUDGED: no kernel was heard that could be"
+            )
+            return f"collate_npu: {heard}: {said}"
+        which = "every layer" if self.asked and not self.unseen else "these layers" if self.unseen else "every layer heard"
+        return f"collate_npu: {which} got what the batch says: {said}"
 
     __repr__ = __str__  # as the last line of a cell
 
@@ -81,8 +83,8 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)` once, and raise `CollateError` where a kernel or a layer was told something else than the batch
-    says, or where nothing was told that could be judged.
+    """Run `model(**batch)`, and raise `CollateError` where a kernel was told something else than the batch says, where a
+    real token moves by what padding or another sequence holds, or where nothing could be judged.
 
     `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
     says; give them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens
@@ -92,10 +94,10 @@ def check_delivery(
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
-    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1], [1, 1, 1]])
-    >>> found = check_delivery(model, {"input_ids": torch.tensor([[256, 256, 7], [4, 5, 6]]), "attention_mask": keep})
-    >>> found.layers["model.layers.0.linear_attn"]
-    'attention_mask int64 [2, 3]'
+    >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    >>> batch = {"input_ids": torch.tensor([[256, 256, 7, 8], [4, 5, 6, 7]]), "attention_mask": keep}
+    >>> check_delivery(model, batch).layers["model.layers.0.linear_attn"]
+    'convolution zeros [2, 4], rule zeros [2, 4]'
     """
     inner = _known(model)
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
@@ -103,11 +105,11 @@ def check_delivery(
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
-    eagerly = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-    with torch.no_grad(), eagerly, _recorded(inner, batch, case, context_parallel) as record:
+    with torch.no_grad(), _eagerly(model), _recorded(inner, batch, case, context_parallel) as record:
         given = called(inner, batch, forward)
-    found = record.judged(measured=alone)
-    return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
+    with _eagerly(model):
+        found = record.judged(measured=alone, asked=(batch, forward))
+        return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
 @checked
@@ -119,7 +121,7 @@ def guard_first_batch(
     only: Callable[[Mapping[str, Any]], bool] | None = None,
     **settings: Any,
 ) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it: what its layers receive is judged as soon as it has run.
+    """Check the next forward of `model`, whoever calls it: what its kernels are told is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
     rank must guard. `settings` are those of `check_delivery`. If they hold the Segments of one batch, `only(arguments)`
@@ -131,9 +133,8 @@ def guard_first_batch(
     >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     >>> remove = guard_first_batch(model)
     >>> logits = model(input_ids=torch.tensor([[256, 256, 7, 8], [4, 5, 6, 7]]), attention_mask=keep).logits
-    collate_npu: every layer got what the batch says: attention_mask int64 [2, 4] to 2 layers; attention_mask bool [2,
-        1, 4, 4] to 1 layer; kernels: 2 recurrent: convolution zeros [2, 4] ✔ · rule zeros [2, 4] ✔ · 1 attention: mask
-        [2, 4] ✔ · positions ✔
+    collate_npu: every layer heard got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ · rule zeros [2,
+        4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
     refuse_compiled(model)
@@ -193,43 +194,52 @@ def _known(model: Any) -> nn.Module:
     return inner
 
 
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What was told to kernels and layers in one forward of a model."""
+    """What was told to kernels in one forward of a model."""
 
     model: nn.Module
     case: Case
-    cp: ContextParallel | None
     forward: Forward
-    received: Mapping[str, Received]
 
-    def judged(self, *, measured: bool = False) -> Delivery:
+    def judged(self, *, measured: bool = False, asked: tuple[Mapping[str, Any], Any] | None = None) -> Delivery:
         """What was proved; or one error that lists every layer, those with the same fault together. Nothing told is one
-        too, unless the numbers are `measured`."""
-        known = consumer_of(self.model) in ("transformers", "megatron")
-        judge = Judge(model=self.model, case=self.case, cp=self.cp)
-        layers = self.forward.layers()
-        readers = {short(each.name): each for each in by_readers(self.received) if known and judge.asks(each)}
-        readers = {name: each for name, each in readers.items() if not layers or _among(name, layers)}  # no block of an MLP
-        calls = {n: each for n, each in self.forward.faults().items() if self.cp is None or self.forward.calls[n].breaches}
-        told, astray = self._proved(), {fault.layer for fault in calls.values()}
-        asked = {name: each for name, each in readers.items() if not _among(name, told - astray)}
-        handed = {name: why for name, each in asked.items() if (why := judge.why_wrong(each))}
-        if handed or calls:
+        too, unless the numbers are `measured`, or this is a guard of a rank. `asked`: the batch, to ask the model about."""
+        if faults := self.forward.faults():
+            known = consumer_of(self.model) in ("transformers", "megatron")
             attends = "" if known else f"; pattern= says whom its attention attends ({self.case.pattern} here)"
-            rule = f"Each layer is told which tokens are real ({self.case.segments!r}), in the form it reads{attends}."
-            remedy = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
-            remedy = f"{remedy if known else '; '.join(dict.fromkeys(fault.remedy for fault in calls.values()))}."
-            raise CollateError(explain("delivery", listed(calls.values(), handed), rule, remedy, more="delivery"))
-        if not (readers or told or measured):
+            rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
+            remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults.values()))
+            raise CollateError(explain("delivery", listed(faults.values()), rule, f"{remedy}.", more="delivery"))
+        asks = asked is not None and self.forward.cp is None
+        answer = ask(self.model, asked[0], self.case, asked[1]) if asked and asks else Asked(unasked="nobody asked")
+        if answer.why_wrong:
+            rule = "Neither padding nor another sequence moves a real token."
+            remedy = (
+                "No known kernel of it was told wrong: look at this layer's own code, and at what it does with the mask."
+            )
+            raise CollateError(explain("delivery", answer.why_wrong, rule, remedy, more="delivery"))
+        layers, told = self.forward.layers(), self._proved()
+        if not (told or measured or not answer.unasked or self.forward.cp is not None):
             self._refuse_nothing()
-        unseen = [name for name in layers if not _among(name, {*readers, *told})]
+        heard = [seen.layer for seen in self.forward.calls if seen.positions is None]
+        unseen = [name for name in layers if not among(name, told) and (among(name, heard) or name not in answer.still)]
         unseen = [name for name in unseen if not crosses(name) or has_two_sides(self.model)]
-        unseen += [] if layers else ["layers whose classes have no name of attention or a recurrence"]
+        unseen += [name for name in answer.unheard if not among(name, unseen)]
         unseen += dict.fromkeys(f"{seen.layer} ({seen.unread})" for seen in self.forward.calls if seen.unread)
-        block_told = block(self.forward, calls) if told else ""
-        handed = {name: str(each) for name, each in readers.items()}
-        return Delivery(layers=handed, told=block_told, unseen=tuple(unseen), alone=None)
+        unseen += [] if told else ["positions"]
+        unseen += ["layers whose classes have no name of attention or a recurrence"] if answer.unasked and not layers else []
+        said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
+        for seen in self.forward.calls:
+            if seen.layer in said and self.forward.judges(seen) and seen.told:
+                said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
+        handed, unseen = {name: ", ".join(each) for name, each in said.items()}, [*dict.fromkeys(unseen)]
+        block_told = block(self.forward, {}) if told else ""
+        return Delivery(layers=handed, told=block_told, unseen=tuple(unseen), asked=not answer.unasked, alone=None)
 
     def _proved(self) -> set[str]:
         """Layers of which every kernel was judged."""
@@ -241,34 +251,24 @@ class _Record:
     def _refuse_nothing(self) -> None:
         shapes = sorted({str(list(seen.told.shape)) for seen in self.forward.calls if seen.told is not None})
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
-        rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel or a layer."
+        rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel."
         remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
         raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
-
-
-def _holds(module: nn.Module, model: nn.Module) -> bool:
-    return any(each is model for each in module.modules())
-
-
-def _among(name: str, layers: Collection[str]) -> bool:
-    """Is it one of these layers, within one, or around one?"""
-    return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
 @contextmanager
 def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Iterator[_Record]:
     """Hear the kernels and the layers of one forward of this model."""
     ids = batch.get("input_ids", batch.get("tokens"))
-    forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None)
-    if cp is None:  # else its kernels have the tokens of a rank, step by step
-        forward.judge_by(case, whole=not of_kind(batch, "vision"))
+    forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
+    forward.judge_by(case, whole=not of_kind(batch, "vision"))
     within, thread = replace(forward, calls=[]), threading.get_ident()
 
     def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if threading.get_ident() != thread or not (recorder.root_of(module) is model or _holds(module, model)):
+        if threading.get_ident() != thread or not (recorder.root_of(module) is model or holds(module, model)):
             return None
         return forward if recorder.forward is None else within  # a model within this one has other tokens
 
     recorder = Recorder(begin, lambda _: "")
-    with recorder.on(model), received_calls(model) as received:
-        yield _Record(model, case, cp, forward, received)
+    with recorder.on(model):
+        yield _Record(model, case, forward)

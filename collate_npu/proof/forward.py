@@ -1,17 +1,18 @@
 """Forward: the kernel calls of one forward of a model, judged together.
 
-Four questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; against
-the other calls of the same forward, where it does not; against the contract of its operator; and by its window, against the
-config of the model. Attention of padding is judged by whom real tokens attend, never by what padding does.
+Three questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; against
+the contract of its operator; and by its window, against the config of the model. Attention of padding is judged by whom
+real tokens attend, never by what padding does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
@@ -20,9 +21,9 @@ from collate_npu.consumers.models import attention_windows, config_of, has_two_s
 from collate_npu.errors import CollateError
 from collate_npu.kernels.breach import Breach
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
+from collate_npu.parallel import ContextParallel, query_rows
 from collate_npu.proof.kernel_calls import MODULES
-from collate_npu.proof.reading import why_row_wrong
-from collate_npu.proof.told import Told, begins_elsewhere, places_in, why_counts_wrong, why_differs
+from collate_npu.proof.told import Told, places_in, row_starts, shown, why_counts_wrong, why_differs, why_row_wrong
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
@@ -30,6 +31,10 @@ LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv
 _STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
 """Classes of layers that have a rule or a scan behind their convolution."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
+_OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|glu|activation|linear|dropout|identity|head$")
+"""Classes, by their names, of which no call looks at another token."""
+_CONTRADICTS = re.compile(r"(?s)errors#(sources-disagree|inverted-mask)$|bad row.*errors#padding-unknown$")
+"""How the door ends where the keys of a batch say different things of one token."""
 _CROSS = re.compile(r"cross|encdec|encoder_attn")
 _FOREIGN = re.compile(rf"vision|visual|audio|image|{_CROSS.pattern}")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
@@ -38,7 +43,32 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 def is_layer(module: nn.Module) -> bool:
     """Does a module of this class look at other tokens than its own?"""
     name = type(module).__name__.lower()
-    return bool(LAYER.search(name)) and not _NO_LAYER.search(name)
+    return isinstance(module, nn.RNNBase) or (bool(LAYER.search(name)) and not _NO_LAYER.search(name))
+
+
+def _blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost parts that stand in a list and have code of their own: what repeats in a model looks at other tokens."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not among(name, found):
+            parts = {f"{name}.{key}".lstrip("."): each for key, each in module.named_children()}
+            found |= {part: each for part, each in parts.items() if not _is_of_one_token(each)}
+    return found
+
+
+def _is_of_one_token(block: nn.Module) -> bool:
+    own = [type(module) for module in block.modules() if not type(module).__module__.startswith("torch.nn.")]
+    return all(_OF_ONE_TOKEN.search(each.__name__.lower()) for each in own) and not any(map(is_layer, block.modules()))
+
+
+def among(name: str, layers: Collection[str]) -> bool:
+    """Is it one of these layers, within one, or around one?"""
+    return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
+
+
+def holds(module: nn.Module, model: nn.Module) -> bool:
+    """Is this model a part of that module, or itself?"""
+    return any(each is model for each in module.modules())
 
 
 def keeps_state(models: Iterable[nn.Module]) -> str:
@@ -108,6 +138,8 @@ class Forward:
     """What the model embeds for a sequence's first token."""
     before: Sequence[Seen] = field(default=(), repr=False)
     """Of a layer that is computed again: the calls of this step's forwards."""
+    cp: ContextParallel | None = None
+    """The rank that this is, where ranks share the rows of `truth`."""
 
     def judge_by(self, case: Case, *, whole: bool = True) -> None:
         """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
@@ -117,12 +149,34 @@ class Forward:
     def faults(self) -> dict[int, Fault]:
         """By the number of the call."""
         found: dict[int, Fault] = {}
-        for n, seen in enumerate(self.calls):
-            if why := self._why_wrong(seen):
-                found[n] = _fault(seen, *why)
-        for n, why in () if self.again else self._apart():
-            found.setdefault(n, _fault(self.calls[n], *why))
+        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
+        astray = {self.calls[n].layer for n in wrong}
+        for n, (what, remedy) in wrong.items():
+            mine = self.calls[n]
+            like = {each.layer for each in self.calls if each.layer not in astray and self._is_like(each, mine)}
+            if like and remedy in _REMEDIES.values():
+                count = f"{len(like)} other layer{'s were' * (len(like) > 1) or ' was'} told right ({min(like)})"
+                remedy = f"{count}, so the batch arrives: look at how {mine.layer} is called, and at what patches it"
+            found[n] = _fault(mine, what, remedy)
+        if _CONTRADICTS.search(self.unsaid):
+            what, _, rest = self.unsaid.partition(": ")
+            where = {"layer": "(the batch)", "kernel": what, "told": "what contradicts itself"}
+            found[-1] = Fault(**where, why=rest, remedy="Mend it where the batch is made")
         return found
+
+    def counts(self) -> Counter[str]:
+        """Calls by kernel."""
+        return Counter(seen.kernel for seen in self.calls if seen.positions is None)
+
+    @property
+    def judged(self) -> bool:
+        """Was any kernel compared with the batch?"""
+        return any(map(self.judges, self.calls))
+
+    def _is_like(self, one: Seen, other: Seen) -> bool:
+        """Would it have been told the same?"""
+        alike = one.kind == other.kind and one.layer != other.layer and self.judges(one)
+        return alike and (one.kind != "attention" or self._pattern_of(one) == self._pattern_of(other))
 
     def let_go(self) -> None:
         """Of what a call was given, tensors and modules, nothing is held any longer."""
@@ -150,34 +204,40 @@ class Forward:
                 return None
             return f"it reaches over {seen.told.reach} tokens, and the config says {own}", _REMEDIES["attention"]
         own = own if self.pattern is not None else None
-        if seen.told.allowed is None:
-            why = why_differs(seen.told, self.truth, seen.empty_T) or self._why_width_wrong(seen.told, own)
+        told = self._of_whole_rows(seen.told)
+        if told.allowed is None:
+            why = why_differs(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
         else:
-            why = self._why_attends_wrong(seen.told, own)
-        return (why, _REMEDIES[seen.told.kind]) if why else None
+            why = self._why_attends_wrong(told, own)
+        return (f"{why}; the batch says {said_of(self.truth)}", _REMEDIES[told.kind]) if why else None
+
+    def _of_whole_rows(self, told: Told) -> Told:
+        """A rank's part of rows that is told nothing is told nothing of the whole rows."""
+        if self.cp is None or self.truth is None or told.by or not told.causal:
+            return told
+        (B, S), part = self.truth.shape, told.shape
+        if part != (B, len(query_rows(S, self.cp))):
+            return told
+        return replace(told, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
 
     def layers(self) -> dict[str, nn.Module]:
-        """The innermost layers of the model that look at other tokens, by name."""
-        named = {
-            short(name): module
-            for name, module in self.root.named_modules()
-            if is_layer(module) and type(module).__name__ not in MODULES
-        }
+        """The innermost layers of the model that look at other tokens, by name: by their classes, and blocks beside them."""
+        named = {n: each for n, each in self.root.named_modules() if is_layer(each) and type(each).__name__ not in MODULES}
         held = {id(module) for module in named.values()}
-        return {
-            name: module
-            for name, module in named.items()
-            if not any(id(each) in held and each is not module for each in module.modules())
-        }
+        inner = {n: each for n, each in named.items() if not any(id(m) in held and m is not each for m in each.modules())}
+        blocks = {n: each for n, each in _blocks(self.root).items() if not among(n, inner)}
+        return {short(name): module for name, module in (inner | blocks).items()}
 
     def layers_without_kernels(self) -> list[str]:
         """Those in which no known kernel ran, or a convolution and no rule behind it."""
-        ran = {id(seen.module) for seen in self.calls}
-        ruled = {id(seen.module) for seen in self.calls if seen.kind == "rule"}
-        inner = self.layers()
-        silent = [name for name, module in inner.items() if id(module) not in ran]
-        stateful = [name for name, module in inner.items() if _STATE.search(type(module).__name__.lower())]
-        return silent + [f"{name} (its rule)" for name in stateful if id(inner[name]) in ran - ruled]
+        ran = {seen.layer for seen in self.calls if seen.positions is None}
+        more = {seen.layer for seen in self.calls if seen.positions is None and seen.kind != "convolution"}
+        layers = self.layers()
+        silent = [name for name in layers if not among(name, ran)]
+        unruled = [n for n, each in layers.items() if among(n, ran - more) and not among(n, more)]
+        return silent + [
+            f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
+        ]  # else it is one
 
     def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
@@ -197,17 +257,19 @@ class Forward:
             return False
         if "decoder" in seen.layer and has_two_sides(self.root):
             return False
-        return places_in(seen.told, self.truth) is not None
+        if seen.told.keys:
+            Q = 0 if self.cp is None else len(query_rows(self.truth.shape[1], self.cp))
+            return seen.told.shape == (self.truth.shape[0], Q) and seen.told.keys == self.truth.shape[1]
+        return places_in(self._of_whole_rows(seen.told), self.truth) is not None
 
     def _why_attends_wrong(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
-        if told.shape != self.truth.shape:
+        if told.shape != self.truth.shape and not told.keys:
             return why_differs(told, self.truth)
-        for b in range(told.shape[0]):
-            if why := why_row_wrong(self.truth, own, b, torch.arange(told.shape[1]), told.allowed(b)):
-                return why
-        return ""
+        places_Q = query_rows(self.truth.shape[1], self.cp) if told.keys and self.cp is not None else None
+        rows = (why_row_wrong(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
+        return next(filter(None, rows), "")
 
     def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
@@ -243,57 +305,28 @@ class Forward:
         own = Pattern.chunked(size) if "chunk" in kind else Pattern.sliding(size)
         return own if plain.causal else None
 
-    def beside(self) -> set[int]:
-        """Numbers of the calls that nothing judges but the others of this forward."""
-        most = self._told_most()
-        told = None if most is None else self.calls[most].told
-        mine = {} if told is None else {n: self.calls[n].told for n in self._left() if n != most}
-        found = {n for n, each in mine.items() if each and told and begins_elsewhere(each, told) is not None}
-        return found | ({most} if found and most is not None else set())
-
-    def _left(self) -> list[int]:
-        """Calls that the batch does not judge."""
-        if has_two_sides(self.root):
-            return []
-        left = [n for n, seen in enumerate(self.calls) if seen.told is not None and not self.judges(seen)]
-        left = [n for n in left if self.calls[n].kind != "attention" or self._pattern_of(self.calls[n]) is not None]
-        return [n for n in left if not _FOREIGN.search(self.calls[n].layer.lower())]
-
-    def _told_most(self) -> int | None:
-        most = max(self._left(), key=lambda n: _says(self.calls[n].told), default=None)
-        return most if most is not None and _says(self.calls[most].told) else None
-
-    def _apart(self) -> Iterator[tuple[int, tuple[str, str]]]:
-        """Calls that begin sequences elsewhere than the one that was told most."""
-        most = self._told_most()
-        for n in [] if most is None else self._left():
-            mine, other = self.calls[n].told, self.calls[most or 0].told
-            assert mine is not None
-            assert other is not None
-            at = begins_elsewhere(mine, other)
-            if at is not None and len(at):
-                teller = self.calls[most or 0]
-                others = f"{teller.kernel} of {teller.layer} was told {other}, and it begins elsewhere at token {at[0]}"
-                yield n, (others, _REMEDIES[mine.kind])
-
-
-def _says(told: Told | None) -> int:
-    """How much a call was told: sequences it keeps apart, and padding it knows."""
-    return 0 if told is None or not told.by else int(told.begins_T.sum()) + int(told.neutral_T.sum())
-
 
 def _fault(seen: Seen, why: str, remedy: str) -> Fault:
     told = "positions" if seen.positions is not None else "what could not be read" if seen.told is None else str(seen.told)
     return Fault(layer=seen.layer, kernel=seen.kernel, told=told, why=why, remedy=remedy)
 
 
+_HAND = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
 _REMEDIES = {
-    "attention": "Hand the model BatchAdapter(model)(batch), or the arguments of fusion_attention_kwargs(segments)",
-    "rule": "Hand the rule cu_seqlens of gated_delta_kwargs(segments), or rows with attention_mask_2d",
-    "positions": "Hand the model the position_ids of BatchAdapter(model)(batch)",
+    "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
+    "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or zeros at padding",
+    "positions": f"{_HAND}: its position_ids begin again with each sequence",
     "again": "Look at what the layer takes from outside its arguments between the passes",
-    "convolution": "Hand the convolution seq_idx or cu_seqlens of gated_delta_kwargs(segments), or zeros at padding",
+    "convolution": f"{_HAND}; a stack of your own must pass this layer seq_idx or cu_seqlens, or zeros at padding",
 }
+
+
+def said_of(segments: Segments) -> str:
+    """What a batch says, as short as what a kernel was told."""
+    if segments.packed or segments.shape[0] == 1:
+        starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
+        return shown([*starts, int(segments.indices[-1]) + 1])
+    return f"{shown(segments.keep.sum(dim=1).tolist())} tokens a row, padding: {segments.padding_side}"
 
 
 def crosses(name: str) -> bool:
@@ -304,3 +337,54 @@ def crosses(name: str) -> bool:
 def short(name: str) -> str:
     """A module's name without those of wrappers around it."""
     return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
+
+
+def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
+    """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
+    there was nothing to judge it by."""
+    told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
+    for n, seen in enumerate(forward.calls):
+        if seen.positions is not None:
+            continue
+        kind = "attention" if seen.kind == "attention" else "recurrent"
+        text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+        mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
+        told.setdefault((kind, seen.kind), {}).setdefault((text, mark), set()).add(seen.layer)
+    parts = []
+    for kind in ("recurrent", "attention"):
+        layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
+        own = {what: each for (group, what), each in told.items() if group == kind}
+        if not layers:
+            continue
+        said: list[str] = []
+        for what, each in own.items():
+            name = "" if what == kind else f"{what} "
+            for (text, mark), names in each.items():
+                part = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
+                said.append(f"{name}{text}{part}{mark}")
+        parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
+    if counted:
+        parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
+    elif parts:
+        parts.append("positions not looked at")
+    return " · ".join(parts)
+
+
+def listed(faults: Iterable[Fault]) -> str:
+    """Each layer with what is wrong there, those with the same faults together."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        kernels.setdefault((fault.layer, f"told {fault.told}: {fault.why}"), []).append(fault.kernel)
+    whys: dict[str, list[str]] = {}
+    for (layer, what), names in kernels.items():
+        whys.setdefault(layer, []).append(f"{' and '.join(dict.fromkeys(names))} {what}")
+    layers: dict[str, list[str]] = {}
+    for name, each in whys.items():
+        layers.setdefault("; ".join(each), []).append(name)
+    return "; ".join(f"{few(names)}: {why}" for why, names in layers.items())
+
+
+def few(names: Sequence[str]) -> str:
+    """The first eight of them, and how many more."""
+    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)

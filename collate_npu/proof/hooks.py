@@ -64,23 +64,15 @@ class Hooks:
         """Listen."""
         _LISTENING.append(self)
         if len(_LISTENING) == 1:
-            _WRAPS.install()
+            WRAPS.install()
 
     def taken_off(self) -> None:
         """Listen no longer."""
         if self.on:
             _LISTENING.remove(self)
-            self.unwrapped = [*_WRAPS.unwrapped]
+            self.unwrapped = [*WRAPS.unwrapped]
             if not _LISTENING:
-                _WRAPS.taken_off()
-
-    def look_at(self, root: nn.Module) -> None:
-        """Wrap what the layers of a model took, or their modules define, under a name that is known."""
-        _WRAPS.look_at(root)
-
-    def put(self, holder: Any, name: str, new: Any) -> None:
-        """Put something in its place until nobody listens."""
-        _WRAPS.put(holder, name, new)
+                WRAPS.taken_off()
 
 
 class _Wraps:
@@ -219,6 +211,7 @@ class _Wraps:
                     self.put(holder, name, self._ours[id(value)][1])
 
     def put(self, holder: Any, name: str, new: Any) -> None:
+        """Put something in its place until nobody listens."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
@@ -227,7 +220,7 @@ _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
 _LISTENING: list[Hooks] = []
 _AWAITED: set[str] = set()
 """Modules whose import is awaited; wrapt forgets no hook, so each has one."""
-_WRAPS = _Wraps()
+WRAPS = _Wraps()
 
 
 def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +233,7 @@ def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *
 
 def _imported(module: Any) -> None:
     if _LISTENING:
-        _WRAPS.wrap_all(module)
+        WRAPS.wrap_all(module)
 
 
 def _of(holder: Any, name: str) -> Any:

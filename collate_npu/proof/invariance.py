@@ -6,6 +6,7 @@ Costs a forward and a backward pass for each sample, and five for the batch and 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from collate_npu.consumers.models import needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.given import check_collator, check_model
 from collate_npu.proof.located import Located, keep_of, locate
-from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, alone, predicts_next
+from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, alone, own_loss, predicts_next
 from collate_npu.proof.noise import TIMES, Yardstick, measure_noise
 from collate_npu.segments import Segments, keep_array
 
@@ -34,10 +35,12 @@ def assert_padding_invariant(
 
     `model` is a module of transformers: a decoder, a hybrid or an encoder, with a head or without. `collator` may pad on
     any side, permute rows or pack them: samples are found by their tokens. What passes is six times the rounding that is
-    measured here, or with `tolerance` an absolute difference of a logit and a relative one of loss and gradient.
+    measured here, or with `tolerance` an absolute difference of a logit and a relative one of loss and gradient. The loss
+    is that of the next token, and the one that the model itself gives.
 
     Raises `AssertionError` with the worst sample, its token, the errors and what to change; `CollateError` where nothing
-    can be compared: samples of equal lengths, other tokens in the batch, an encoder-decoder. The model keeps its mode.
+    can be compared: samples of equal lengths, other tokens in the batch, an encoder-decoder. It is run in the mode
+    that it is in, without dropout: `model.train()` before it proves what trains.
 
     >>> from collate_npu import PaddingCollator
     >>> from collate_npu.testing import byte_tokenizer, tiny_model
@@ -65,6 +68,25 @@ def assert_padding_invariant(
     if not right or located.label_fault():
         lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
+    if lost := _own_loss_fault(model, located, features, max(TIMES * noise.loss, tolerance or 0.0)):
+        raise AssertionError(lost)
+
+
+def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], limit: float) -> str:
+    """How the loss that the model itself gives for the batch differs from that of its samples: their mean by tokens or by
+    samples, or their sum. "" where it gives none."""
+    if "labels" not in inspect.signature(model.forward).parameters or not predicts_next(model):
+        return ""
+    ones = [{key: torch.tensor([feature[key]]) for key in ("input_ids", "labels")} for feature in features]
+    counts = [int((one["labels"][:, 1:] != IGNORED).sum()) for one in ones]
+    each = [(loss, n) for one, n in zip(ones, counts) if n and (loss := own_loss(model, one)) is not None]
+    if len(each) < 2 or (whole := own_loss(model, located.with_labels())) is None:
+        return ""
+    total, by_tokens = sum(x for x, _ in each), sum(x * n for x, n in each) / sum(n for _, n in each)
+    if any(abs(whole - right) <= limit * abs(right) for right in (by_tokens, total, total / len(each))):
+        return ""
+    counted = "it counts other tokens than those with a label"
+    return f"The model's own loss is {whole:.4g} for the batch, and {by_tokens:.4g} for its samples alone: {counted}."
 
 
 def features_of(samples: Samples) -> list[Batch]:

@@ -21,14 +21,17 @@ from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, si
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
 from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
 from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
-from collate_npu.proof.reading import evaluated, row_of
 from collate_npu.proof.told import (
+    BLOCKED,
     MOST_SCORES,
+    Attended,
     Kind,
     Told,
     by_mask,
     by_numbers,
     by_offsets,
+    evaluated,
+    row_of,
     row_starts,
     segments_told,
     zeros_of,
@@ -36,10 +39,6 @@ from collate_npu.proof.told import (
 
 _SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1d_scan_combined"
 Reader = Callable[[str, Mapping[str, Any]], Told]
-
-
-_BLOCKED = -9984
-"""An additive mask blocks at or below it (masks.polarity)."""
 
 
 class UnreadError(Exception):
@@ -123,7 +122,7 @@ def _plain_layer(kind: Kind) -> Reader:
 
 
 def _attention(
-    kernel: str, shape: tuple[int, int], rows: Callable[[int], Tensor], by: str = "", window: int | None = None
+    kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str = "", window: int | None = None
 ) -> Told:
     """Of rows `[B, T]`, each with whom its queries attend."""
     B, T = shape
@@ -137,8 +136,7 @@ def _attention(
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
     """Of rows without a mask: causal ones read what stands before them, others everything."""
-    T = shape[1]
-    told = _attention(kernel, shape, lambda b: torch.ones(T, T, dtype=torch.bool), window=window)
+    told = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
     return replace(told, allowed=None, causal=True) if causal else told
 
 
@@ -152,9 +150,12 @@ def _flat(
     causal: bool | None = None,
 ) -> Told:
     """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
+    first_T, neutral_T = by_offsets(offsets, total)
     if keys and keys != offsets:
-        raise UnreadError("its queries are other tokens than its keys")
-    return Told(kernel, "attention", (1, total), *by_offsets(offsets, total), by, window, causal)
+        if len(keys) != len(offsets) or keys[-1] != offsets[-1] or neutral_T.any():
+            raise UnreadError("its queries are other tokens than its keys")
+        first_T = np.repeat(keys[:-1], np.diff(offsets))  # each sequence reads the keys of its number
+    return Told(kernel, "attention", (1, total), first_T, neutral_T, by, window, causal)
 
 
 def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
@@ -162,23 +163,24 @@ def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
         raise UnreadError("its queries are other tokens than its keys")
 
 
-def _masked(kernel: str, values: Mapping[str, Any], mask: Any, causal: bool) -> Told:
-    """q `[B, H, T, D]` beside a mask of any rank, True = attends, or additive; or a BlockMask."""
+def _masked(kernel: str, values: Mapping[str, Any], mask: Tensor | None, causal: bool) -> Told:
+    """q `[B, H, T, D]` beside a mask of any rank, True = attends, or additive."""
     q, k = values["query"], values["key"]
-    _same_tokens(q, k, -2)
-    B, T = (q.shape[0] if q.ndim > 2 else 1), q.shape[-2]
+    B, T, K = (q.shape[0] if q.ndim > 2 else 1), q.shape[-2], k.shape[-2]
     if mask is None:
+        _same_tokens(q, k, -2)
         return _bare(kernel, (B, T), causal)
-    if hasattr(mask, "mask_mod"):
-        return _attention(kernel, (B, T), lambda b: evaluated(mask, b)[:T, :T], "block_mask")
-    full = mask.detach()
-    full = full if full.dtype == torch.bool else full > _BLOCKED
-    full = full.expand(*full.shape[:-2], T, T)
+    keep = mask.detach()
+    keep = keep if keep.dtype == torch.bool else keep > BLOCKED
+    keep = keep[:, None] if keep.ndim == 3 == q.ndim else keep
+    keep = keep.expand(*keep.shape[:-2], T, K)
 
-    def rows(b: int) -> Tensor:
-        row = row_of(full, b)
-        return row.tril() if causal else row
+    def rows(b: int) -> Attended:
+        any_QK, all_QK = row_of(keep, b)
+        return (any_QK.tril(), all_QK.tril()) if causal else (any_QK, all_QK)
 
+    if K != T:  # of a rank that has a part of the queries, and all keys
+        return replace(_bare(kernel, (B, T), causal=True), by="mask", allowed=rows, causal=None, keys=K)
     return _attention(kernel, (B, T), rows, "mask")
 
 
@@ -196,10 +198,26 @@ def _by_module(kernel: str, values: Mapping[str, Any]) -> Told:
 
 
 def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
+    """A BlockMask, a dense mask, and a score_mod that gives minus infinity to what it blocks: all three may be there."""
+    q, k, score = values["query"], values["key"], values.get("score_mod")
     mask = values.get("block_mask", values.get("attention_mask"))
-    if mask is None and values.get("score_mod") is not None:
-        raise UnreadError("its score_mod says whom a query attends")
-    return _masked(kernel, values, mask, causal=False)
+    if score is None and not hasattr(mask, "mask_mod"):
+        return _masked(kernel, values, mask, causal=False)
+    _same_tokens(q, k, -2)
+    nothing, zero = torch.zeros((), device=q.device), torch.zeros((), dtype=torch.int64, device=q.device)
+
+    def tells(b: Tensor, h: Tensor, *at: Tensor) -> Tensor:
+        said = mask.mask_mod(b, h, *at) if hasattr(mask, "mask_mod") else nothing == 0
+        if isinstance(mask, Tensor):
+            kept = mask if mask.dtype == torch.bool else mask > BLOCKED
+            where = (b if len(kept) > 1 else zero, h if kept.shape[1] > 1 else zero, *at)
+            said = kept[where]
+        return said if score is None else said & (score(nothing, b, h, *at) > BLOCKED)
+
+    def rows(b: int) -> Attended:
+        return evaluated(tells, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
+
+    return _attention(kernel, (q.shape[0], q.shape[-2]), rows, "score_mod" if mask is None else "block_mask")
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
@@ -209,6 +227,12 @@ def _window(values: Mapping[str, Any]) -> int | None:
     return None if left is None or left < 0 else int(left) + 1
 
 
+def _causal(values: Mapping[str, Any]) -> bool:
+    """A window of which nothing stands behind the query is causal too."""
+    size = values.get("window_size")
+    return bool(values.get("causal")) or (isinstance(size, (tuple, list)) and len(size) > 1 and size[1] == 0)
+
+
 def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
     """q `[B, T, H, D]`, or all three in one tensor `[B, T, 3, H, D]`."""
     q = values["q"] if "q" in values else values.get("qkv", values.get("kv"))
@@ -216,7 +240,7 @@ def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
         raise UnreadError(f"{shape_of(q)} is not rows of tokens")
     if isinstance(values.get("k"), Tensor):
         _same_tokens(q, values["k"], 1)
-    return _bare(kernel, (q.shape[0], q.shape[1]), bool(values.get("causal")), _window(values))
+    return _bare(kernel, (q.shape[0], q.shape[1]), _causal(values), _window(values))
 
 
 def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
@@ -226,8 +250,8 @@ def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
     if not names:
         raise UnreadError("it has no offsets")
     keys = segments_told(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
-    causal = bool(values.get("causal")) if names[0] != "cu_seq_q" else None  # torch's says it by its window
-    return _flat(kernel, segments_told(values, names[0]), keys, q.shape[0], names[0], _window(values), causal)
+    told, size = segments_told(values, names[0]), _window(values)
+    return _flat(kernel, told, keys, q.shape[0], names[0], size, _causal(values))
 
 
 def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
@@ -241,9 +265,9 @@ def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
     if sizes["Skv"] != Q:
         raise UnreadError("its queries are other tokens than its keys")
 
-    def rows(b: int) -> Tensor:
-        blocked = blocked_scores(call, b, slice(0, Q))
-        return ~(blocked if blocked.ndim == 2 else blocked.all(dim=0)).expand(Q, Q)
+    def rows(b: int) -> Attended:
+        any_QK, all_QK = row_of(~blocked_scores(call, b, slice(0, Q)), b)
+        return any_QK.expand(Q, Q), all_QK.expand(Q, Q)
 
     return _attention(kernel, (B, Q), rows, "atten_mask" if call.atten_mask is not None else "")
 
@@ -278,8 +302,7 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
     """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
-    if ranks > 1 and segments_told(read, name)[-1:] == (ranks * total,):
-        raise UnreadError("its offsets are of the whole row, and it has a rank's part of it")
+    total *= ranks if segments_told(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
     keys = segments_told(read, name.replace("_q", "_kv"))
     told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
     lengths = np.diff(segments_told(read, "cu_seqlens_q"))

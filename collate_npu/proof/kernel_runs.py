@@ -19,8 +19,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.outputs import unpad
-from collate_npu.proof.kernel_rows import Kernel
-from collate_npu.proof.kernel_truths import SHARED, TRUTHS, Expected, Inputs, Truth, apart, expected, in_dtype
+from collate_npu.proof.kernel_rows import SHARED, TRUTHS, Expected, Inputs, Kernel, Truth, apart, expected, in_dtype
 from collate_npu.proof.noise import FLOOR, MARGIN, TIMES, product_error
 
 State = Literal["right", "wrong", "refused", "raised", "cannot tell", "would run", "not installed", "not here"]

@@ -10,13 +10,15 @@ Legend: B rows, S width, V what a model gives for a token.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from collate_npu.consumers.models import has_two_sides, is_transformers, pattern_of
 from collate_npu.errors import CollateError, explain, shape_of
@@ -31,20 +33,40 @@ OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_ba
 
 def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
     """What a model, or `forward` in its place, gives for a batch: logits, or of a model without a head the last states,
-    `[B, S, V]`, or `[B, V]` of a model that pools. Without dropout; each module goes back to the mode it had."""
+    `[B, S, V]`, or `[B, V]` of a model that pools. In the mode the model is in, without dropout."""
     return scores_of(called(model, batch, forward))
 
 
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
     """Whatever a model gives for a batch without labels; an encoder-decoder makes its decoder's tokens of them."""
     left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with without_dropout(model):
         return (forward or model)(**{key: value for key, value in batch.items() if key not in left_out})
+
+
+class _WithoutDropout(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        if name.endswith("dropout") and name != "native_dropout":
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args, kwargs = args[:4], {**dict(zip(("dropout_p", "is_causal"), args[4:])), **kwargs, "dropout_p": 0.0}
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A model that trains is run as it trains, but for chance, and what it counts meanwhile is as it was: a mask that is
+    lost in training alone shows."""
+    trains = any(module.training for module in model.modules())
+    held = [(each, each.clone()) for each in model.buffers()] if trains else []
+    try:
+        with _WithoutDropout() if trains else nullcontext():
+            yield
     finally:
-        for module in training:
-            module.training = True
+        with torch.no_grad():
+            for each, before in held:
+                each.copy_(before)
 
 
 def scores_of(given: Any) -> Tensor:
@@ -126,6 +148,17 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     model.zero_grad(set_to_none=True)  # it keeps none
     finite = all(bool(torch.isfinite(x).all()) for x in (scores, loss, *found.values()))
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
+
+
+@torch.no_grad()
+def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
+    """The loss that a model itself gives for a batch with labels; None where it gives none, or adds one of its routers,
+    which is of a batch."""
+    inputs = {key: _on_device(value, model.device) for key, value in uncached(model, batch).items()}
+    with without_dropout(model):
+        given = model(**inputs)
+    found, of_routers = getattr(given, "loss", None), getattr(given, "aux_loss", None) is not None
+    return float(found) if isinstance(found, Tensor) and found.numel() == 1 and not of_routers else None
 
 
 def uncached(model: Any, batch: Mapping[str, Any]) -> Batch:

@@ -1,13 +1,11 @@
 """Noise: how far apart two right results are on this model, dtype and device, and how far off a wrong one is.
 
-Right results differ, because another width or another batch rounds differently: by 1e-6 in float32, 1e-2 in bfloat16,
-and anything between on a card whose matrix units round their inputs (TF32, HF32). So an absolute tolerance is either too
-strict or passes a layer that ignores its mask. Measured instead: the noise, from the same samples with other tokens
-appended and no mask, which no causal model may notice; and the wrong, from left padding whose mask does not reach the
-layers. Costs four batches, and two to four more where the audit has not run them anyway. An encoder looks ahead, and a
-model that pools reads the last token: there each sample is repeated, in batches of two and of four equal rows.
-One logit is no measure: one expert chosen otherwise moves it by a tenth of what a wrong mask does. The relative error over
-all tokens stays within 4 times the noise (20 families, bfloat16, three seeds each); a wrong mask is 15 to 230 times it.
+Right results differ: by 1e-6 in float32, 1e-2 in bfloat16, and anything between on a card whose matrix units round their
+inputs. So it is measured, from the same samples with other tokens appended and no mask, which no causal model may notice (an
+encoder, and a model that pools: each sample beside copies of itself); and the wrong, from left padding whose mask does not
+reach the layers. Noise that no rounding makes is refused: there nothing can be proved. One logit is no measure: one expert
+chosen otherwise moves it by a tenth of what a wrong mask does. The relative error over all tokens stays within 4 times the
+noise (20 families, bfloat16, three seeds each); a wrong mask is 15 to 230 times it.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collate_npu.errors import CollateError, explain
 from collate_npu.proof.measure import IGNORED, Batch, Compared, Errors, Numbers, alone, measure, predicts_next
 
 TIMES = 6
@@ -28,6 +27,7 @@ FLOOR = 4
 """The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
 MARGIN = 2
 """What is wrong must be so many times what passes, or the audit proves nothing."""
+REMEDY = "Find what it reads beside its tokens (their number, their place in the batch, chance), or run it in a wider dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def measure_noise(
     else:
         again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
     noise = Compared.of((way(batch), known) for way in again for batch, known in zip(batches, references)).worst
+    check_noise(model, noise.logits)
     logits = least_noise(model, noise.logits)
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
     loss = max(noise.loss, logits / 16, 4 * torch.finfo(torch.float32).eps)
@@ -76,15 +77,31 @@ def measure_noise(
 
 def least_noise(model: nn.Module, found: float) -> float:
     """The noise that was found, and at least what this model's dtype and device lose; NaN stays."""
-    return max(found, FLOOR * product_error(next(model.parameters())))  # the first: NaN is not replaced
+    return max(found, FLOOR * product_error(like(model)))  # the first: NaN is not replaced
 
 
-def product_error(like: Tensor) -> float:
+def like(model: nn.Module) -> Tensor:
+    """A tensor of the dtype and device of a model."""
+    return next((each for each in model.parameters() if each.is_floating_point()), torch.zeros(()))
+
+
+def check_noise(model: nn.Module, noise: float) -> None:
+    """Raise `CollateError` where right results of a model are further apart than its dtype can round: by half of its digits.
+    A limit that is measured on a model that is wrong by itself passes what is wrong."""
+    x = like(model)
+    if noise > (most := max(torch.finfo(x.dtype).eps, product_error(x)) ** 0.5):
+        dtype = str(x.dtype).removeprefix("torch.")
+        got = f"the same tokens in another width, or beside copies, give numbers {noise:.2g} apart"
+        rule = f"That is more than {dtype} can round ({most:.1g}), so nothing can be proved."
+        raise CollateError(explain("noise", got, rule, f"{REMEDY}."))
+
+
+def product_error(x: Tensor) -> float:
     """The relative error of one matrix product, in the dtype of this tensor and on its device, against float64."""
-    drawn = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(like.dtype)
-    x, y = drawn.to(like.device)
+    drawn = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    one, other = drawn.to(x.device)
     exact = drawn[0].double() @ drawn[1].double()
-    return float(((x @ y).cpu().double() - exact).norm() / exact.norm())
+    return float(((one @ other).cpu().double() - exact).norm() / exact.norm())
 
 
 def widened(length: int, width: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from collate_npu.consumers.consumer import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
-from collate_npu.proof.hooks import Hooks, arguments_of
+from collate_npu.proof.hooks import WRAPS, Hooks, arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
 from collate_npu.proof.told import zeros_of
 
@@ -44,6 +45,11 @@ class Recorder:
         self.models: set[str] = set()
         """Classes of the models that ran."""
         self.hooks = Hooks(self._heard, self._around)
+        self.results: deque[Any] | None = None
+        """What kernels gave, one after the other, where that is kept."""
+        self.replays = False
+        """Do kernels, and the layers in `frozen`, give that instead of what they compute?"""
+        self.frozen: tuple[nn.Module, ...] = ()
         self._begin, self._end = begin, end
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -70,7 +76,8 @@ class Recorder:
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
-        held, looks = weakref.ref(root), any(map(is_layer, root.modules()))
+        tells = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
+        held, looks = weakref.ref(root), tells or any(isinstance(each, nn.ModuleList) for each in root.modules())
         self._roots[id(root)] = held, looks
         if looks:
             self.keep(root)
@@ -83,7 +90,7 @@ class Recorder:
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
                 self._names[id(module)] = held, short(name)
         self.models.add(type(root).__name__)
-        self.hooks.look_at(root)
+        WRAPS.look_at(root)
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
@@ -113,6 +120,8 @@ class Recorder:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
+        if any(module is each for each in self.frozen):
+            return self._kept(lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
         with self.unharmed():
             if not here.stack or self._has_other_rows(kwargs):
@@ -180,17 +189,15 @@ class Recorder:
         named = bound(module.forward, args, kwargs).items()
         given = [value for key, value in named if isinstance(value, Tensor) and (plain or "position" in key)]
         given = [value for value in given if not value.is_floating_point()]
-        axes = [value[0] for value in given if value.ndim == 3 and bool((value == value[:1]).all())]  # mRoPE, of text
-        whole = [value for value in given if value.ndim in (1, 2)] + axes
-        if whole and forward.truth is not None:
-            found = whole[0].detach().cpu().numpy()
-            S = forward.truth.shape[1]
-            if found.shape[-1] == S and found.size in (S, forward.truth.array.size):
-                found = np.broadcast_to(found, forward.truth.shape)
-            name = self._name_of(module)
-            forward.calls.append(
-                Seen(layer=name, module=module, kernel=type(module).__name__, kind=kind, told=None, positions=found)
-            )
+        value = next((value for value in given if value.ndim in (1, 2, 3)), None)
+        if value is None or forward.truth is None:
+            return
+        for axis in torch.unique(value, dim=0) if value.ndim == 3 else [value]:  # mRoPE has three, of text all equal
+            found, truth = axis.detach().cpu().numpy(), forward.truth
+            if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
+                found = np.broadcast_to(found, truth.shape)
+            where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
+            forward.calls.append(Seen(**where, module=module, kind=kind, told=None, positions=found))
 
     def _name_of(self, module: nn.Module) -> str:
         known = self._names.get(id(module))
@@ -225,16 +232,30 @@ class Recorder:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
         result: Any = seen
-        self._here.depth += 1
         try:
-            result = call()
+            result = self._kept(call)
             return result
         finally:
-            self._here.depth -= 1
             inner = [each.told for each in forward.calls[first:] if each.told is not None]
             whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
             if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
+
+    def _kept(self, call: Callable[[], Any]) -> Any:
+        """Call it, the outermost kernel, or give what it gave in the forward before."""
+        here, keeps = self._here, self.results is not None and not self._here.depth
+        if keeps and self.replays:
+            assert self.results is not None
+            return _copied(self.results.popleft())
+        here.depth += 1
+        try:
+            result = call()
+        finally:
+            here.depth -= 1
+        if keeps:
+            assert self.results is not None
+            self.results.append(_copied(result))
+        return result
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
@@ -276,6 +297,13 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
 
     with Recorder(begin, end).on(model):
         yield faults
+
+
+def _copied(given: Any) -> Any:
+    """What goes on with it may write in it."""
+    if isinstance(given, tuple):
+        return tuple(map(_copied, given))
+    return given.clone() if isinstance(given, Tensor) else given
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

@@ -22,13 +22,85 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once
+from collate_npu.masks.forms import mask_mod
+from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments, position_array
+
+Attended = tuple[Tensor, Tensor]
+"""bool `[Q, K]`: whom any head attends, and whom every head does."""
+BLOCKED = -9984
+"""An additive mask blocks at or below it (masks.polarity)."""
+
+
+def why_row_wrong(
+    segments: Segments, pattern: Pattern | None, b: int, attended: Attended, places_Q: Tensor | None = None
+) -> str:
+    """Real queries must attend what the pattern says of their own sequence, and nothing else. Without a pattern only whose
+    tokens they attend is judged. `places_Q`: where the queries of a rank stand in the row."""
+    ids_K = segments.ids[b]
+    places_Q = torch.arange(len(ids_K)) if places_Q is None else places_Q
+    shape = len(places_Q), len(ids_K)
+    if attended[0].shape != shape:
+        return f"row {b} has {list(attended[0].shape)} queries and keys, not {[*shape]}"
+    real_Q = ids_K[places_Q] != 0
+    places_Q = places_Q[real_Q]
+    any_QK, all_QK = (each.cpu()[real_Q] for each in attended)
+
+    def first(wrong_QK: Tensor, verb: str) -> str:
+        q, k = map(int, wrong_QK.nonzero()[0])
+        return f"query {int(places_Q[q])} {verb} key {k} of {len(ids_K)}"
+
+    for keys_QK, whom in ((ids_K == 0, "padding"), (ids_K[places_Q, None] != ids_K, "another sequence")):
+        if bool((any_QK & keys_QK).any()):
+            return f"row {b} attends {whom}: {first(any_QK & keys_QK, 'attends')}"
+    if pattern is None:
+        return ""
+    attends = mask_mod(segments, pattern=pattern)
+    expected_QK = attends(torch.tensor(b), torch.tensor(0), places_Q[:, None], torch.arange(len(ids_K)))
+    if bool((more_QK := any_QK & ~expected_QK).any()):
+        return f"row {b} attends more than {pattern} attention does: {first(more_QK, 'attends')}"
+    if bool((missing_QK := expected_QK & ~all_QK).any()):
+        heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
+        return f"row {b} does not attend all of its sequence: {first(missing_QK, 'does not attend')}{heads}"
+    return ""
+
+
+def row_of(keep: Tensor, b: int) -> Attended:
+    """Of one row of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
+    row = keep[min(b, len(keep) - 1)] if keep.ndim > 3 else keep
+    return (row, row) if row.ndim == 2 else (row.any(dim=0), row.all(dim=0))
+
+
+class _Untouched(Tensor):
+    """The number of a head that nobody may read."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError
+
+
+def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
+    """Whom row b attends by what flex attention is told: `tells(b, h, q, k)`, asked of each head where heads differ."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    places_Q, places_K = (torch.arange(size, device=device) for size in shape)
+
+    def of_head(h: Tensor) -> Tensor:
+        told = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
+        return told(places_Q, places_K).expand(shape)
+
+    try:
+        shared = of_head(zero.as_subclass(_Untouched))
+    except LookupError:
+        found = [of_head(zero + h) for h in range(heads)]
+        return torch.stack(found).any(dim=0), torch.stack(found).all(dim=0)
+    return shared, shared
+
 
 Kind = Literal["attention", "rule", "convolution"]
 MOST_SCORES = 1 << 26
 """Queries times keys of one row of a mask that is looked at."""
 _LISTED = 12
-_OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask")
+_OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask", "score_mod")
 """What tells padding of rows; anything else numbers sequences."""
 
 
@@ -53,8 +125,10 @@ class Told:
     """Does attention look back alone? None where that is not told apart."""
     digest: int = 0
     """Of all scores that its mask allows."""
-    allowed: Callable[[int], Tensor] | None = field(default=None, repr=False)
-    """bool `[Q, K]` of one row, where attention was given a mask, or attends to both sides; let go once it is judged."""
+    allowed: Callable[[int], Attended] | None = field(default=None, repr=False)
+    """Whom one row attends, where attention was given a mask, or attends to both sides; let go once it is judged."""
+    keys: int = 0
+    """How many they are, where they are not the queries' tokens."""
 
     @once
     def rank_T(self) -> Array:
@@ -95,16 +169,17 @@ class Told:
         if not self.fits:
             return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
         end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
-        return _listed([*np.flatnonzero(self.begins_T).tolist(), end])
+        return shown([*np.flatnonzero(self.begins_T).tolist(), end])
 
     def _lengths(self) -> str:
         """Tokens that count, of each row."""
-        return _listed((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
+        return shown((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_LISTED]))
-    return f"[{shown}{', ...' * (len(numbers) > _LISTED)}]"
+def shown(numbers: Sequence[int]) -> str:
+    """The first of them."""
+    few = ", ".join(map(str, numbers[:_LISTED]))
+    return f"[{few}{', ...' * (len(numbers) > _LISTED)}]"
 
 
 def row_starts(B: int, T: int) -> Array:
@@ -139,13 +214,14 @@ def zeros_of(x: Tensor, order: str) -> Array:
     return np.ascontiguousarray(zero.cpu().numpy()).reshape(-1)
 
 
-def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array, int]:
+def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Array, int]:
     """`first_T`, `neutral_T` and a digest by whom tokens attend: rows that attend what stands behind them under a mask
     that is causal everywhere else are fillings of padding, and nobody counts what they attend."""
     first_T, neutral_T, digest = np.zeros(B * T, np.int64), np.zeros(B * T, bool), 0
     for b in range(B):
-        allowed_QK = rows(b)
-        digest = crc32(np.packbits(allowed_QK.cpu().numpy()).tobytes(), digest)
+        allowed_QK, by_all_QK = rows(b)
+        for each_QK in (allowed_QK, by_all_QK)[: 1 + (by_all_QK is not allowed_QK)]:
+            digest = crc32(np.packbits(each_QK.cpu().numpy()).tobytes(), digest)
         future_Q = torch.triu(allowed_QK, 1).any(dim=1)
         filled_Q = future_Q if not bool(future_Q[:-1].all()) else torch.zeros_like(future_Q)
         attends_QK = allowed_QK & ~filled_Q[:, None]
@@ -159,7 +235,7 @@ def by_mask(rows: Callable[[int], Tensor], B: int, T: int) -> tuple[Array, Array
     return first_T, neutral_T, digest
 
 
-# --- against the truth, and against one another
+# --- against the truth
 
 
 def places_in(told: Told, segments: Segments) -> Array | None:
@@ -222,19 +298,6 @@ def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) 
     t = int(at[np.argmax(wrong)])
     place = f"({t // segments.shape[1]}, {t % segments.shape[1]})"
     return f"the token at (row, column) {place} has position {positions_T[t]}, as token {own_T[t]} of its sequence"
-
-
-def begins_elsewhere(one: Told, other: Told) -> Array | None:
-    """Tokens at which a sequence begins for one of them alone: by their places in calls of one length, else by their number
-    among those that count; None for calls of other tokens."""
-    if len(one.first_T) == len(other.first_T):
-        both_T = ~one.neutral_T & ~other.neutral_T
-        return np.flatnonzero((one.begins_T != other.begins_T) & both_T)
-    for long, short in ((one, other), (other, one)):
-        real = ~long.neutral_T
-        if real.sum() == len(short.first_T) and short.shape[0] == 1:  # the attention of padded rows takes padding out
-            return np.flatnonzero(long.begins_T[real] != short.begins_T)
-    return None
 
 
 def segments_told(values: Mapping[str, Any], name: str) -> tuple[int, ...]:

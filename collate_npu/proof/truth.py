@@ -34,7 +34,7 @@ def case_of(
     sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
     if segments is None:
         try:
-            segments = _agreed(sources, declared, about)
+            segments = _agreed(_without_windows(sources), declared, about)
         except AmbiguousMaskError:
             known, held = AT_MODEL.get(get_ident()), _held(sources)
             if not held and (known is None or known.shape != sources.shape()):
@@ -49,6 +49,16 @@ def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> S
     flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
     own = own_patterns(model.config) if model.model_type else ()
     return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
+
+
+def _without_windows(sources: Sources) -> Sources:
+    """Of a mapping of masks beside offsets the parts whose layers see less than the whole past say nothing of sequences; the
+    kernels that get them are judged."""
+    masks = sources.get("attention_mask")
+    if not isinstance(masks, Mapping) or not sources.offsets:
+        return sources
+    whole = {kind: each for kind, each in masks.items() if not any(word in kind for word in ("chunk", "sliding", "window"))}
+    return sources | {"attention_mask": whole or None}
 
 
 def _of_all_ranks(sources: Sources, config: Any) -> Sources:

@@ -29,10 +29,10 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.models import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
-from collate_npu.proof.forward import Fault, Forward
+from collate_npu.proof.forward import Fault, Forward, block
+from collate_npu.proof.hooks import WRAPS
 from collate_npu.proof.kernel_calls import UnreadError
 from collate_npu.proof.recording import Recorder, bound
-from collate_npu.proof.said import block, counts
 from collate_npu.proof.truth import case_of
 from collate_npu.segments import Segments
 
@@ -89,7 +89,7 @@ class Watch:
             self._remember(*made)
             return made
 
-        self._recorder.hooks.put(BatchAdapter, "_rendered", remembered)
+        WRAPS.put(BatchAdapter, "_rendered", remembered)
 
     def end(self) -> None:
         """Take everything off; the process is as it was."""
@@ -124,7 +124,7 @@ class Watch:
         if again:
             same = [each for each in self.forwards if each.root is root and each.step == self.steps and not each.again]
             forward.before = [seen for each in same for seen in each.calls]
-        self._number += 1
+        self._number += not again
         if not again:
             self._told_by_batch(forward, root, args, kwargs)
         return forward
@@ -155,8 +155,8 @@ class Watch:
         if not forward.again:
             forward.silent = forward.layers_without_kernels()
             self.silent.update(forward.silent)
-        self.kernels.update(counts(forward.calls))
-        self._judged += forward.truth is not None
+        self.kernels.update(forward.counts())
+        self._judged += not forward.again and forward.judged
         found = forward.faults()
         self.faults += found.values()
         self.forwards.append(forward)
@@ -181,7 +181,7 @@ class Watch:
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
         how += f" · it raised {forward.raised}" * bool(forward.raised)
         lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}"]
-        if forward.unsaid and forward.unsaid not in self._told:
+        if forward.unsaid and -1 not in faults and forward.unsaid not in self._told:
             self._told.add(forward.unsaid)
             lines.append(f"  not judged by its batch: {forward.unsaid}")
         for text in dict.fromkeys(map(str, faults.values())):
@@ -191,17 +191,21 @@ class Watch:
         record = {
             "rank": _rank(), "pid": os.getpid(), "step": forward.step, "forward": forward.number, "again": forward.again,
             "training": forward.training, "model": type(forward.root).__name__, "said": lines[0],
-            "kernels": dict(counts(forward.calls)), "silent": forward.silent,
+            "kernels": dict(forward.counts()), "silent": forward.silent,
+            "judged": forward.judged, "unsaid": forward.unsaid,
             "faults": [asdict(each) for each in faults.values()],
         }  # fmt: skip
         self._write("\n".join(lines), record)
 
     def summary(self) -> str:
         """Steps, calls, kernels seen, and what was not looked at. Nothing seen is no pass."""
-        if not self.kernels:
+        if not self.kernels and not self.faults:
             models = ", ".join(sorted(self._recorder.models))
             seen = f"no known kernel ran in {models}" if models else "no model with attention or recurrent layers ran"
             return f"NOTHING WAS SEEN: {seen}. This is not a pass."
+        if not (self._judged or self.faults):
+            why = next(iter(self._told), "no kernel had the tokens of its batch").splitlines()[0]
+            return f"NOT JUDGED: {self._number} forwards, and none was compared with its batch: {why} This is not a pass."
         calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
         silent = sorted(self.silent)
         lines = [f"{self.steps} steps, {self._number} forwards ({self._judged} compared with their batch), kernels: {calls}"]

@@ -7,10 +7,10 @@ import sys
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
+from watching import received_masks
 
 from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
-from collate_npu.proof.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit.data import samples_of_rows, shipped_text
 

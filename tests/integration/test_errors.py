@@ -247,7 +247,7 @@ def labelled(samples=SAMPLES):
 
 SILENT = [
     ("qwen3_next", {"attention_mask": dense(LEFT)}, "linear_attn"),
-    ("qwen3_next", {"attention_mask": dense(LEFT), "attention_mask_2d": LEFT.keep}, "no 2D mask"),
+    ("qwen3_next", {"attention_mask": dense(LEFT), "attention_mask_2d": LEFT.keep}, "goes on from padding"),
     ("qwen3", {"attention_mask": dense(LEFT, polarity="masked")}, "more than causal"),
     *(("eager", {"attention_mask": dense(LEFT).to(dtype)}, "self_attn") for dtype in ONES_AND_ZEROS),
 ]
@@ -281,7 +281,7 @@ def test_row_packed_recurrent(hybrid, tokenizer):
     with torch.no_grad():
         alone = hybrid(input_ids=torch.tensor([SAMPLES[1]["input_ids"]])).logits[0]
         assert float((hybrid(**batch).logits[0, 6:] - alone).abs().max()) > WRONG
-    assert "several sequences" in refused("packed-recurrent", CollateError, model=hybrid, batch=batch)
+    assert "goes on from another sequence" in refused("packed-recurrent", CollateError, model=hybrid, batch=batch)
     assert worst(hybrid, **mended("packed-recurrent", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
 
 

@@ -8,9 +8,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from text import sample_ids  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
+from watching import received_masks  # noqa: E402
 
-from collate_npu import BatchAdapter, PaddingCollator, Pattern, wrap_collator  # noqa: E402
-from collate_npu.proof.delivery import check_delivery, received_masks  # noqa: E402
+from collate_npu import BatchAdapter, PaddingCollator, Pattern, check_delivery, wrap_collator  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
 
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos

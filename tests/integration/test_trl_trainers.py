@@ -15,11 +15,10 @@ from datasets import Dataset
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.utils import DPODataCollatorWithPadding
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
-from watching import Watch
+from watching import Watch, received_masks
 
 from collate_npu import CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.proof.delivery import received_masks
 from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from collate_npu.proof import kernel_runs
-from collate_npu.proof.kernel_rows import KERNELS
-from collate_npu.proof.kernel_truths import TRUTHS
+from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 

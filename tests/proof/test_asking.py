@@ -6,7 +6,7 @@ import torch
 from scoring import toy
 
 from collate_npu import CollateError
-from collate_npu.proof.asking import ways_of
+from collate_npu.proof.conformance import ways_of
 
 SAMPLES = [[3, 4, 5], [6], [7, 8]]
 RIGHT = [[-1.0, -2.0], [], [-3.0]]

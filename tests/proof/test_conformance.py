@@ -10,8 +10,20 @@ from scoring import PAD, built, by, picked, stack, toy
 
 pytest.importorskip("transformers")
 from collate_npu import CollateError
-from collate_npu.proof.conformance import LENGTHS
-from collate_npu.proof.symptoms import BOUNDARIES, CHUNK, ENDS, FADES, MOVED, NAN, ORDER, PAD_ID, PADDING, STAYS, TAIL
+from collate_npu.proof.conformance import (
+    BOUNDARIES,
+    CHUNK,
+    ENDS,
+    FADES,
+    LENGTHS,
+    MOVED,
+    NAN,
+    ORDER,
+    PAD_ID,
+    PADDING,
+    STAYS,
+    TAIL,
+)
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import conformance, reference_kernels, tiny_config
 

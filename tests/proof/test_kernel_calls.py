@@ -11,10 +11,10 @@ from torch import nn
 from collate_npu import Segments
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof import kernel_calls
-from collate_npu.proof.forward import Forward, Seen, _says
+from collate_npu.proof.forward import Forward, Seen
 from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
-from collate_npu.proof.told import Told, begins_elsewhere, by_offsets, why_differs
+from collate_npu.proof.told import Told, by_offsets, why_differs
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
 LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})
@@ -31,8 +31,8 @@ def test_a_mask_is_all_that_the_local_one_reads_and_nothing_to_the_fused_one():
     mask = dense(LEFT, polarity="masked")
     local = told(LOCAL, mask)
     assert why_differs(local, LEFT) == ""
-    assert not torch.triu(local.allowed(1), 1).any()
-    assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1), 1).any()  # it looks ahead
+    assert not torch.triu(local.allowed(1)[0], 1).any()
+    assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1)[0], 1).any()  # it looks ahead
     assert (told(LOCAL, None).causal, told(FUSED, mask).causal, str(told(FUSED, mask))) == (True, True, "nothing")
 
 
@@ -68,13 +68,18 @@ def test_a_window_is_the_tokens_before_a_query_and_itself(size, reach):
     assert KERNELS["flash_attn_func"][1]("flash_attn.flash_attn_func", {"q": X, "window_size": size}).reach == reach
 
 
-def test_a_bias_blocks_at_a_number_and_a_score_mod_says_nothing_beside_a_mask():
+def test_a_bias_blocks_at_a_number_beside_a_score_mod_too():
     x, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, -9984.0], [-9983.0, 0.0]])
     told = KERNELS["scaled_dot_product_attention"][1]("torch.sdpa", {"query": x, "key": x, "attn_mask": mask})
-    assert told.allowed(0).tolist() == [[True, False], [True, True]]
-    flex = {"query": x, "key": x, "score_mod": max, "attention_mask": mask}
-    assert KERNELS["flex_attention"][1]("flex", flex).allowed(0).tolist() == told.allowed(0).tolist()
-    assert KERNELS["flex_attention"][1]("flex", {"query": x, "key": x}).allowed(0).all()
+    assert told.allowed(0)[0].tolist() == [[True, False], [True, True]]
+    flex, blocks = (
+        {"query": x, "key": x, "attention_mask": mask[None, None]},
+        lambda score, b, h, q, k: score - 1e6 * (q == k),
+    )
+    assert KERNELS["flex_attention"][1]("flex", flex).allowed(0)[0].tolist() == told.allowed(0)[0].tolist()
+    both = KERNELS["flex_attention"][1]("flex", {**flex, "score_mod": blocks})
+    assert both.allowed(0)[0].tolist() == [[False, False], [True, False]]
+    assert KERNELS["flex_attention"][1]("flex", {"query": x, "key": x}).allowed(0)[0].all()
 
 
 class OnCard(torch.Tensor):
@@ -141,11 +146,6 @@ def test_a_layer_attends_what_the_config_says_of_it(config, at, own):
     assert Forward(root=root, number=0, step=0, training=False)._pattern_of(seen) == own
 
 
-def test_calls_that_were_told_nothing_or_could_not_be_read_say_nothing():
-    nothing = Told("sdpa", "attention", (1, 4), np.zeros(4, int), np.zeros(4, bool))
-    assert _says(None) == _says(nothing) == 0
-
-
 def packed(**offsets):
     params = SimpleNamespace(qkv_format="thd", **{name: torch.tensor(each) for name, each in offsets.items()})
     return READ(KERNEL, {"self": FUSED(), "query": torch.ones(12, 1, 4), "packed_seq_params": params})
@@ -166,8 +166,12 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     assert not packed(cu_seqlens_q=[0, 12, 24]).fits
+    row, sides = Segments.from_lengths([[6, 6]]), {"cu_seqlens_q": [0, 6, 12]}
+    assert why_differs(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
+    assert "goes on from another sequence" in why_differs(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
+    assert "does not read the 1 first" in why_differs(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
     with pytest.raises(UnreadError, match="other tokens than its keys"):
-        packed(cu_seqlens_q=[0, 6, 12], cu_seqlens_kv=[0, 5, 12])
+        packed(**sides, cu_seqlens_kv=[0, 5, 11])
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([None, 1, 2, 9]))
@@ -181,7 +185,7 @@ def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths
 
 
 def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):
-    rows = lambda t: torch.ones(1, 4, dtype=torch.bool)  # noqa: E731
+    rows = lambda t: (torch.ones(1, 4, dtype=torch.bool),) * 2  # noqa: E731
     monkeypatch.setattr(kernel_calls, "MOST_SCORES", 16)
     assert kernel_calls._attention("sdpa", (1, 4), rows, by="its mask").shape == (1, 4)
     monkeypatch.setattr(kernel_calls, "MOST_SCORES", 15)
@@ -193,12 +197,11 @@ X = torch.ones(2, 6, 1, 4)
 UNREAD = {
     "it goes on from a state": ("chunk_gated_delta_rule", {"q": X, "k": X, "v": X, "initial_state": X}),
     "no tensor tells its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
-    "its score_mod says": ("flex_attention", {"query": X, "key": X, "value": X, "score_mod": max}),
     "is not rows of tokens": ("flash_attn_func", {"q": X[0]}),
     "it has no offsets": ("flash_attn_varlen_func", {"q": X[0], "k": X[0]}),
     "other tokens than its keys": (
         "flash_attn_varlen_func",
-        {"q": X[0], "k": X[0], "cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6])},
+        {"q": X[0], "k": X[0], "cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 5])},
     ),
     "its queries are other tokens": (
         "npu_fusion_attention",
@@ -224,14 +227,3 @@ def test_the_operator_of_torch_npu_is_told_what_its_arguments_say(layout, segmen
     found = KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", given)
     truth = Segments.from_lengths([segments.sequence_lengths]) if layout == "TND" else segments
     assert why_differs(found, truth) == ""
-
-
-def test_a_call_of_padded_rows_and_one_without_padding_are_compared_by_their_tokens():
-    """The attention of padded rows takes padding out."""
-    (first_T, _), neutral_T = by_offsets((0, 3, 6, 8), 8), torch.tensor([1, 0, 0, 1, 0, 0, 0, 0]).bool().numpy()
-    padded = Told("padded", "rule", (1, 8), first_T, neutral_T, "zeros")
-    for offsets, elsewhere in (((0, 2, 4, 6), []), ((0, 3, 4, 6), [2, 3])):
-        flat = Told("flat", "attention", (1, 6), *by_offsets(offsets, 6), "offsets")
-        assert _says(padded) > _says(flat)  # padding too
-        assert begins_elsewhere(padded, flat).tolist() == begins_elsewhere(flat, padded).tolist() == elsewhere
-    assert begins_elsewhere(padded, Told("flat", "attention", (1, 5), *by_offsets((0, 5), 5), "offsets")) is None

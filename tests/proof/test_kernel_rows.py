@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from collate_npu import Segments
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.proof import kernel_rows, kernel_runs
-from collate_npu.proof.kernel_rows import KERNELS
-from collate_npu.proof.kernel_truths import SCAN, TRUTHS
+from collate_npu.proof.kernel_rows import KERNELS, SCAN, TRUTHS
 
 BY_NAME = {kernel.name.rpartition(".")[2]: kernel for kernel in KERNELS}
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
 from collate_npu.proof import kernel_rows, kernel_runs
-from collate_npu.proof.kernel_rows import KERNELS
+from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
 from collate_npu.proof.kernel_runs import of_kernel, runs
-from collate_npu.proof.kernel_truths import TRUTHS
 from collate_npu.proof.noise import FLOOR, MARGIN, TIMES
 
 FUSION, FUSION_V3 = (next(k for k in KERNELS if k.name == f"torch_npu.npu_fusion_attention{v}") for v in ("", "_v3"))

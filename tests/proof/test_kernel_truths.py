@@ -5,7 +5,7 @@ import torch
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 from collate_npu.masks.forms import dense
-from collate_npu.proof.kernel_truths import (
+from collate_npu.proof.kernel_rows import (
     ATTENTION,
     CONVOLUTION,
     HEADS,

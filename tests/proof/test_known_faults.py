@@ -28,7 +28,7 @@ def printed(capsys, model, **batch):
 def test_slime_1686(capsys):
     """The convolution was told the sequences, the rule was not (THUDM/slime, pull request 1686)."""
     said, layers = printed(capsys, Model({n: {"rule": NOTHING} for n in (0, 1)}), input_ids=IDS, cu_seqlens=OFFSETS)
-    assert said == f"2 recurrent: convolution {TRUE} ✔ · rule nothing ✘ · 1 attention: {TRUE} ✔"
+    assert said == f"2 recurrent: convolution {TRUE} ✔ · rule nothing ✘ · 1 attention: {TRUE} ✔ · positions not looked at"
     assert layers == ["layers.0", "layers.1"]
 
 
@@ -86,7 +86,7 @@ class Registered(nn.Module):
 def test_nemo_rl_2105(capsys):
     held = FlashAttentionKwargs(cu_seqlens_q=OFFSETS.int())
     said, layers = printed(capsys, Registered(), input_ids=IDS, flash_attn_kwargs=held)
-    assert said == "2 recurrent: convolution [0, 16] ✘ · rule [0, 16] ✘ · 1 attention: nothing ✘"
+    assert said == "2 recurrent: convolution [0, 16] ✘ · rule [0, 16] ✘ · 1 attention: nothing ✘ · positions not looked at"
     assert len(layers) == 3
     assert printed(capsys, Registered(), input_ids=IDS, cu_seqlens=OFFSETS)[1] == []
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from collate_npu.proof.said import few
+from collate_npu.proof.forward import few
 
 
 @pytest.mark.parametrize(

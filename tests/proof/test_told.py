@@ -64,7 +64,7 @@ def test_zeros_stand_row_after_row(order):
 def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     whole = torch.ones(3, 3).tril().bool()
     rows = [whole, torch.tensor([[int(x) for x in row] for row in allowed]).bool()]
-    first_T, neutral_T, _ = told.by_mask(rows.__getitem__, 2, 3)
+    first_T, neutral_T, _ = told.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
     assert first_T.tolist() == [0, 0, 0, *(3 + x for x in first)]
     assert neutral_T.tolist() == [0, 0, 0, *neutral]
 
@@ -118,13 +118,3 @@ def test_positions_count_from_the_first_of_their_sequence(positions, first, wron
     why = told.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
     assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
     assert told.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
-
-
-def test_calls_that_begin_elsewhere_are_told_apart_where_both_count():
-    whole, cut, real = call([0] * 4), call([0, 0, 0, 3]), call([0, 0, 2, 2], [1, 1, 0, 0])
-    inside = call([0, 1, 2, 2], [1, 1, 0, 0])
-    assert [x.tolist() for x in (told.begins_elsewhere(whole, cut), told.begins_elsewhere(real, whole))] == [[3], [2]]
-    assert told.begins_elsewhere(inside, call([0, 1, 2, 2])).tolist() == []  # it begins at what is padding to the other
-    for pair in ((real, call([0, 1])), (call([0, 1]), real)):
-        assert told.begins_elsewhere(*pair).tolist() == [1]
-    assert told.begins_elsewhere(real, call([0, 0], shape=(2, 1))) is None

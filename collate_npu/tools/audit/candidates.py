@@ -47,7 +47,7 @@ def build(
         model = tiny_model(name, vocab_size=max(len(reader), largest_id + 1), seed=seed, **how)
     check_is_run(model, attn)
     told = [getattr(reader, "pad_token_id", None), getattr(text_config(model.config), "pad_token_id", None), 0]
-    return model.to(device), reader, next(int(n) for n in told if isinstance(n, int))
+    return model.to(device).train(), reader, next(int(n) for n in told if isinstance(n, int))
 
 
 def candidates(names: Sequence[str], attentions: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:

@@ -23,13 +23,12 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.given import check_model
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
-from collate_npu.proof.forward import Fault
+from collate_npu.proof.forward import Fault, listed
 from collate_npu.proof.invariance import Collator, Samples
 from collate_npu.proof.located import Located
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
 from collate_npu.proof.noise import Yardstick, measure_noise
 from collate_npu.proof.recording import heard
-from collate_npu.proof.said import listed
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import DENSE_ALONE, FLAT, NO_BOUNDARIES, NO_MASK, WAYS, Layout, Subject
 from collate_npu.tools.refusals import first_line, said

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from shutil import which
 from typing import Annotated, Any
@@ -35,14 +36,14 @@ _PATIENCE = 15
 def watch_command(
     command: Annotated[list[str], Argument(help="What to run, unchanged, behind --.", show_default=False)],
     steps: Annotated[int, Option(min=1, max=1 << 20, help="Steps that are looked at, in each process.")] = 2,
-    stop: Annotated[bool, Option("--stop", help="End the run at the first fault, with exit code 1.")] = False,
+    stop: Annotated[bool, Option("--stop", help="End the run at the first fault.")] = False,
     out: Annotated[Path | None, Option(help="Append a line of JSON for each forward.")] = None,
 ) -> None:
     """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
 
     Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
     own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
-    The exit code is the command's own.
+    The exit code is the command's own; with --stop 1 after a fault or a batch that contradicts itself, 2 if none is judged.
     """
     if which(command[0]) is None:
         end_with(
@@ -53,27 +54,26 @@ def watch_command(
         settings = {"steps": steps, "seen": str(seen), "out": None if out is None else str(out.resolve())}
         path = os.pathsep.join(filter(None, (str(_INHERITED), os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "COLLATE_NPU_WATCH": json.dumps(settings)})
-        stopped = _waited(child, seen, stop)
+        _waited(child, seen, stop)
         records = _records(seen)
     typer.echo(printable(f"collate-npu watch: {_summary(records)}"), err=True)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    raise typer.Exit(1 if stopped else code)
+    unjudged = 2 if not any(record["judged"] for record in records) else code
+    raise typer.Exit(code if not stop else 1 if any(record["faults"] for record in records) else unjudged)
 
 
-def _waited(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> bool:
-    """Until it ends; was it ended at a fault?"""
+def _waited(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> None:
+    """Until it ends, or is ended at a fault."""
     interrupts = 0
     while child.poll() is None:
         try:
             time.sleep(_POLL)
             if stop and any(record["faults"] for record in _records(seen)):
                 _ended(child)
-                return True
         except KeyboardInterrupt:
             interrupts += 1
             if interrupts > 1:  # the first one it got as well, from the terminal, and may be saving what it has
                 _ended(child)
-    return stop and any(record["faults"] for record in _records(seen))
 
 
 def _ended(child: subprocess.Popen[bytes]) -> None:
@@ -101,16 +101,17 @@ def _records(seen: Path) -> list[dict[str, Any]]:
 
 
 def _summary(records: list[dict[str, Any]]) -> str:
-    kernels: dict[str, int] = {}
-    for record in records:
-        for name, n in record["kernels"].items():
-            kernels[name] = kernels.get(name, 0) + n
-    if not kernels:
+    kernels = sum((Counter(record["kernels"]) for record in records), Counter[str]())
+    if not kernels and not any(record["faults"] for record in records):
         return "NOTHING WAS SEEN: no known kernel ran in any process that could be watched. This is not a pass."
+    if not any(record["judged"] or record["faults"] for record in records):
+        why = next((record["unsaid"] for record in records if record["unsaid"]), "no kernel had its tokens").splitlines()[0]
+        return f"NOT JUDGED: {len(records)} forwards, none compared with its batch: {why} This is not a pass."
     wrong = sum(bool(record["faults"]) for record in records)
     processes = len({record["pid"] for record in records})
-    told = ", ".join(f"{name} {n}" for name, n in sorted(kernels.items(), key=lambda each: -each[1]))
-    faults = f"{wrong} of {len(records)} forwards with a fault" if wrong else f"no fault in {len(records)} forwards"
+    told = ", ".join(f"{name} {n}" for name, n in kernels.most_common())
+    own = [record["judged"] for record in records if not record["again"]]
+    faults = f"{wrong} of {len(own)} forwards with a fault" if wrong else f"no fault in {sum(own)} of {len(own)} forwards"
     said = dict.fromkeys(f"{each['layer']}, {each['kernel']}" for record in records for each in record["faults"])
     where = f" ({'; '.join([*said][:_MOST])}{'; ...' * (len(said) > _MOST)})" * bool(said)
     return f"{processes} processes, {faults}{where}; kernels: {told}"

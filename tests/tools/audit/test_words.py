@@ -10,9 +10,8 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 from found import finding, wide_report
 
-from collate_npu.proof.conformance import Conformance, Verdict
+from collate_npu.proof.conformance import Conformance, Scale, Verdict
 from collate_npu.proof.kernel_runs import Run
-from collate_npu.proof.scale import Scale
 from collate_npu.tools import env
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.handover import WAYS

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import collate_npu.tools.cli as cli
 from collate_npu import CollateError
 from collate_npu.proof import kernel_runs
-from collate_npu.proof.kernel_truths import TRUTHS
+from collate_npu.proof.kernel_rows import TRUTHS
 from collate_npu.tools import kernels
 
 SDPA = ("--operator", "scaled_dot_product_attention")

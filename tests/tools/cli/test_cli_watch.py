@@ -23,8 +23,10 @@ if "fault" in sys.argv:
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 ids = torch.tensor([[9, 9, 9, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7]])
 keep = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+told = {"attention_mask": 1 - keep if "inverted" in sys.argv else keep} if "unsaid" not in sys.argv else {}
+labels = torch.where(keep > 0, ids, -100)
 for step in range(4):
-    model(input_ids=ids, attention_mask=keep, labels=ids).loss.backward()
+    model(input_ids=ids, labels=labels, **told).loss.backward()
     optimizer.step()
 print("trained", os.environ.get("RANK"), torch.nn.functional.scaled_dot_product_attention.__name__)
 sys.exit(3 if "three" in sys.argv else 0)
@@ -69,14 +71,31 @@ def test_a_right_run_ends_as_it_would(train):
     run = watched(sys.executable, train, "three")
     assert run.returncode == 3, run.stderr
     assert "✘" not in run.stderr
-    assert "1 processes, no fault in 2 forwards" in run.stderr
+    assert "1 processes, no fault in 2 of 2 forwards" in run.stderr
+
+
+STOPS = {
+    "right": (0, "no fault in 2 of 2"),
+    "fault": (1, "forwards with a fault (model.layers.0.linear_attn"),
+    "inverted": (1, "✘ (the batch), attention_mask: told what contradicts itself"),
+    "unsaid": (2, "NOT JUDGED: 2 forwards, none compared with its batch: batch: got keys input_ids, labels"),
+}
 
 
 @pytest.mark.long
-def test_stop_ends_the_run(train):
-    run = watched(sys.executable, train, "fault", options=["--stop"])
-    assert run.returncode == 1
-    assert "✘" in run.stderr
+@pytest.mark.parametrize("how", STOPS)
+def test_with_stop_the_exit_code_says_what_was_judged(train, how):
+    code, said = STOPS[how]
+    run = watched(sys.executable, train, how, options=["--stop"])
+    assert run.returncode == code, run.stderr
+    assert said in run.stderr
+    if how == "unsaid":
+        assert run.stderr.rstrip().endswith("This is not a pass.")
+
+
+def test_with_stop_nothing_seen_is_no_pass():
+    run = watched(sys.executable, "-c", "print('hello')", options=["--stop"])
+    assert (run.returncode, run.stdout) == (2, "hello\n")
 
 
 def test_nothing_seen_and_commands_that_are_not_there():

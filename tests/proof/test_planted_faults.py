@@ -1,0 +1,402 @@
+"""Planted faults, a row each, over five stacks: who claims to see one sees it, and names its layer where it can; and right
+runs, of which nobody says anything. Run as a program it prints what each entrance saw.
+
+Entrances: c check_delivery, w watch, n watch says that it was not looked at, a two sequences alone, i
+assert_padding_invariant, f conformance. A capital names the layer. What is not claimed is not judged: a kernel that nobody
+knows is not heard by watch, and so on.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from rotation import some
+from stranger import causal_conv1d_fn
+from torch import nn
+from torch.nn import functional as F
+from toys import Net, core, flex, heads, joined, own, packed, padded, rule, sdpa, softmax, stack_of, varlen
+
+from collate_npu import CollateError, check_delivery
+from collate_npu.proof import watch
+from collate_npu.proof.asked import check_alone
+from collate_npu.proof.conformance import conformance
+from collate_npu.proof.invariance import assert_padding_invariant
+from collate_npu.proof.truth import case_of
+
+ROWS = [
+    {"input_ids": ids, "labels": ids}
+    for ids in ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate((9, 5, 12)))
+]
+
+
+def but(**changes):
+    """The part's own way, told something else."""
+    return lambda part, x, told, way: way(part, x, {**told, **{key: change(told) for key, change in changes.items()}})
+
+
+def out(change):
+    """The part's own way, whose answer is changed."""
+    return lambda part, x, told, way: change(way(part, x, told))
+
+
+def into(change):
+    """The part's own way, called with other states."""
+    return lambda part, x, told, way: way(part, change(x), told)
+
+
+def instead(of):
+    return lambda part, x, told, way: of(part, x, told)
+
+
+def training(fault):
+    return lambda part, x, told, way: fault(part, x, told, way) if part.training else way(part, x, told)
+
+
+def of_flat_rows(fault):
+    return lambda part, x, told, way: way(part, x, told) if told["cu"] is None else fault(part, x, told, way)
+
+
+def causal(told):
+    return torch.ones_like(told["allowed"]).tril()
+
+
+def of_head(h, lost):
+    """A mask of each head, of which one is another."""
+
+    def change(told):
+        allowed = told["allowed"].repeat(1, 4, 1, 1)
+        allowed[:, h] = lost(told)[:, 0]
+        return allowed
+
+    return change
+
+
+def tells(change):
+    """What a mask_mod says, by `change(told, b, h, q, k, right)`."""
+
+    def of(told):
+        ids = told["ids"]
+        return lambda b, h, q, k: change(told, b, h, q, k, (q >= k) & (ids[b, q] == ids[b, k]) & (ids[b, k] > 0) | (q == k))
+
+    return of
+
+
+def scored(blocks):
+    def of(told):
+        return lambda score, b, h, q, k: torch.where(blocks(told, b, h, q, k), -float("inf"), score)
+
+    return of
+
+
+def itself(told):
+    return torch.eye(told["allowed"].shape[-1]).bool().expand_as(told["allowed"])
+
+
+def bare(part, x, told):
+    return joined(F.scaled_dot_product_attention(*heads(part, x), is_causal=True))
+
+
+def half(part, x, told, way):
+    """Half of the heads by the known kernel, half by a softmax of its own that knows no mask."""
+    q, k, v = heads(part, x)
+    known = F.scaled_dot_product_attention(q[:, :2], k[:, :2], v[:, :2], attn_mask=told["allowed"])
+    return joined(torch.cat([known, softmax(q[:, 2:], k[:, 2:], v[:, 2:], causal(told))], 1))
+
+
+def rnn(kind, **settings):
+    torch.manual_seed(1)
+    held = kind(24, 24, batch_first=True, **settings)
+    return lambda part, x, told: held(x)[0][..., :24]
+
+
+def scan(part, x, told):
+    state, found = torch.zeros(len(x), 24), []
+    for t in range(x.shape[1]):
+        state = 0.8 * state + part.qkv(x)[:, t, :24]
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def convolved(part, x, told):
+    numbers = told["ids"].int() - 1
+    return causal_conv1d_fn(part.qkv(x).transpose(1, 2), part.weight, numbers)[:, :24].transpose(1, 2).cumsum(1)
+
+
+def chosen_by_experts(part, x, told):
+    """Each of two experts takes half of all tokens."""
+    scores = part.qkv(x)[..., :2].flatten(0, 1).softmax(0)
+    taken = torch.zeros_like(scores).scatter(0, scores.topk(len(scores) // 2, dim=0).indices, 1.0)
+    return x * (scores * taken).sum(-1).reshape(*x.shape[:2], 1) * 9
+
+
+def weighted(part, x, told):
+    """Masked behind the softmax: padding has its share."""
+    q, k, v = heads(part, x)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~causal(told), -1e9).softmax(-1)
+    return joined((scores * told["allowed"]) @ v)
+
+
+def weakly(part, x, told):
+    q, k, v = heads(part, x)
+    return joined(((q @ k.transpose(-1, -2)).masked_fill(~causal(told), -1e9) - 2.0 * ~told["allowed"]).softmax(-1) @ v)
+
+
+class Batches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+BATCH_NORM = Batches()
+
+
+def shifted(cu):
+    return torch.cat([cu[:1], cu[1:-1] + 1, cu[-1:]])
+
+
+LEAKS = "Caif"
+"""By code that no kernel tells of."""
+TOLD = "CWaif"
+OWN = {
+    "a softmax without a mask": instead(lambda p, x, t: own(p, x, {"allowed": causal(t)})),
+    "a softmax that looks ahead": instead(lambda p, x, t: own(p, x, {"allowed": torch.ones_like(t["allowed"])})),
+    "a mask of the row beside it": but(allowed=lambda t: t["allowed"].roll(1, 0)),
+    "one row's mask for all": but(allowed=lambda t: t["allowed"][-1:].expand_as(t["allowed"])),
+    "a mask turned around": but(allowed=lambda t: t["allowed"].flip(-1) | causal(t) & ~t["allowed"]),
+    "a mask that is one token short": but(allowed=lambda t: t["allowed"] | t["allowed"].roll(-1, -1) & causal(t)),
+    "a mask behind the softmax": instead(weighted),
+    "a mask that is too weak": instead(weakly),
+    "padding that is asked": instead(lambda p, x, t: own(p, x, {"allowed": causal(t)}) * t["keep"][..., None]),
+    "a sum over the row": out(lambda x: x + 0.1 * x.cumsum(1)),
+    "a sum over all rows": out(lambda x: x + 0.1 * x.flatten(0, 1).cumsum(0).reshape(x.shape)),
+    "the mean of the row": into(lambda x: x - x.mean(1, keepdim=True)),
+    "the largest of the row": into(lambda x: x + x.amax(1, keepdim=True)),
+    "an instance norm": into(lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 0.1)),
+    "a Fourier transform": instead(lambda p, x, t: torch.fft.fft(x, dim=1).real),
+    "a first token for all": into(lambda x: x + x[:, :1]),
+    "a last token for all": (into(lambda x: x + x[:, -1:]), "aif"),
+    "states rolled by one": out(lambda x: x.roll(1, 1)),
+    "states rolled back by one": (out(lambda x: x.roll(-1, 1)), "Cai"),
+    "rows swapped": out(lambda x: x.flip(0)),
+    "rows swapped in training": training(out(lambda x: x.flip(0))),
+    "a mask lost in training": training(but(allowed=causal)),
+    "a GRU": instead(rnn(nn.GRU)),
+    "an LSTM": instead(rnn(nn.LSTM)),
+    "an RNN": instead(rnn(nn.RNN)),
+    "a GRU to both sides": instead(rnn(nn.GRU, bidirectional=True)),
+    "a loop over tokens": instead(scan),
+    "experts choose tokens": instead(chosen_by_experts),
+    "a convolution without a gap": instead(lambda p, x, t: F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) @ p.weight[0]),
+    "a batch norm that trains": into(lambda x: BATCH_NORM(x)),
+    "a difference to the token before": into(lambda x: x - F.pad(x, (0, 0, 1, 0))[:, :-1]),
+}
+IN_SDPA = {
+    "one head attends padding": but(allowed=of_head(2, causal)),
+    "one head attends ahead": but(allowed=of_head(1, lambda t: torch.ones_like(t["allowed"]))),
+    "one head loses keys": (but(allowed=of_head(3, itself)), "CW"),
+    "a key is lost": but(allowed=lambda t: t["allowed"] & (torch.arange(t["keep"].shape[1]) != 9) | itself(t)),
+    "masks of rows in another order": but(allowed=lambda t: t["allowed"].flip(0)),
+    "the mask transposed": but(allowed=lambda t: t["allowed"].transpose(-1, -2)),
+    "half of the heads by a softmax": (half, LEAKS),
+    "a mask lost in training": training(but(allowed=causal)),
+    "a kernel for each row": (instead(lambda p, x, t: torch.cat([bare(p, row[None], t) for row in x])), LEAKS),
+    "no mask, and causal": instead(bare),
+}
+IN_RULE = {
+    "padding is written": but(written=lambda t: 1.0),
+    "padding is written in training": training(but(written=lambda t: 1.0)),
+    "a shift over all rows": (but(behind=lambda t: lambda x: x + x.flatten(0, 1).roll(1, 0).view(x.shape)), LEAKS),
+    "a mean behind the convolution": (but(behind=lambda t: lambda x: x - 0.5 * x.mean(1, keepdim=True)), "aif"),
+    "real tokens count for nothing": but(keep=lambda t: t["keep"] & (torch.arange(t["keep"].shape[1]) != 10)),
+    "the mask of the row beside it": but(keep=lambda t: t["keep"].roll(1, 0)),
+}
+IN_CORE = {
+    "what blocks for what attends": but(blocked=lambda t: t["allowed"]),
+    "a kernel that does not read its mask": (but(kind=lambda t: "no_mask"), LEAKS),
+    "the mask transposed": but(blocked=lambda t: ~t["allowed"].transpose(-1, -2)),
+    "a mask of the row beside it": but(blocked=lambda t: ~t["allowed"].roll(1, 0)),
+    "one row's mask for all": but(blocked=lambda t: ~t["allowed"][-1:].expand_as(t["allowed"])),
+    "a triangle alone": but(blocked=lambda t: ~causal(t)),
+    "no mask": but(blocked=lambda t: None),
+    "one head attends padding": but(blocked=lambda t: ~of_head(0, causal)(t)),
+    "halves in another order": (out(lambda x: x.roll(x.shape[1] // 2, 1)), LEAKS),
+    "a mask lost in training": training(but(blocked=lambda t: ~causal(t))),
+}
+IN_FLEX = {
+    "one head attends padding": but(tells=tells(lambda t, b, h, q, k, right: right | (h == 2) & (q >= k))),
+    "one head attends ahead": but(tells=tells(lambda t, b, h, q, k, right: right | (h == 1))),
+    "one head loses keys": (but(tells=tells(lambda t, b, h, q, k, right: right & ((h != 3) | (q == k)))), "CW"),
+    "the row beside it": but(tells=tells(lambda t, b, h, q, k, right: (q >= k) & (t["ids"][b - 1, k] > 0) | (q == k))),
+    "a score that loses keys": (but(score=scored(lambda t, b, h, q, k: q - k == 2)), "CW"),
+    "a score alone that reads padding": but(bare=lambda t: True, score=scored(lambda t, b, h, q, k: q < k)),
+    "a score of one head": (but(score=scored(lambda t, b, h, q, k: (h == 0) & (q != k))), "CW"),
+    "nothing at all": but(bare=lambda t: True),
+    "ahead by one": but(tells=tells(lambda t, b, h, q, k, right: right | (k == q + 1))),
+    "lost in training": training(but(tells=tells(lambda t, b, h, q, k, right: q >= k))),
+}
+IN_PACKED_FLEX = {
+    "sequences run together": but(tells=tells(lambda t, b, h, q, k, right: q >= k)),
+    "numbers one late": but(ids=lambda t: t["ids"].roll(1, 1).index_fill(1, torch.tensor([0]), 1)),
+    "one head over boundaries": but(tells=tells(lambda t, b, h, q, k, right: right | (h == 3) & (q >= k))),
+    "a score alone without boundaries": but(bare=lambda t: True, score=scored(lambda t, b, h, q, k: q < k)),
+}
+IN_VARLEN = {
+    "keys of other sequences": (but(keys=lambda t: shifted(t["cu"])), "CW"),
+    "offsets one late": but(cu=lambda t: shifted(t["cu"])),
+    "offsets one late in training": training(but(cu=lambda t: shifted(t["cu"]))),
+    "one sequence": but(cu=lambda t: t["cu"][[0, -1]]),
+    "two sequences as one": but(cu=lambda t: t["cu"][[0, *range(min(2, len(t["cu"]) - 1), len(t["cu"]))]]),
+    "a boundary too many": (but(cu=lambda t: torch.cat([t["cu"][:1], t["cu"][:1] + 2, t["cu"][1:]])), "CWf"),
+    "to both sides": but(causal=lambda t: False),
+    "ahead by a window": but(causal=lambda t: False, window=lambda t: (-1, 1)),
+    "a softmax over the row": (instead(lambda p, x, t: own(p, x, {"allowed": causal(t)})), "nCaif"),
+    "answers rolled by one": (out(lambda x: x.roll(1, 1)), LEAKS),
+    "answers turned around": (out(lambda x: x.flip(1)), LEAKS),
+    "a GRU over the row": (instead(rnn(nn.GRU)), "nCaif"),
+}
+IN_PACKED_RULE = {
+    "a rule of other offsets": but(offsets=lambda t: shifted(t["cu"])),
+    "a rule without offsets": but(offsets=lambda t: None),
+    "a convolution of other numbers": but(numbers=lambda t: t["ids"].roll(1, 1) - 1),
+    "a convolution of one number": but(numbers=lambda t: torch.zeros_like(t["ids"])),
+    "a shift behind the convolution": (but(behind=lambda t: lambda x: x + x.roll(1, 1)), LEAKS),
+    "a sum behind the convolution": (but(behind=lambda t: lambda x: x.cumsum(1)), LEAKS),
+    "a scan of its own behind the convolution": (instead(convolved), "nCaif"),
+    "numbers lost in training": training(but(numbers=lambda t: torch.zeros_like(t["ids"]))),
+}
+BEHIND = {
+    "logits rolled by one": lambda x, told: x.roll(1, 1),
+    "logits of rows in another order": lambda x, told: x.flip(0),
+    "logits times the width": (lambda x, told: x * x.shape[1] / 8, "aif"),
+    "logits times the rows": (lambda x, told: x * len(x), "aif"),
+    "logits less their mean": lambda x, told: x - x.mean((0, 1)),
+}
+STACKS = {
+    "a stranger's loop": ((own, own), padded, 0, LEAKS, OWN),
+    "sdpa": ((sdpa, rule), padded, 0, TOLD, IN_SDPA),
+    "a padded rule": ((sdpa, rule), padded, 1, TOLD, IN_RULE),
+    "Megatron": ((core, rule), padded, 0, TOLD, IN_CORE),
+    "flex": ((flex, flex), padded, 0, "CWai", IN_FLEX),
+    "packed flex": ((flex, flex), packed, 0, "CWai", IN_PACKED_FLEX),
+    "varlen": ((varlen, rule), packed, 0, TOLD, IN_VARLEN),
+    "fla": ((varlen, rule), packed, 1, TOLD, IN_PACKED_RULE),
+    "behind all layers": ((sdpa, rule), padded, 2, "caif", BEHIND),
+}
+FAULTS = [(stack, name) for stack, (*_, faults) in STACKS.items() for name in faults]
+
+
+def planted(stack, name):
+    """The model, its collator, the layer that is wrong, and who claims to see it."""
+    ways, collate, at, claimed, faults = STACKS[stack]
+    fault, claims = faults[name] if isinstance(faults[name], tuple) else (faults[name], claimed)
+    fault = of_flat_rows(fault) if collate is packed else fault
+    parts = [fault if n == at else None for n in range(2)]
+    model = Net(ways, parts, fault) if at == 2 else Net(ways, parts)
+    return model.train("train" in name), collate, f"layers.{at}", claims
+
+
+def batch_of(collate):
+    return {key: value for key, value in collate(ROWS).items() if key != "labels"}
+
+
+def told_by(entrance, model, collate):
+    """What an entrance says of a run, "" where it is content."""
+    batch, kind = batch_of(collate), entrance.lower()
+    try:
+        if kind == "c":
+            check_delivery(model, batch)
+        elif kind in "wn":
+            with watch(say=False) as seen, torch.no_grad():
+                model(**batch)
+            return "; ".join(map(str, seen.faults)) if kind == "w" else seen.summary()
+        elif kind == "a":
+            with torch.no_grad():
+                check_alone(model, batch, case_of(model, batch), model(**batch), None)
+        elif kind == "i":
+            gradients = flex not in [each.way for each in model.layers]  # it has none on a CPU
+            assert_padding_invariant(model, collate, [each["input_ids"] for each in ROWS], gradients=gradients)
+        else:
+            conformance(stack_of(model, collate), vocab_size=61, seed=1).check()
+    except (CollateError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+def verdict(entrance, stack, name):
+    model, collate, layer, _ = planted(stack, name)
+    said = told_by(entrance, model, collate)
+    if entrance == "n":
+        return "named" if layer in said.partition("ran in")[2] else "missed"
+    return "named" if said and layer in said else "seen" if said else "missed"
+
+
+@pytest.mark.parametrize(("stack", "name"), some(FAULTS, 12))
+def test_who_claims_to_see_a_fault_sees_it(stack, name):
+    claims = planted(stack, name)[-1]
+    found = {each: verdict(each, stack, name) for each in claims}
+    assert {each: what for each, what in found.items() if what == "missed" or (each.isupper() and what != "named")} == {}
+
+
+LENGTHS = {"ragged": (9, 5, 12), "even": (6, 6), "short": (1, 7, 1, 2), "one": (8,)}
+RIGHT = {
+    f"{ways[0].__name__} {ways[1].__name__}, {side}, {lengths}, {mode}": (ways, side, LENGTHS[lengths], mode)
+    for ways in (
+        (own, own),
+        (sdpa, rule),
+        (sdpa, sdpa),
+        (core, rule),
+        (core, own),
+        (varlen, rule),
+        (varlen, varlen),
+        (rule, own),
+    )
+    for side in ("left", "right", "packed")
+    for lengths in LENGTHS
+    for mode in ("eval", "train")
+    if (varlen in ways or side != "packed")
+    if core not in ways or side != "packed"
+    if varlen not in ways or side == "packed"
+}
+ALSO = {
+    "a window as wide as it needs": ((varlen, varlen), packed, but(window=lambda t: (12, 0))),
+    "causal by its window": ((varlen, varlen), packed, but(causal=lambda t: False, window=lambda t: (-1, 0))),
+    "scores by distance": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score - 0.1 * (q - k))),
+    "scores by head": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score * (1 + h))),
+    "a packed flex": ((flex, flex), packed, None),
+    "a GRU of even rows": ((own, own), lambda rows: padded([rows[1]] * 2), instead(rnn(nn.GRU))),
+    "an expert for each token": ((own, own), padded, into(lambda x: torch.where(x[..., :1] > 0, x, -x))),
+    "padding asks": ((sdpa, own), padded, but(allowed=lambda t: t["allowed"] | ~t["keep"][:, None, :, None] & causal(t))),
+    "one mask a head": ((sdpa, own), padded, but(allowed=lambda t: t["allowed"].expand(-1, 4, -1, -1))),
+}
+
+
+@pytest.mark.parametrize("name", some([*RIGHT, *ALSO], 12))
+def test_nobody_says_anything_of_a_right_run(name):
+    if name in ALSO:
+        ways, collate, fault = ALSO[name]
+        model, rows = Net(ways, (fault, None)), ROWS
+    else:
+        ways, side, lengths, mode = RIGHT[name]
+        model, collate = Net(ways).train(mode == "train"), packed if side == "packed" else partial(padded, side=side)
+        rows = [
+            {"input_ids": ids, "labels": ids}
+            for ids in ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate(lengths))
+        ]
+    batch = {key: value for key, value in collate(rows).items() if key != "labels"}
+    known = own not in ways or {*ways} != {own}
+    if known or len(rows) > 1:
+        found = check_delivery(model, batch, alone=True)
+        assert "NOT JUDGED" not in str(found)
+    with watch(say=False) as seen, torch.no_grad():
+        model(**batch)
+    assert seen.faults == []
+    assert ("no fault" in seen.summary()) == (ways != (own, own))
+
+
+if __name__ == "__main__":
+    for stack, name in FAULTS:
+        found = {each: verdict(each, stack, name) for each in ("cwai" if "flex" in stack else "cwaif")}
+        print(f"{stack:18}{name:50}{planted(stack, name)[-1]:6}", *(f"{k}:{v}" for k, v in found.items()))
