@@ -426,8 +426,9 @@ def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:
     if pad_token_id is not None and not whole_number("pad_token_id", pad_token_id) < vocab_size:
         rule = f"It is an id of the vocabulary, below {vocab_size}."
         raise CollateError(explain("pad_token_id", str(pad_token_id), rule, "Give vocab_size= as the model has it."))
-    drawn, ids = random.Random(seed), [x for x in range(3, vocab_size) if x != pad_token_id]
-    return lambda length: drawn.choices(ids, k=length)
+    drawn, passed = random.Random(seed), vocab_size if pad_token_id is None or pad_token_id < 3 else pad_token_id
+    last = vocab_size - (passed < vocab_size)
+    return lambda length: [x + (x >= passed) for x in (drawn.randrange(3, last) for _ in range(length))]
 
 
 def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:

@@ -40,8 +40,23 @@ def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] 
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
     """Whatever a model gives for a batch without labels; an encoder-decoder makes its decoder's tokens of them."""
     left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
+    given = {key: value for key, value in batch.items() if key not in left_out}
     with without_dropout(model):
-        return (forward or model)(**{key: value for key, value in batch.items() if key not in left_out})
+        try:
+            return (forward or model)(**given)
+        except TypeError as error:
+            _check_keys(forward or model.forward, given, error)
+            raise
+
+
+def _check_keys(forward: Callable[..., Any], given: Mapping[str, Any], why: TypeError) -> None:
+    """Raise `CollateError` where it failed because a model takes other keys."""
+    try:
+        inspect.signature(forward).bind(**given)
+    except TypeError as error:
+        remedy = "Pass a batch with the keys of its forward, and segments=; or forward= that calls the model."
+        rule = "The model is called with the keys of the batch."
+        raise CollateError(explain("batch", str(error), rule, remedy)) from why
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from rotation import some
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, check_delivery
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, check_delivery, guard_first_batch
 from collate_npu.proof import watch
 from collate_npu.proof.asked import check_alone
 from collate_npu.proof.invariance import assert_padding_invariant
@@ -131,3 +131,15 @@ def test_who_claims_to_see_a_fault_in_a_model_sees_it(name):
 def test_nobody_says_anything_of_a_right_model(family, training):
     model = tiny_model(family, vocab_size=PAD + 1).train(training)
     assert [said_by(each, model) for each in "cwai"] == [""] * 4
+
+
+def test_packed_chunks_are_a_right_run_to_every_entrance():
+    """A sequence longer than Llama 4's chunk."""
+    model, seen = tiny_model("llama4_text", vocab_size=PAD + 1), []
+    model.config.attention_chunk_size = 4
+    batch = PaddingCollator(pad_token_id=PAD, padding_free=True, model=model)([{"input_ids": ids} for ids in ROWS])
+    check_delivery(model, batch, alone=True)
+    guard_first_batch(model, report=seen.append)
+    with watch(say=False) as heard:
+        model(**batch)
+    assert (len(seen), list(heard.faults)) == (1, [])

@@ -265,3 +265,16 @@ def test_compiled_code_is_not_guarded():
 def test_what_is_no_model_is_not_guarded():
     with pytest.raises(CollateError, match="A model is a module"):
         guard_first_batch("llama")
+
+
+class OfOthers(torch.nn.Module):
+    """As litgpt's GPT: no key of its forward is one of ours."""
+
+    def forward(self, idx, input_pos=None):
+        return idx
+
+
+def test_a_model_of_other_keys_is_named_and_not_its_type_error():
+    batch = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3)}
+    with pytest.raises(CollateError, match=r"'idx'.*forward= that calls the model"):
+        check_delivery(OfOthers(), batch)
