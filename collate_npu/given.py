@@ -3,10 +3,12 @@ instead."""
 
 from __future__ import annotations
 
+import math
 from os import PathLike
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from collate_npu.errors import CollateError, explain
 
@@ -53,6 +55,19 @@ def check_return_tensors(asked: Any) -> None:
     """Raise `CollateError` for what transformers calls another framework's tensors."""
     if asked not in (None, "pt"):
         raise CollateError(explain("return_tensors", repr(asked)[:60], "Batches are torch tensors.", "Pass 'pt'."))
+
+
+def check_held(name: str, value: float, dtype: torch.dtype) -> None:
+    """Raise unless tensors of this dtype hold the value: uint8 makes 156 of -100, bool True, and whole numbers 0 of 0.5."""
+    value = value.item() if isinstance(value, Tensor) else value
+    low, high = (0, 1) if dtype == torch.bool else (-math.inf, math.inf)
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if low > -math.inf and not (low <= value <= high and value == int(value)):
+        rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
+        raise CollateError(
+            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
+        )
 
 
 def check_collator(collator: Any, name: str = "collator") -> None:

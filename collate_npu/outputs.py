@@ -7,8 +7,6 @@ and costs one small copy. Legend: B batch, S width, T tokens without padding, N 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +14,7 @@ from torch.nn.functional import pad
 from collate_npu.arrays import whole_number
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.given import check_held
 from collate_npu.segments import Segments
 
 
@@ -140,19 +139,6 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
 def _is_plain(x: Tensor) -> bool:
     """Neither nested nor sparse: a block of numbers with a shape."""
     return not x.is_nested and x.layout is torch.strided
-
-
-def check_held(name: str, value: float, dtype: torch.dtype) -> None:
-    """Raise unless tensors of this dtype hold the value: uint8 makes 156 of -100, bool True, and whole numbers 0 of 0.5."""
-    value = value.item() if isinstance(value, Tensor) else value
-    low, high = (0, 1) if dtype == torch.bool else (-math.inf, math.inf)
-    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    if low > -math.inf and not (low <= value <= high and value == int(value)):
-        rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
-        raise CollateError(
-            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
-        )
 
 
 def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) -> None:

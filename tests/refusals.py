@@ -262,7 +262,7 @@ WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0
 FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
 
 ROUTES = [
-    (LEFT, {**RWKV, "needs_2d": True}, "Pad right", RIGHT, {**RWKV, "needs_2d": True}, "keep_2d"),
+    (LEFT, {**RWKV, "needs_2d": True}, "pad right", RIGHT, {**RWKV, "needs_2d": True}, "keep_2d"),
     (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
     (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager', or padding_free=True", PACKED, EAGER, "bias"),
     (PACKED, FLASH, "or padding_free=True", FLAT, {**FLASH, "padding_free": True}, "none"),

@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1813, 1250),
-    "masks": (2699, 2400),
+    "ground": (1814, 1250),
+    "masks": (2691, 2400),
     "parallel": (1625, 1450),
     "kernels": (3339, 1900),
     "consumers": (2851, 1950),
     "collate": (1761, 1500),
-    "proof": (4531, 1900),
+    "proof": (4539, 1900),
     "integrations": (3404, 3000),
     "testing": (427, 450),
     "tools": (4567, 1900),
-    "tests": (55035, 33000),
+    "tests": (55034, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

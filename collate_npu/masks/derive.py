@@ -6,6 +6,8 @@ square ones a few passes over their bytes. Legend: B batch, S width, H heads, Q/
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
@@ -208,7 +210,7 @@ def _readings(
 
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
-    if values.full.ndim == 4 and Square(values, values.declared or "keep", batch_size).heads_differ():
+    if values.full.ndim == 4 and _heads_differ(values):
         raise not_one_mask(MASK_KEY, values.full)
     found, failed = _readings(values, known, batch_size)
     if not found:
@@ -224,6 +226,14 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
+
+
+def _heads_differ(values: MaskValues) -> bool:
+    """Does a head attend other keys than the first?"""
+    if values.raw.strides[1] == 0:  # one head, repeated
+        return False
+    read = partial(values.attending, polarity=values.declared or "keep")
+    return any(bool((read(head_QK) != read(heads[0])).any()) for heads in values.raw for head_QK in heads[1:])
 
 
 def not_one_mask(key: str, full: Tensor) -> AmbiguousMaskError:

@@ -88,53 +88,41 @@ def _fill_region(rows_QK: Array, q0: int, region: Region, pattern: Pattern, allo
 
 
 class Square:
-    """`[B, S, S]`, True = attends, of values `[S, S]`, `[B, S, S]` or `[B, H, S, S]` under one polarity.
-
-    A key is attended if any head attends it. One row serves any `batch_size`.
-    """
+    """`[B, S, S]`, True = attends, of values `[S, S]`, `[B, S, S]` or `[B, H, S, S]` under one polarity: of all heads, which
+    are alike, the first. One row serves any `batch_size`."""
 
     def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
-        raw = values.raw
-        raw_BHQK = raw if raw.ndim == 4 else raw[None, None] if raw.ndim == 2 else raw[:, None]
-        if raw_BHQK.shape[1] > 1 and raw_BHQK.strides[1] == 0:  # one head, repeated
-            raw_BHQK = raw_BHQK[:, :1]
-        self._raw_BHQK = np.broadcast_to(raw_BHQK, (batch_size, *raw_BHQK.shape[1:]))
+        raw = values.raw[:, 0] if values.raw.ndim == 4 else values.raw
+        self._raw_BQK = np.broadcast_to(raw, (batch_size, *raw.shape[-2:]))
         self._read = partial(values.attending, polarity=polarity)
-        self.shape = batch_size, raw_BHQK.shape[-1]
+        self.shape = batch_size, raw.shape[-1]
         self._scratch: dict[int, tuple[bytearray, Bools]] = {}
-        as_is = raw.dtype == bool and self._raw_BHQK.shape[1] == 1
-        self.raw_rows = self._as_they_lie if as_is else self.rows
+        self.raw_rows = self._as_they_lie if raw.dtype == bool else self.rows
         """`rows` without a copy, where `attends` stands for "attends"."""
-        self.attends = not (as_is and polarity == "masked")
+        self.attends = not (raw.dtype == bool and polarity == "masked")
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """bool `[high - low, S]`: query rows of one row of the batch."""
-        return self._any_head(self._read(self._raw_BHQK[b, :, low:high]), 0)
-
-    def heads_differ(self) -> bool:
-        """Does a head attend other keys than the first?"""
-        heads = (self._read(self._raw_BHQK[b, :, low:high]) for b in range(self.shape[0]) for low, high in self.blocks())
-        return self._raw_BHQK.shape[1] > 1 and any(bool((x_HQK != x_HQK[:1]).any()) for x_HQK in heads)
+        return self._read(self._raw_BQK[b, low:high])
 
     def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
-        return self._raw_BHQK[b, 0, low:high]
+        return self._raw_BQK[b, low:high]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """`(first query, last query + 1)`, for every row of the batch: at most a fourth of the mask is read at once."""
         B, S = self.shape
-        H = self._raw_BHQK.shape[1]
-        rows = max(min(BLOCK // max(S * H, 1), B * S // 4), 1)
+        rows = max(min(BLOCK // max(S, 1), B * S // 4), 1)
         step = rows if rows < 8 else rows // 8 * 8
         for low in range(0, S, step):
             yield low, min(low + step, S)
 
     def diagonal(self, before: int = 0) -> Bools:
         """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
-        return self._any_head(self._read(self._raw_BHQK.diagonal(-before, axis1=2, axis2=3)), 1)
+        return self._read(self._raw_BQK.diagonal(-before, axis1=1, axis2=2))
 
     def column(self, k: int) -> Bools:
         """`[B, S]`: the queries that attend key k."""
-        return self._any_head(self._read(self._raw_BHQK[..., k]), 1)
+        return self._read(self._raw_BQK[..., k])
 
     def row(self, q_B: Array) -> Bools:
         """`[B, S]`: the keys that one query of each row of the batch attends."""
@@ -142,7 +130,7 @@ class Square:
 
     def at(self, b_N: Array, q_N: Array, k_N: Array | slice) -> Bools:
         """`[N]`: single places, or `[N, S]`: single rows."""
-        return self._any_head(self._read(self._raw_BHQK[b_N, :, q_N, k_N]), 1)
+        return self._read(self._raw_BQK[b_N, q_N, k_N])
 
     def given(self, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
         """The query rows that a pattern gives, as `raw_rows` holds them; the next call writes over them."""
@@ -156,9 +144,3 @@ class Square:
     def equals_given(self, found_QK: Bools) -> bool:
         """Is it byte by byte what `given` gave last? bytearray compares at the speed of memory, numpy at half of it."""
         return self._scratch[len(found_QK)][0] == np.ascontiguousarray(found_QK)
-
-    def _any_head(self, attends: Bools, axis: int) -> Bools:
-        if attends.shape[axis] == 1:
-            return attends[0] if axis == 0 else attends[:, 0]
-        found: Bools = np.logical_or.reduce(attends, axis=axis)
-        return found

@@ -217,26 +217,3 @@ def test_block_sparse_attention_is_that_of_the_samples_alone_or_refused(side, le
     for row, keep, mine in zip(rows, batch["attention_mask"].bool(), found):
         alone = bigbird(kind)(torch.tensor([row["input_ids"]])).logits[0]
         assert torch.allclose(mine[keep], alone, atol=1e-4)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_padding_takes_no_place_of_an_expert(side):
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
-    experts = {"num_experts": 2, "expert_capacity": 16, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    ids = {"pad_token_id": PAD, "decoder_start_token_id": 0}
-    config = transformers.SwitchTransformersConfig(vocab_size=VOCAB, **sizes, **experts, **ids)
-    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
-    model.shared.weight.normal_()
-    rows = [{"input_ids": [*range(1, n)], "labels": [1]} for n in (7, 41)]
-    batch = {
-        **padded([{**row, "labels": row["input_ids"]} for row in rows], side, "none"),
-        "labels": torch.ones(2, 3).long(),
-    }
-    if side == "left":
-        with pytest.raises(CollateError, match="capacity"):
-            BatchAdapter(model)(batch)
-        return
-    alone = model(torch.tensor([rows[0]["input_ids"]]), labels=batch["labels"][:1]).logits[0]
-    assert torch.allclose(model(**BatchAdapter(model)(batch)).logits[0], alone, atol=1e-4)

@@ -276,5 +276,5 @@ class OfOthers(torch.nn.Module):
 
 def test_a_model_of_other_keys_is_named_and_not_its_type_error():
     batch = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3)}
-    with pytest.raises(CollateError, match=r"'idx'.*forward= that calls the model"):
+    with pytest.raises(CollateError, match=r"'input_ids'.*forward= that calls the model"):
         check_delivery(OfOthers(), batch)

@@ -76,7 +76,7 @@ def test_a_refusal_is_neither_wrong_nor_an_error():
     found = one(model, sides=["left"], columns=["collator"])
     assert found.refused
     assert found.within(1e-4)
-    assert "Pad right" in found.note
+    assert "pad right" in found.note
     assert one(model, sides=["left"], columns=["no mask"]).logits > 1
 
 
