@@ -4,7 +4,7 @@ What a collator emits need not reach the model: another library may replace the 
 ignore it, and nothing says so. Here the kernels are heard, in any module, and the model is asked (`proof.asked`).
 
 A check by hand costs six forward passes without gradients, in the mode the model is in, without dropout; the guard
-looks at the trainer's own. With `alone=True` two sequences of the batch are run again (`proof.alone`).
+looks at the trainer's own. With `alone=True` two sequences of the batch are run again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernel runs: the operators that are installed, called with our arguments on a device, against each sequence alone.
 
 Each call is judged by its contract first (`kernels.check`), then made, forward and backward; outputs and gradients of real
-tokens are compared with float64 (`kernel_truths`), gradients at padding must be finite. What passes is measured: `TIMES`
+tokens are compared with float64 (`kernel_rows`), gradients at padding must be finite. What passes is measured: `TIMES`
 the noise, which is what rounding the inputs to the dtype moves, and at least what a matrix product loses on this device.
 A kernel's matrix units may round float32 to ten bits (TF32, HF32), whatever torch is set to: on a card that is its noise.
 """
@@ -28,7 +28,7 @@ State = Literal["right", "wrong", "refused", "raised", "cannot tell", "would run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One call of an operator, or why there is none. Errors as in `kernel_truths.apart`; None where not measured."""
+    """One call of an operator, or why there is none. Errors as in `kernel_rows.apart`; None where not measured."""
 
     operator: str
     state: State
