@@ -181,15 +181,16 @@ def _decodes(batch: Sources) -> bool:
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
-    first label of a sequence behind padding is ignored. None where nothing changes."""
+    first label of a sequence behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
-    mended: dict[str, Any] = {
-        **labels_for(batch, of_keep(keep_BK[:, -S:].numpy()), adapter.label_rule(batch), adapter.shifted)
-    }
+    segments = of_keep(keep_BK[:, -S:].numpy())
+    if S > 1:
+        adapter.route(segments, padding_free=False)
+    mended: dict[str, Any] = {**labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)}
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)

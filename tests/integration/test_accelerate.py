@@ -41,7 +41,7 @@ FEATURES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "l
 def reports():
     """Of all cases, from two processes that are started once; both are ended when one hangs."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(LOOP)]
-    path = os.pathsep.join([str(LOOP.parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(LOOP.parents[2]), str(LOOP.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
