@@ -61,7 +61,7 @@ def test_right_batches_pass_and_their_rows_are_those_alone(name, attn, side):
     model = model_of(name, attn)
     adapter = BatchAdapter(model)
     found = check_delivery(model, adapter(wire(side)), alone=True)
-    assert found.layers
+    assert found.layers or found.asked
     assert set(found.alone.errors) == ({0, 2} if side == "left" else {0, 1})  # those with most padding, else the longest
     assert all(error <= found.alone.limit < 1e-3 for error in found.alone.errors.values())
 
@@ -326,6 +326,8 @@ def test_the_packed_batch_of_a_model_with_windows():
 
 @pytest.mark.parametrize("width", [3, 34])
 def test_an_encoder_beside_its_decoder(width):
+    if VERSION < (5, 0):
+        pytest.skip("its attention calls no kernel that is known")
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "pad_token_id": 0}
     config = transformers.T5Config(vocab_size=len(TOKENIZER), decoder_start_token_id=0, **sizes)
     model, batch = transformers.T5ForConditionalGeneration(config).eval(), wire("right")

@@ -35,8 +35,7 @@ DRAWN = [*({"kind": kind} for kind in FAMILIES), *({"option": option} for option
 DRAWN += [{"wrapper": wrapper} for wrapper in dict.fromkeys(WRAPPERS) if wrapper != "none"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fixed", DRAWN, ids=lambda fixed: next(iter(fixed.values())))
+@pytest.mark.parametrize("fixed", rotating(DRAWN, 0, slow=10), ids=lambda fixed: next(iter(fixed.values())))
 def test_what_is_right_without_us_is_right_with_us(fixed):
     found = list(islice(cases_of(**fixed), EACH))
     assert len(found) == EACH

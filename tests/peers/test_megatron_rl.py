@@ -235,7 +235,7 @@ def test_the_faults_of_their_threads_stop_the_first_step(layer, by_itself):
     batch, model = [batches.slime(world.SAMPLES[::-1]), batches.slime(world.SAMPLES)], faulty(layer)
     found = world.learned(model, batch, [LENGTHS[::-1], LENGTHS])
     assert gaps({**found, "logits": found["logits"][4:]}, by_itself["plugged"])["logits"] > WRONG
-    with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*cu_seqlens of gated_delta_kwargs"):
+    with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*gpt_batch's inputs on Megatron"):
         trained(faulty(layer))
 
 
