@@ -73,7 +73,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for each, before in held:
-                each.copy_(before)
+                if not torch.equal(each, before):  # autograd may hold it still
+                    each.copy_(before)
 
 
 def scores_of(given: Any) -> Tensor:

@@ -13,6 +13,7 @@ Legend: B rows, T tokens of a row, Q queries, K keys; arrays with suffix T run o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from zlib import crc32
@@ -81,12 +82,15 @@ class _Untouched(Tensor):
 
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
     """Whom row b attends by what flex attention is told: `tells(b, h, q, k)`, asked of each head where heads differ."""
+    from torch.nn.attention import flex_attention
+
     zero = torch.zeros((), dtype=torch.int64, device=device)
     places_Q, places_K = (torch.arange(size, device=device) for size in shape)
 
     def of_head(h: Tensor) -> Tensor:
         told = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
-        return told(places_Q, places_K).expand(shape)
+        with getattr(flex_attention, "TransformGetItemToIndex", nullcontext)():  # so that torch 2.6 indexes by tensors
+            return told(places_Q, places_K).expand(shape)
 
     try:
         shared = of_head(zero.as_subclass(_Untouched))
