@@ -89,7 +89,7 @@ def check_noise(model: nn.Module, noise: float) -> None:
     """Raise `CollateError` where right results of a model are further apart than its dtype can round: by half of its digits.
     A limit that is measured on a model that is wrong by itself passes what is wrong."""
     x = like(model)
-    if not noise <= (most := max(torch.finfo(x.dtype).eps, product_error(x)) ** 0.5):
+    if noise > (most := max(torch.finfo(x.dtype).eps, product_error(x)) ** 0.5):
         dtype = str(x.dtype).removeprefix("torch.")
         got = f"the same tokens in another width, or beside copies, give numbers {noise:.2g} apart"
         rule = f"That is more than {dtype} can round ({most:.1g}), so nothing can be proved."
