@@ -38,9 +38,7 @@ def test_what_gpt_batch_hands_over_is_delivered(local, side):
 def test_a_mask_of_the_other_polarity_names_the_layers(local):
     inputs, segments = gpt_batch(wire("left"), local)
     keep = dense(segments, polarity="keep")
-    with pytest.raises(
-        CollateError, match=r"decoder\.layers\.0\.self_attention.*attends (padding|more than causal)"
-    ):
+    with pytest.raises(CollateError, match=r"decoder\.layers\.0\.self_attention.*attends (padding|more than causal)"):
         check_delivery(local, inputs | {"attention_mask": keep}, segments=segments)
 
 
