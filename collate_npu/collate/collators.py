@@ -27,7 +27,7 @@ from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.consumers.labels import behind_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.given import check_return_tensors, check_tokenizer
-from collate_npu.masks.places import aligned, least_room, with_tail
+from collate_npu.masks.forms import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import Segments, of_lengths

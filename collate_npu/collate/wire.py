@@ -27,11 +27,10 @@ from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of, own_places
 from collate_npu.masks.hazards import hazards_of_tokens, say_hazards
 from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.places import own_places
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from collate_npu.consumers import consumer, mindspeed
 from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
-from collate_npu.consumers.mindspeed_start import start_problem as start_problem
+from collate_npu.consumers.mindspeed import start_problem as start_problem
 from collate_npu.consumers.models import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from collate_npu.consumers.mindspeed_start import adaptors, start_problem as start_problem
+from collate_npu.consumers.mindspeed import adaptors, start_problem as start_problem
 
 
 def start() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from collate_npu.arrays import Array, as_offsets, run_starts, sequence_starts, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
-from collate_npu.masks.places import check_cuts, fitting_places
+from collate_npu.masks.forms import check_cuts, fitting_places
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, keep_array, of_ids, of_lengths
 

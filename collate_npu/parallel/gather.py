@@ -18,7 +18,7 @@ from torch import Tensor
 from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked, dimension
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.masks.places import check_cuts
+from collate_npu.masks.forms import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.groups import check_group, gloo_group, mesh_group

@@ -31,7 +31,7 @@ from torch import Tensor
 from collate_npu.arrays import as_offsets
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.masks.places import check_cuts
+from collate_npu.masks.forms import check_cuts
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments
 

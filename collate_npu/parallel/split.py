@@ -24,8 +24,8 @@ from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedForm
 from collate_npu.given import check_held
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
 from collate_npu.masks.find import agreed, check_known
+from collate_npu.masks.forms import aligned, check_cuts
 from collate_npu.masks.offsets import kept_apart
-from collate_npu.masks.places import aligned, check_cuts
 from collate_npu.masks.sources import Sources, misfit
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
@@ -386,7 +386,7 @@ def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str,
 def place_documents(
     batch: Mapping[str, Any], segments: Segments, places: Sequence[int], *, keys: Mapping[str, Key] = KEYS
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row without padding, each document moved to its place (`masks.places`); its offsets stay as they are."""
+    """A flat row without padding, each document moved to its place (`masks.forms`); its offsets stay as they are."""
     lengths_N = np.zeros(len(places), np.int64)
     lengths_N[: segments.num_sequences] = segments.sequence_lengths
     starts_N = np.cumsum(lengths_N) - lengths_N
