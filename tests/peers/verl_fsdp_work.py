@@ -18,8 +18,9 @@ from hydra import compose, initialize_config_module
 from processes import run_jobs, saved_model
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.model import get_hf_auto_model_class
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import sft_loss
 from verl_cpu import registered
@@ -76,12 +77,13 @@ def grads(worker, data):
 
 
 def alone(path, rows):
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").float()
+    cls = get_hf_auto_model_class(AutoConfig.from_pretrained(path))  # with a vision tower where the type has one
+    model = cls.from_pretrained(path, attn_implementation="sdpa").float()
     model.gradient_checkpointing_enable()
     told, loss = [], 0.0
     for row in rows:
         ids = torch.tensor([row])
-        log = model(input_ids=ids).logits[0].log_softmax(-1)
+        log = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
         told.append({"log_probs": log[:-1].gather(1, ids[0, 1:, None])[:, 0], "entropy": -(log.exp() * log).sum(-1)})
         loss = loss - told[-1]["log_probs"].sum() / (sum(map(len, rows)) - len(rows))
     loss.backward()
@@ -119,7 +121,9 @@ def job(folder, family, who, words=""):
         off["entropy"] = max(off["entropy"], float((out["entropy"][n] - want["entropy"]).abs().max()))
     if "lora" not in words:
         assert set(found) == set(wanted), set(found) ^ set(wanted)
-        off["gradient"] = max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+        off["gradient"] = max(
+            float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)) for name in wanted
+        )
     told = [None] * size
     rows_out = [] if out is None else [row[:-1].tolist() for row in out["log_probs"].unbind()]
     torch.distributed.all_gather_object(told, (off, rows_out, seen))
