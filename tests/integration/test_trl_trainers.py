@@ -136,18 +136,20 @@ def test_preference_trainers(kind, name, tmp_path):
     assert max(errors.values()) < RIGHT
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
 def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path):
-    """TRL asks for it in each call, and pads right: that is right without us."""
-    losses = []
+    """TRL asks for it in each call, and its batches are right for this model without us: GRPO's too, padded left."""
+    told = []
     for line in (lambda model: nullcontext(), adapt):
         torch.manual_seed(0)
-        trainer, _ = PREFERENCE[kind][0](build("mixtral"), tmp_path, None)
-        trainer.router_aux_loss_coef = 1.0
+        model = build("mixtral")
+        trainer, _ = grpo(model, tmp_path) if kind == "grpo" else PREFERENCE[kind][0](model, tmp_path, None)
+        trainer.router_aux_loss_coef, trainer.aux_loss_enabled = 1.0, True
         with line(trainer.model):
             trainer.train()
-        losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        told.append([row[key] for row in trainer.state.log_history for key in ("loss", "aux_loss") if key in row])
+    assert len(told[0]) == 2
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
 def test_a_collator_for_rows_says_what_preference_data_needs(tmp_path):
