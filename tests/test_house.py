@@ -19,7 +19,7 @@ LINES = {
     "kernels": (3339, 1900),
     "consumers": (2851, 1950),
     "collate": (1761, 1500),
-    "proof": (4544, 1900),
+    "proof": (4591, 1900),
     "integrations": (3405, 3000),
     "testing": (427, 450),
     "tools": (4567, 1900),

@@ -31,7 +31,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.proof.asked import Alone, Asked, ask, check_alone
 from collate_npu.proof.forward import Forward, among, block, crosses, few, holds, listed
-from collate_npu.proof.measure import called
+from collate_npu.proof.measure import called, in_step
 from collate_npu.proof.recording import Recorder
 from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
@@ -89,7 +89,8 @@ def check_delivery(
     `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
     says; give them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens
     are padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
-    themselves and must give the same logits, or last states. `forward(**batch) -> logits [B, S, V]` stands for
+    themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP, ZeRO-3, experts)
+    every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
     `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
 
     >>> import torch
@@ -100,14 +101,16 @@ def check_delivery(
     'convolution zeros [2, 4], rule zeros [2, 4]'
     """
     inner = _known(model)
+    if forward is None and "FullyShardedDataParallel" in type(model).__name__:
+        forward = model  # what no part of it holds is whole in its own forward alone
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
         rule = "A stage of a pipeline runs by its schedule alone."
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
-    with torch.no_grad(), _eagerly(model), _recorded(inner, batch, case, context_parallel) as record:
-        given = called(inner, batch, forward)
-    with _eagerly(model):
+    with torch.no_grad(), _eagerly(model), in_step(model, lambda: called(inner, batch, forward)):
+        with _recorded(inner, batch, case, context_parallel) as record:
+            given = called(inner, batch, forward)
         found = record.judged(measured=alone, asked=(batch, forward))
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 

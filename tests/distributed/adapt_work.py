@@ -2,10 +2,11 @@
 
 import torch
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from collate_npu import CollateError, adapt
+from collate_npu import CollateError, adapt, check_delivery
 from collate_npu.testing import tiny_model
 
 VOCAB, PAD = 61, 7
@@ -28,7 +29,13 @@ def sharded(model):
     return fully_shard(model)
 
 
-WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded}
+def flat(model):
+    layers = {type(layer) for layer in model.base_model.layers}
+    how = {"auto_wrap_policy": ModuleWrapPolicy(layers), "use_orig_params": True, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, **how)
+
+
+WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded, "FSDP": flat}
 
 
 def gradient_error(wrapper, first, family, layout):
@@ -59,3 +66,15 @@ def gradient_error(wrapper, first, family, layout):
         refused = True
     dist.barrier()
     return (sum(gaps) / sum(sizes)) ** 0.5, refused
+
+
+def delivered(wrapper, alone):
+    """What each rank's check says, of batches that ask for more and fewer forwards; and how many it ran."""
+    model, counted = WRAPPERS[wrapper](tiny_model("qwen3_next", vocab_size=VOCAB)), []
+    model.register_forward_pre_hook(lambda *_: counted.append(1))
+    if wrapper == "DDP":
+        model.module.register_forward_pre_hook(lambda *_: counted.append(1))
+    batch = batch_of([ROWS[:2], ROWS[3:]][dist.get_rank()], "padded left")
+    said = str(check_delivery(model, {key: batch[key] for key in ("input_ids", "attention_mask")}, alone=alone))
+    dist.barrier()
+    return said, len(counted)

@@ -1,4 +1,4 @@
-"""`adapt` beside DDP and FSDP2, two processes on Gloo: each rank's own batch, and the gradient of all samples alone."""
+"""`adapt` and `check_delivery` beside DDP and FSDP2, two processes on Gloo: each rank has its own batch."""
 
 import pytest
 
@@ -15,3 +15,14 @@ def test_gradients_of_all_ranks_are_those_of_the_samples_alone(wrapper, first, f
     for error, refused in pair("adapt_work.gradient_error", wrapper, first, family, layout):
         assert error < 1e-4
         assert refused
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["told", "alone"])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "FSDP"])
+def test_ranks_that_compute_together_run_as_many_forwards(wrapper, alone, pair):
+    """One rank's rows are padded, the other has one sequence: a forward that one rank runs alone would wait for ever."""
+    (padded, many), (one, as_many) = pair("adapt_work.delivered", wrapper, alone)
+    assert "convolution" in padded
+    assert "moves no real token" in padded
+    assert (many == as_many) == (wrapper != "DDP")
+    assert ("alone" in one) == ("alone" in padded) == alone
