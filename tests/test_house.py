@@ -16,14 +16,14 @@ LINES = {
     "ground": (1814, 1250),
     "masks": (2691, 2400),
     "parallel": (1625, 1450),
-    "kernels": (3339, 1900),
+    "kernels": (3309, 1900),
     "consumers": (2851, 1950),
     "collate": (1761, 1500),
     "proof": (4591, 1900),
     "integrations": (3405, 3000),
     "testing": (427, 450),
     "tools": (4567, 1900),
-    "tests": (55043, 33000),
+    "tests": (55024, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

@@ -82,8 +82,8 @@ def off(layer, masked, segments, flat=False):
 @pytest.mark.parametrize(
     ("te", "kind", "flash", "none", "dense_left", "packed", "long"),
     [
-        ("own", "causal", True, [], ["compressed-shape"], [], []),
-        ("own", "causal", False, ["compressed-shape"], ["compressed-shape"], ["mask-shape"], ["mask-shape"]),
+        ("own", "causal", True, [], ["mask-shape"], [], []),
+        ("own", "causal", False, ["mask-shape"], ["mask-shape"], ["mask-shape"], ["mask-shape"]),
         ("own", "general", True, ["mask-shape"], [], ["mask-shape"], ["compressed-as-dense"]),
         ("local", "causal", True, [], [], [], []),
         ("local", "general", True, [], [], [], []),

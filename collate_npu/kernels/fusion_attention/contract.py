@@ -83,8 +83,9 @@ def check_contract(
     value are among `kwargs`: not where sizes are alike.
 
     Without `segments` the sizes must be given: B rows, Sq and Skv of the padded layouts; Tq and Tkv, the tokens of the
-    packed tensors, under TND. The check is stricter than the operator where that says nothing, but it believes a legal
-    mask: `~keep` and `keep` of a bidirectional padding mask both pass. Raises `CollateError` where a size is missing.
+    packed tensors, under TND. The check is stricter than the operator where that says nothing, leaves to it most of what it
+    refuses by itself (`refused`), and believes a legal mask: `~keep` and `keep` of a bidirectional padding mask both pass.
+    Raises `CollateError` where a size is missing.
 
     >>> left = Segments.from_lengths([3, 5], side="left")
     >>> check_contract({"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}, N=4, Nkv=2, D=64, segments=left)

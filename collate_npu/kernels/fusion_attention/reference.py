@@ -1,8 +1,8 @@
 """A CPU reference of `npu_fusion_attention`: what the documents and host code say it computes, in plain torch.
 
-Written from the contract, never compared with hardware. It refuses what the operator's host code refuses (`refused`) and
-computes what the operator takes, silent mistakes included: None is full attention in every mode. Differentiable. Cost: all
-Sq * Skv scores.
+Written from the contract, never compared with hardware. It refuses what could be read two ways (`refused`) and computes
+what the operator takes, silent mistakes included: None is full attention in every mode. Differentiable. Cost: all Sq * Skv
+scores.
 
 Legend: B batch, N query heads, Q/K query and key rows, D head size, T packed tokens.
 """
@@ -42,7 +42,7 @@ def reference_fusion_attention(
 
     Signature of `npu::npu_fusion_attention` (torch_npu 2.13.0), so it registers under that schema. Rows with every key
     blocked are a mean of V, or 0 with `inner_precise=2` and where the operator notices them itself (T:624-682, T:1357).
-    Tokens behind the last TND end give 0. Raises `UnsupportedFormError` for what the operator refuses, for compressed
+    Tokens behind the last TND end give 0. Raises `UnsupportedFormError` for what `refused` names, for compressed
     masks with wrong contents, and for pse, sink and dropout, which are not covered.
 
     >>> x = torch.ones(1, 3, 1, 16)

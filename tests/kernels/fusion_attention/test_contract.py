@@ -7,7 +7,6 @@ the line of each rule. A case has no mask contents, so each gets the ones its sp
 import csv
 import json
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,9 @@ LEFT_TO_THE_CARD = (
     "TND mode 3: ",
     "TND mode 4: ",
     "mode 7: ",
+    "mask dtype ",
 )
-"""How rules begin of bands that cross the scores, and of more queries than keys: the host code refuses them by itself."""
+"""How rules begin that the host code keeps by itself, and that leave a call readable."""
 
 
 def arguments(case: dict[str, str]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -201,9 +201,10 @@ LOUD: list[tuple[Any, ...]] = [
     ("mask-shape", PADDED, {"atten_mask": zeros(ROWS, WIDTH)}),
     ("mask-shape", PADDED, {"atten_mask": zeros(ROWS, 1, 1, WIDTH)}),
     ("mask-shape", PADDED, {"atten_mask": zeros(ROWS, KEY_HEADS, WIDTH, WIDTH)}),
-    ("mask-rank", PADDED, {"atten_mask": causal_mask(ROWS, WIDTH, WIDTH)}),
-    ("mask-dtype", PADDED, {"atten_mask": causal_mask().float()}),
-    ("compressed-shape", PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH), "sparse_mode": 3}),
+    ("mask-shape", PADDED, {"atten_mask": causal_mask(ROWS, WIDTH, WIDTH)}),
+    ("mask-shape", PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH), "sparse_mode": 3}),
+    ("mask-shape", PADDED, {"atten_mask": causal_mask(), "sparse_mode": 3}),
+    ("mask-shape", PADDED, {"atten_mask": TRIANGLE, "sparse_mode": 6, "prefix": [0] * ROWS}),
     ("tnd-lists", PACKED, {"actual_seq_kvlen": None}),
     ("tnd-lists", PACKED, {"actual_seq_kvlen": [2, 4, 8]}),
     ("tnd-total", PACKED, {}, {"Tkv": 7}),
@@ -214,12 +215,7 @@ LOUD: list[tuple[Any, ...]] = [
     ("sparse-mode", PADDED, {"sparse_mode": 7}),
     ("sparse-mode", PACKED, {"sparse_mode": 5}),
     ("heads", PADDED, {}, {"N": 6, "Nkv": 4}),
-    ("head-size", PADDED, {}, {"D": 769}),
-    ("head-size", PADDED, {}, {"D": 0}),
-    ("tensor-dtype", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 8)}),
-    ("value-head", PADDED, {"value": zeros(ROWS, WIDTH, KEY_HEADS, 9).float()}),
-    ("prefix-shape", PADDED, {"atten_mask": causal_mask(), "sparse_mode": 5, "prefix": [0] * 2}, {"B": 2}),
-    ("prefix-shape", PADDED, {"atten_mask": causal_mask(WIDTH, WIDTH), "sparse_mode": 5, "prefix": [0] * ROWS}),
+    ("heads", PADDED, {}, {"D": 0}),
 ]
 
 
@@ -287,8 +283,8 @@ FIRST_EMPTY = causal_mask() | torch.eye(WIDTH, dtype=torch.bool)
         ("empty-row", {"atten_mask": FIRST_EMPTY}, "got 1 "),  # a shared mask is counted once
         ("empty-row", {"atten_mask": FIRST_EMPTY[0, 0]}, "got 1 "),
         ("empty-row", {"atten_mask": FIRST_EMPTY.repeat(ROWS, 1, 1, 1)}, "got 3 "),
-        ("mask-shape", {"atten_mask": zeros(ROWS, WIDTH)}, "T:1545"),
-        ("mask-shape", {"atten_mask": zeros(ROWS, 1, 1, WIDTH)}, "T:1511"),
+        ("mask-shape", {"atten_mask": zeros(ROWS, WIDTH)}, "[6, 6] or [1, 1, 6, 6] or [3, 1, 6, 6]"),
+        ("mask-shape", {"atten_mask": zeros(6, 6), "sparse_mode": 3}, "[2048, 2048]: no form"),
     ],
 )
 def test_a_message_carries_the_fact(rule: str, kwargs: dict[str, Any], told: str) -> None:
@@ -327,27 +323,12 @@ def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str
     assert rules_of("fusion_attention") - found == SIZES
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool)
-
-
-def called(operator: str, layout: Any, Dv: int = 8, *, dtypes: Any = (torch.float16,) * 3, **more: Any) -> set[str]:
+def called(operator: str, layout: Any, **more: Any) -> set[str]:
     """The rules that a call of this operator breaks, with the arguments that are made for it."""
     own, dims = Segments.from_lengths([[2, 6]]), {"B": 1, "Sq": 8, "Skv": 8, "Tq": 8, "Tkv": 8, "N": HEADS, "D": 8}
-    q, k = (tensors(layout, dims | {"Nkv": KEY_HEADS})[name] for name in ("query", "key"))
-    v = tensors(layout, dims | {"Nkv": KEY_HEADS, "D": Dv})["key"]
-    right = fusion_attention_kwargs(own, layout=layout, operator=operator) | {"scale": 0.5, "head_num": HEADS}  # type: ignore[arg-type]
-    given = {name: x.to(dtype) for name, x, dtype in zip(("query", "key", "value"), (q, k, v), dtypes)}
-    return {breach.rule for breach in call_breaches(operator, right | given | more, segments=own)}
-
-
-@pytest.mark.parametrize("layout", ["BSND", "BNSD", "BSH", "SBH", "TND"])
-@pytest.mark.parametrize("operator", ["npu_fusion_attention", "npu_fusion_attention_v3"])
-def test_tensors_are_of_one_float_and_a_value_is_no_wider_than_its_key(operator: str, layout: str) -> None:
-    for dtypes in product(DTYPES, repeat=3):
-        right = len({*dtypes}) == 1 and dtypes[0] in DTYPES[:3]
-        assert called(operator, layout, dtypes=dtypes) == (set() if right else {"tensor-dtype"})
-    for Dv in range(1, 12):
-        assert called(operator, layout, Dv) == ({"value-head"} if Dv > 8 else set())
+    right = fusion_attention_kwargs(own, layout=layout, operator=operator) | {"scale": 0.5}  # type: ignore[arg-type]
+    given = tensors(layout, dims | {"Nkv": KEY_HEADS})
+    return {breach.rule for breach in call_breaches(operator, right | given | {"value": given["key"]} | more, segments=own)}
 
 
 def test_the_two_operators_take_each_its_own_lists() -> None:

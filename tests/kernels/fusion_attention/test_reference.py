@@ -230,7 +230,7 @@ def test_head_sizes_are_read_off_each_layout(layout: str, D: int) -> None:
 
 
 def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:
-    with pytest.raises(UnsupportedFormError, match="head-size"):
+    with pytest.raises(UnsupportedFormError, match="no head is empty"):
         reference_fusion_attention(torch.zeros(1, 3, 2), *[torch.zeros(1, 3, 2)] * 2, 4, "BSH")
 
 
