@@ -48,7 +48,7 @@ OLDEST = tuple(need.replace(">=", "==") for need in NEEDS if not need.startswith
 TEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TWO_WORKERS = ("-n", "2", "--dist", "loadgroup")
 ATHERIS = "atheris==3.0.0; python_version >= '3.11' and python_version < '3.14' and platform_machine == 'x86_64'"
-AUDIT = ("typer==0.29.1", "rich==15.0.0", "wrapt==2.5.2")
+AUDIT = ("rich==15.0.0", "wrapt==2.5.2")
 DATA = "datasets==5.2.0"
 PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

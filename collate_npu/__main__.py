@@ -9,7 +9,7 @@ if __name__ == "__main__" and "-m" in sys.orig_argv and not getattr(sys.flags, "
 
 
 def main() -> None:
-    """Run the command line; where typer or rich do not load, what needs neither."""
+    """Run the command line."""
     import io
     import signal
 
@@ -18,14 +18,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a letter that it cannot encode is written as its escape
             stream.reconfigure(errors="backslashreplace")
     try:
-        from collate_npu.tools.cli import app
+        from collate_npu.tools.cli import run
+
+        sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:  # not installed, or broken
-        from collate_npu.tools import plain
-
-        sys.exit(plain.run(sys.argv[1:], error))
-    app()
 
 
 if __name__ == "__main__":

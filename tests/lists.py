@@ -20,6 +20,7 @@ from collate_npu.consumers.consumer import consumers
 from collate_npu.consumers.families import READ_BY, RUNS_ON
 from collate_npu.kernels.gated_delta import arguments
 from collate_npu.parallel import layout, recurrent
+from collate_npu.tools.cli import parsers
 
 PACKAGE = Path(collate_npu.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -104,16 +105,12 @@ def bullets(named: Callable[..., Any]) -> dict[str, str]:
 
 def command(name: str) -> str:
     """The options of one of our commands in Markdown, as its `--help` says them."""
-    from typer.main import get_command
-
-    from collate_npu.tools.cli import app
-
     lines = ["| option | default | what it takes |", "|---|---|---|"]
-    for param in get_command(app).commands[name].params:
-        if param.param_type_name == "option":
-            names = ", ".join(f"`{each}`" for each in (*param.opts, *param.secondary_opts) if each.startswith("--"))
-            default = "" if param.default is None or param.default is False else f"`{param.default}`"
-            lines.append(f"| {names} | {default} | {param.help} |")
+    for action in parsers()[1][name]._actions:
+        if action.option_strings and action.dest != "help":
+            names = ", ".join(f"`{each}`" for each in action.option_strings if each.startswith("--"))
+            default = "" if action.default is None or action.default is False else f"`{action.default}`"
+            lines.append(f"| {names} | {default} | {action.help.partition(' [default: ')[0].replace('%%', '%')} |")
     return "\n".join(lines)
 
 

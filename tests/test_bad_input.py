@@ -5,6 +5,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from typed import typed
 
 from collate_npu import CollateError, PaddingCollator, Segments, check_delivery, describe, guard_first_batch
 from collate_npu.kernels.gated_delta import gated_delta_breaches
@@ -238,12 +239,8 @@ TYPED = {
 @pytest.mark.parametrize("columns", ["0", "100"])
 @pytest.mark.parametrize("line", TYPED)
 def test_so_is_what_was_typed_in_one_line(tmp_path, monkeypatch, line, columns):
-    for package in ("typer", "transformers"):
+    for package in ("rich", "transformers"):
         pytest.importorskip(package)
-    from typer.testing import CliRunner
-
-    import collate_npu.tools.cli as cli
-
     monkeypatch.chdir(tmp_path)
     torch.save({**OK, "input_ids": IDS.to_sparse()}, "sparse.pt")
     torch.save({key: x[:0] for key, x in OK.items()}, "empty.pt")
@@ -251,7 +248,7 @@ def test_so_is_what_was_typed_in_one_line(tmp_path, monkeypatch, line, columns):
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
     for name, number in (("wide", 1 << 70), ("large", 1 << 30)):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"input_ids": [1, {number}]}}\n{{"input_ids": [1]}}\n' * 8)
-    result = CliRunner().invoke(cli.app, line.split(), env={"COLUMNS": columns})
+    result = typed(*line.split(), COLUMNS=columns)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     if columns != "0":
@@ -263,10 +260,5 @@ def words_of(text):
 
 
 def test_a_terminal_of_no_width_is_drawn_on():
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    import collate_npu.tools.cli as cli
-
-    done = CliRunner().invoke(cli.app, ["show", "--lengths", "3,5"], env={"COLUMNS": "0"})
+    done = typed("show", "--lengths", "3,5", COLUMNS="0")
     assert (done.exit_code, "■" in done.output) == (0, True)

@@ -22,8 +22,8 @@ LINES = {
     "proof": (4591, 1900),
     "integrations": (3405, 3000),
     "testing": (427, 450),
-    "tools": (4567, 1900),
-    "tests": (55024, 33000),
+    "tools": (4550, 1900),
+    "tests": (55009, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

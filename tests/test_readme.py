@@ -18,6 +18,7 @@ from rotation import rotating
 from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.releases import KERNELS_TOLD
+from collate_npu.tools.cli import parsers
 from collate_npu.tools.show import picture
 
 pytestmark = pytest.mark.models
@@ -106,7 +107,7 @@ def torchrun(script, env):
     ("command", "output"), sorted({(code, output) for code, output, _ in shown("console", *TEXT) if output})
 )
 def test_commands_print_what_is_shown(command, output):
-    pytest.importorskip("typer")
+    pytest.importorskip("rich")
     words = shlex.split(command)
     assert words[0] == "collate-npu"
     if words[1] == "audit" or "--consumer" in words:
@@ -121,25 +122,18 @@ def test_commands_print_what_is_shown(command, output):
 @pytest.mark.parametrize("line", sorted({*(line for line in ALL_COMMANDS if "collate-npu " in line), *INLINE}))
 def test_every_command_of_ours_is_real(line):
     """Their names, options and the form of their values; nothing is run."""
-    typer = pytest.importorskip("typer")
-    from collate_npu.tools.cli import app
-
     words = shlex.split(line.partition("collate-npu ")[2], comments=True)
-    commands = typer.main.get_command(app).commands
+    commands = parsers()[1]
     if set(words) <= {*commands, "|", "--version"}:  # a list of them
         return
     assert words[0] in commands
-    commands[words[0]].make_context(words[0], words[1:])
+    commands[words[0]].parse_args(words[1:])
 
 
 @pytest.mark.parametrize("name", ["audit", "show"])
 def test_the_page_of_a_command_has_each_of_its_options_and_no_other(name):
-    typer = pytest.importorskip("typer")
-    from collate_npu.tools.cli import app
-
-    command = typer.main.get_command(app).commands[name]
     named = set(re.findall(r"`(--[\w-]+)`", TEXT[GUIDE / f"{name}.md"]))
-    options = [{*param.opts, *param.secondary_opts} for param in command.params]
+    options = [{*action.option_strings} for action in parsers()[1][name]._actions if action.dest != "help"]
     assert [option for option in options if not option & named] == []
     assert named <= set().union(*options)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
@@ -55,6 +56,22 @@ def put(console: Console, *drawn: Text | Table) -> None:
             console.print(one)
         else:
             console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
+
+
+class _Folded(TableElement):
+    """A table whose long names go on in the next line: rich would cut them, and a reader has to type them."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for drawn in super().__rich_console__(console, options):
+            for column in drawn.columns if isinstance(drawn, Table) else ():
+                column.overflow = "fold"
+            yield drawn
+
+
+class Page(Markdown):
+    """A page of the guide, as a terminal shows it."""
+
+    elements = Markdown.elements | {"table_open": _Folded}
 
 
 def recorder() -> Console:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from typed import typed
 
 from collate_npu.proof import kernel_runs
 from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
@@ -24,12 +25,8 @@ def test_the_wheels_own_function_takes_our_calls(calls: list[dict[str, Any]], mo
 
 def test_the_command_says_that_a_device_does_not_compute() -> None:
     """On a pretended device zeros would be compared with numbers: it is said at once, and nothing is called."""
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    import collate_npu.tools.cli as cli
-
-    result = CliRunner().invoke(cli.app, ["kernels", "--device", "npu", "--operator", "npu_fusion_attention_v3"])
+    pytest.importorskip("rich")
+    result = typed("kernels", "--device", "npu", "--operator", "npu_fusion_attention_v3")
     assert result.exit_code == 2, result.output
     assert "NOT PROVED: nothing was measured on the card; " in result.output
     assert "One and one is not two there" in " ".join(result.output.split())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from typed import typed
 
 from collate_npu.testing import tiny_model
 from collate_npu.tools.audit.case import audit
@@ -35,10 +36,6 @@ def test_everything_the_audit_hands_the_model_is_where_the_model_is(
 
 def test_the_command_line_refuses_a_device_that_does_not_compute() -> None:
     """On a pretended device every case would pass: the command says so instead, and exits with an error."""
-    from typer.testing import CliRunner
-
-    import collate_npu.tools.cli as cli
-
-    result = CliRunner().invoke(cli.app, ["audit", "--device", "npu", "--model", "qwen3_5_text"])
+    result = typed("audit", "--device", "npu", "--model", "qwen3_5_text")
     assert result.exit_code == 2
     assert "One and one is not two there" in result.output

@@ -11,7 +11,6 @@ from rotation import rotating
 from collate_npu.releases import installed
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
-pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 

@@ -2,17 +2,13 @@
 
 import sys
 import time
+from argparse import ArgumentParser
 from pathlib import Path
-
-import typer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def ranks(minutes: float = 10.0, seed: int = int(time.time())) -> None:
+def ranks(minutes: float, seed: int) -> None:
     """Random calls of four ranks, with faults whose true outcome is known."""
     from ranks import Soak
 
@@ -21,8 +17,7 @@ def ranks(minutes: float = 10.0, seed: int = int(time.time())) -> None:
     told(seed, soak.counts, soak.problems)
 
 
-@app.command()
-def loaders(epochs: int = 1000, seed: int = int(time.time())) -> None:
+def loaders(epochs: int, seed: int) -> None:
     """Small loaders over each way to start workers: killed, resumed, with little shared memory."""
     from loaders import Soak
 
@@ -39,4 +34,12 @@ def told(seed: int, counts: dict[str, int], problems: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    parser = ArgumentParser("soak")
+    adding = parser.add_subparsers(required=True)
+    for run, name, kind, default in ((ranks, "minutes", float, 10.0), (loaders, "epochs", int, 1000)):
+        one = adding.add_parser(run.__name__, help=run.__doc__)
+        one.add_argument(f"--{name}", type=kind, default=default)
+        one.add_argument("--seed", type=int, default=int(time.time()))
+        one.set_defaults(run=run)
+    asked = vars(parser.parse_args())
+    asked.pop("run")(**asked)

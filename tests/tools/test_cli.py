@@ -3,17 +3,17 @@
 import json
 import re
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
-import typer
 from transformers.utils import logging
-from typer.testing import CliRunner
+from typed import typed
 
-import collate_npu.tools.cli as cli
+from collate_npu.errors import CollateError
 from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import session
@@ -27,7 +27,7 @@ QUICK = ["--batches", "1", "--batch-size", "3", "--max-length", "96", "--attn", 
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, ["audit", *args], env={"COLUMNS": "180", "TRANSFORMERS_VERBOSITY": None})
+    return typed("audit", *args, COLUMNS="180", TRANSFORMERS_VERBOSITY=None)
 
 
 def test_the_verdict_comes_first_then_a_table():
@@ -68,25 +68,18 @@ def test_transformers_is_quiet_unless_told_otherwise(monkeypatch, args, verbosit
     monkeypatch.setattr(session, "audit_all", lambda **how: asked.append(how["sides"]) or Report(settings={}))
     for name in ("set_verbosity_error", "disable_progress_bar"):
         monkeypatch.setattr(logging, name, partial(called.append, name))
-    CliRunner().invoke(cli.app, ["audit", "--json", *args], env={"TRANSFORMERS_VERBOSITY": verbosity})
+    typed("audit", "--json", *args, TRANSFORMERS_VERBOSITY=verbosity)
     assert (asked, called) == ([sides], quiet)
 
 
 @pytest.mark.parametrize(
     ("package", "remedy"), [("json", ""), ("no_such_package", "pip install no_such_package"), ("breaks", "collate-npu env")]
 )
-def test_a_command_runs_where_its_packages_load(tmp_path, monkeypatch, capsys, package, remedy):
+def test_what_a_command_needs_loads_or_is_named(tmp_path, monkeypatch, package, remedy):
     (tmp_path / "breaks.py").write_text("raise RuntimeError('gone')")
     monkeypatch.syspath_prepend(tmp_path)
-    ran = []
-    command = console.needs(package)(lambda: ran.append(package))
-    if remedy:
-        with pytest.raises(typer.Exit) as end:
-            command()
-        assert end.value.exit_code == 2
-    else:
-        command()
-    assert (ran, remedy in capsys.readouterr().err) == ([] if remedy else [package], True)
+    with pytest.raises(CollateError, match=remedy) if remedy else nullcontext():
+        console.load(package)
 
 
 @pytest.fixture
@@ -117,11 +110,11 @@ def files(tmp_path):
         (["--tolerance", "nan"], "An error is 0 or more"),
         (["--tolerance", "-1"], "An error is 0 or more"),
         (["--attn", "flash_attention_3", "--attn", "sdpa"], "It does not run there"),
-        (["--batch-size", "1"], "'--batch-size'"),
-        (["--kernels", "none"], "'--kernels'"),
+        (["--batch-size", "1"], "--batch-size: 1 is not in the range 2..inf."),
+        (["--kernels", "none"], "--kernels: invalid choice"),
         (["--dtype", "int64"], "int64"),
         (["--side", "both"], "both"),
-        (["--seed", "-1"], "'--seed'"),
+        (["--seed", "-1"], "--seed: -1"),
         (["--nonsense"], "nonsense"),
     ],
 )

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 
 from rich.console import Console
-from typer.testing import CliRunner
+from typed import typed
 
 from collate_npu.__main__ import main
 from collate_npu.errors import CollateError
 from collate_npu.tools import guide
-from collate_npu.tools.cli import app
-from collate_npu.tools.cli.guide import Page
+from collate_npu.tools.paper import Page
 
 
 def run(*args: str):
-    return CliRunner().invoke(app, ["guide", *args])
+    return typed("guide", *args)
 
 
 def test_the_list_has_every_page_with_a_line():
@@ -146,8 +145,8 @@ def test_a_terminal_of_another_encoding_ends_no_command(monkeypatch):
 
 def test_reading_loads_no_torch():
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom collate_npu.tools.cli import app\n"
-        "assert CliRunner().invoke(app, ['guide', 'trl']).exit_code == 0\n"
+        "import sys\nfrom collate_npu.tools.cli import run\n"
+        "assert run(['guide', 'trl']) == 0\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

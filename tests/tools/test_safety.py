@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
-from typer.testing import CliRunner
+from typed import typed
 
 import collate_npu
-import collate_npu.tools.cli as cli
 from collate_npu import CollateError, describe
 from collate_npu.errors import explain
 from collate_npu.testing import byte_tokenizer
@@ -165,7 +164,7 @@ def evil(tmp_path):
     ],
 )
 def test_no_escape_sequence_reaches_the_screen(evil, args):
-    result = CliRunner().invoke(cli.app, [arg.replace("{}", str(evil)) for arg in args])
+    result = typed(*(arg.replace("{}", str(evil)) for arg in args))
     assert result.output
     assert not RAW.search(result.output), repr(result.output)
     assert not (evil / f"{EVIL}.txt").exists() or not RAW.search((evil / f"{EVIL}.txt").read_text())
@@ -227,6 +226,6 @@ def test_a_chat_template_has_so_much_time_and_memory(monkeypatch, template, said
 def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     (tmp_path / "a.txt").symlink_to(tmp_path / "precious.txt")
-    result = CliRunner().invoke(cli.app, ["show", "--lengths", "3", "--out", str(tmp_path / "a.txt")])
+    result = typed("show", "--lengths", "3", "--out", tmp_path / "a.txt")
     assert (result.exit_code, (tmp_path / "precious.txt").read_text()) == (2, "mine")
     assert "Name that file itself" in " ".join(result.output.split())

@@ -7,16 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-import typer
 from house import PACKAGE, tree_of
 
 from collate_npu import CollateError
-from collate_npu.tools.cli import app
+from collate_npu.tools.cli import parsers
 from collate_npu.tools.refusals import check_file, did_you_mean, first_line, line_in, refused
 
-COMMANDS = typer.main.get_command(app).commands
 TOOLS = sorted((PACKAGE / "tools").rglob("*.py"))
 
 
@@ -84,9 +80,7 @@ NOT_OURS = {"--", "--local-dir", "--config", "--nproc-per-node"}
 
 
 def test_every_option_that_a_text_names_is_one():
-    known = {
-        option for each in COMMANDS.values() for param in each.params for option in (*param.opts, *param.secondary_opts)
-    }
+    known = {option for each in parsers()[1].values() for action in each._actions for option in action.option_strings}
     named = {option for path in TOOLS for text in texts(path) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
     assert named - known - NOT_OURS - {"--version"} == set()
     assert {"--verbose", "--kernels", "--batches"} <= named

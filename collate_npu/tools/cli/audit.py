@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-from typer import Option
-
 from collate_npu.errors import printable
-from collate_npu.tools.cli.console import Side, needs
+from collate_npu.tools.cli.console import Option, Side, load
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -25,7 +23,7 @@ EXAMPLES = (
     "`collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16` — what trainers run on a card"
 )
 
-of_model, of_data, of_run = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Data", "What is run"))
+of_model, of_data, of_run = (partial(Option, panel=panel) for panel in ("Model", "Data", "What is run"))
 """Options by the panels of the help."""
 HELP = {
     "model": "A model type (tiny, random), or the folder of a checkpoint. Repeatable; default: all hybrids.",
@@ -42,30 +40,29 @@ HELP = {
 """Of the options that take many words."""
 
 
-@needs("torch", "transformers")
 def audit_command(
-    model: Annotated[list[str] | None, of_model(help=HELP["model"])] = None,
-    data: Annotated[Path | None, of_data(help=HELP["data"])] = None,
-    batch: Annotated[Path | None, of_data(help=HELP["batch"])] = None,
-    collator: Annotated[list[str] | None, of_run(help=HELP["collator"])] = None,
-    tokenizer: Annotated[Path | None, of_model(help=HELP["tokenizer"])] = None,
-    trust_remote_code: Annotated[bool, of_model("--trust-remote-code", help=HELP["trust"])] = False,
-    side: Annotated[Side | None, of_run(help="left or right. Default: both.")] = None,
-    attn: Annotated[list[str] | None, of_run(help=HELP["attn"])] = None,
-    packed: Annotated[bool, of_run("--packed", help="Flat rows too: all samples of a batch in one row.")] = False,
-    kernels: Annotated[Literal["installed", "reference"], of_run(help=HELP["kernels"])] = "installed",
-    device: Annotated[str, of_model(help="cpu, cuda, npu, or any torch device.")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, of_data(min=2, help="Samples in a batch, or in a flat row.")] = 4,
-    batches: Annotated[int, of_data(min=1, help="Batches per model and side.")] = 2,
-    max_length: Annotated[int, of_data(min=2, max=1 << 20, help="Longest sample of text, in tokens.")] = 96,
-    gradients: Annotated[bool, of_run(help="Compare gradients too.")] = True,
-    tolerance: Annotated[float | None, of_run(help="Error of ours that passes. Default: six times the noise here.")] = None,
-    seed: Annotated[int, of_data(min=0, max=(1 << 63) - 1, help="Which lines are drawn, and the random weights.")] = 0,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="The table of every model, and every reason.")] = False,
-    as_json_: Annotated[bool, Option("--json", help="One JSON object in the place of the text; passed is first.")] = False,
-    html: Annotated[Path | None, Option(help="Write a page too: tables, pictures, the error at each token.")] = None,
-) -> None:
+    model: Annotated[list[str] | None, of_model(HELP["model"])] = None,
+    data: Annotated[Path | None, of_data(HELP["data"])] = None,
+    batch: Annotated[Path | None, of_data(HELP["batch"])] = None,
+    collator: Annotated[list[str] | None, of_run(HELP["collator"])] = None,
+    tokenizer: Annotated[Path | None, of_model(HELP["tokenizer"])] = None,
+    trust_remote_code: Annotated[bool, of_model(HELP["trust"])] = False,
+    side: Annotated[Side | None, of_run("left or right. Default: both.")] = None,
+    attn: Annotated[list[str] | None, of_run(HELP["attn"])] = None,
+    packed: Annotated[bool, of_run("Flat rows too: all samples of a batch in one row.")] = False,
+    kernels: Annotated[Literal["installed", "reference"], of_run(HELP["kernels"])] = "installed",
+    device: Annotated[str, of_model("cpu, cuda, npu, or any torch device.")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model("float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, of_data("Samples in a batch, or in a flat row.", least=2)] = 4,
+    batches: Annotated[int, of_data("Batches per model and side.", least=1)] = 2,
+    max_length: Annotated[int, of_data("Longest sample of text, in tokens.", least=2, most=1 << 20)] = 96,
+    gradients: Annotated[bool, of_run("Compare gradients too.")] = True,
+    tolerance: Annotated[float | None, of_run("Error of ours that passes. Default: six times the noise here.")] = None,
+    seed: Annotated[int, of_data("Which lines are drawn, and the random weights.", least=0, most=(1 << 63) - 1)] = 0,
+    verbose: Annotated[bool, Option("The table of every model, and every reason.", ("--verbose", "-v"))] = False,
+    as_json_: Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))] = False,
+    html: Annotated[Path | None, Option("Write a page too: tables, pictures, the error at each token.")] = None,
+) -> int:
     """Does a padded batch give the same numbers as each sample alone? And a flat row?
 
     For each model, attention and padding side: the largest difference of a logit at a real token, and of the gradient,
@@ -73,6 +70,7 @@ def audit_command(
     code 0: all measured and right. 1: something is wrong, of ours or of yours, and the words say whose. 2: something named
     could not be run, or wrong could not be told from right.
     """
+    load("torch", "transformers", "rich")
     if "TRANSFORMERS_VERBOSITY" not in os.environ:  # notices of kernels that are missing: the report says what matters
         from transformers.utils import logging
 
@@ -94,10 +92,10 @@ def audit_command(
     )  # fmt: skip
     if html:
         html.write_text(page(report), encoding="utf-8")
-        typer.echo(f"collate-npu: wrote {printable(str(html))}", err=True)
+        print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     if as_json_:
-        typer.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
+        print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
     else:
         with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
             print_report(screen(), report, verbose=verbose)
-    raise typer.Exit(report.exit_code)
+    return report.exit_code

@@ -6,15 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
-from typer import Argument, Option
-
-from collate_npu.tools.cli.console import needs
+from collate_npu.tools.cli.console import Option, load
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from collate_npu.proof.conformance import Conformance
 
 EXAMPLES = (
@@ -29,20 +25,22 @@ RUN = (
 LAYOUT = "Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout."
 
 
-@needs("torch")
 def conformance_command(
-    run: Annotated[str, Argument(help=RUN, show_default=False)],
-    layout: Annotated[list[str] | None, Option(help=LAYOUT)] = None,
-    vocab_size: Annotated[int, Option(min=16, max=1 << 24, help="Samples are drawn from ids 3 to below this.")] = 256,
-    pad_id: Annotated[int | None, Option(min=0, help="The pad id, which samples are to hold as text, too.")] = None,
-    seed: Annotated[int | None, Option(min=0, help="Draw the samples of an earlier run again.")] = None,
-) -> None:
+    run: Annotated[str, Option(RUN, ("run",))],
+    layout: Annotated[list[str] | None, Option(LAYOUT)] = None,
+    vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
+    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.", least=0)] = None,
+    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.", least=0)] = None,
+) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
 
     Nothing is asked of it but answers: ranks, Ray or a server may stand behind `run`. The table says which batches are
     wrong, and what the pattern of their errors means. Exit code 0: all is right. 1: a batch is wrong. 2: what was named
     could not be run, or wrong could not be told from right.
     """
+    load("torch", "rich")
+    from rich.text import Text
+
     from collate_npu.proof.conformance import conformance
     from collate_npu.tools.named import named
     from collate_npu.tools.paper import put, screen
@@ -58,7 +56,7 @@ def conformance_command(
         _table(found),
         Text(f"\n{found.legend}", "dim"),
     )
-    raise typer.Exit(0 if found.passed else 1)
+    return 0 if found.passed else 1
 
 
 def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +75,10 @@ def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _table(found: Conformance) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     head, *rows = found.table
     for n, title in enumerate(head):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.text import Text
-from typer import Option
-
 from collate_npu.errors import CollateError, explain
-from collate_npu.tools.cli.console import Side, needs
+from collate_npu.tools.cli.console import Option, Side, load
 
 if TYPE_CHECKING:
     from collate_npu.tools.show.sheet import Sheet
@@ -25,39 +23,41 @@ EXAMPLES = (
 )
 
 
-@needs("torch")
 def show_command(
-    lengths: Annotated[str | None, Option(help="Tokens of each row, 3,5; several sequences in a row, 3+2,5.")] = None,
-    batch: Annotated[Path | None, Option(help="A saved batch: .pt with a dict of tensors, .safetensors or .npz.")] = None,
-    data: Annotated[Path | None, Option(help="As in audit: .txt, .jsonl, .parquet, .csv or -; its first batch.")] = None,
-    mask: Annotated[Path | None, Option(help="A saved mask alone: .pt, .npy, .npz or .safetensors.")] = None,
-    tokenizer: Annotated[Path | None, Option(help="Folder of a tokenizer, to name the tokens; bytes for --data.")] = None,
-    side: Annotated[Side, Option(help="Padding side, of --lengths and --data.")] = "right",
-    packed: Annotated[bool, Option("--packed", help="One flat row, all samples one after another.")] = False,
-    batch_size: Annotated[int, Option(min=1, help="Lines of --data in the batch.")] = 4,
-    max_length: Annotated[int, Option(min=2, max=1 << 20, help="Longest line of --data, in tokens.")] = 96,
-    row: Annotated[int | None, Option(min=0, help="Squares of this row alone.")] = None,
-    consumer: Annotated[list[str] | None, Option(help="Who reads the batch. Repeatable; default: nobody yet.")] = None,
-    model_type: Annotated[str, Option(help="Whose layers decide about attention_mask_2d.")] = "qwen3_next",
-    cp: Annotated[int | None, Option(min=2, max=1024, help="What each of so many ranks holds.")] = None,
-    layout: Annotated[str, Option(help="How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
-    ulysses: Annotated[int, Option(min=1, max=1024, help="Ulysses ranks in a ring, with ulysses_ring.")] = 1,
-    out: Annotated[Path | None, Option(help="Write a figure too: .html, .svg or .txt.")] = None,
-) -> None:
+    lengths: Annotated[str | None, Option("Tokens of each row, 3,5; several sequences in a row, 3+2,5.")] = None,
+    batch: Annotated[Path | None, Option("A saved batch: .pt with a dict of tensors, .safetensors or .npz.")] = None,
+    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -; its first batch.")] = None,
+    mask: Annotated[Path | None, Option("A saved mask alone: .pt, .npy, .npz or .safetensors.")] = None,
+    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, to name the tokens; bytes for --data.")] = None,
+    side: Annotated[Side, Option("Padding side, of --lengths and --data.")] = "right",
+    packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
+    batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
+    max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
+    row: Annotated[int | None, Option("Squares of this row alone.", least=0)] = None,
+    consumer: Annotated[list[str] | None, Option("Who reads the batch. Repeatable; default: nobody yet.")] = None,
+    model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
+    cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
+    layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
+    ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
+    out: Annotated[Path | None, Option("Write a figure too: .html, .svg or .txt.")] = None,
+) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
     A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
     """
+    load("torch")
     from collate_npu.parallel import ContextParallel
     from collate_npu.tools import saved
     from collate_npu.tools.describe import describe
-    from collate_npu.tools.paper import check_figure
     from collate_npu.tools.show.inputs import collated, features_of_data, features_of_lengths, reader_of
     from collate_npu.tools.show.readers import consumer_panels, rank_panels
     from collate_npu.tools.show.sheet import sheet_of
 
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
+        load("rich")
+        from collate_npu.tools.paper import check_figure
+
         check_figure(out)
     if mask is not None:
         return _print(sheet_of(saved.mask_of_file(mask), row=row), "", out)
@@ -76,7 +76,7 @@ def show_command(
     panels += [] if ranks is None else rank_panels(shown, ranks)
     sheet = sheet_of(shown, row=row, tokenizer=reader)
     kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
-    return _print(replace(sheet, panels=(*kept, *panels)), describe(shown), out)
+    return _print(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
 
 
 def _exactly_one(**inputs: Any) -> None:
@@ -86,8 +86,16 @@ def _exactly_one(**inputs: Any) -> None:
         raise CollateError(explain("input", " and ".join(given) or "none", rule, "Name one of them."))
 
 
-def _print(sheet: Sheet, words: str, out: Path | None) -> None:
-    """The words, then the picture, which is what stays on the screen."""
+def _print(sheet: Sheet, words: str, out: Path | None) -> int:
+    """The words, then the picture, which is what stays on the screen; without rich in signs alone."""
+    from collate_npu.tools.show import text_of
+
+    if not find_spec("rich"):
+        legend = "■ attends, real   ⬚ blocked, padding"
+        print("\n\n".join([words, text_of(sheet), legend] if words else [text_of(sheet)]), flush=True)
+        return 0
+    from rich.text import Text
+
     from collate_npu.tools import paper
     from collate_npu.tools.show import drawing
 
@@ -97,3 +105,4 @@ def _print(sheet: Sheet, words: str, out: Path | None) -> None:
     if out is not None:
         drawing.save(sheet, out)
         paper.put(console, Text(f"written: {out}"))
+    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -12,11 +13,8 @@ from pathlib import Path
 from shutil import which
 from typing import Annotated, Any
 
-import typer
-from typer import Argument, Option
-
-from collate_npu.errors import printable
-from collate_npu.tools.cli.console import needs, stop as end_with
+from collate_npu.errors import CollateError, printable
+from collate_npu.tools.cli.console import Option, load
 
 EXAMPLES = (
     "Examples:\n\n`collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`\n\n"
@@ -32,23 +30,23 @@ _PATIENCE = 15
 """Seconds that a command gets to end by itself."""
 
 
-@needs("wrapt", "torch")
 def watch_command(
-    command: Annotated[list[str], Argument(help="What to run, unchanged, behind --.", show_default=False)],
-    steps: Annotated[int, Option(min=1, max=1 << 20, help="Steps that are looked at, in each process.")] = 2,
-    stop: Annotated[bool, Option("--stop", help="End the run at the first fault.")] = False,
-    out: Annotated[Path | None, Option(help="Append a line of JSON for each forward.")] = None,
-) -> None:
+    command: Annotated[list[str], Option("What to run, unchanged, behind --.", ("command",))],
+    steps: Annotated[int, Option("Steps that are looked at, in each process.", least=1, most=1 << 20)] = 2,
+    stop: Annotated[bool, Option("End the run at the first fault.")] = False,
+    out: Annotated[Path | None, Option("Append a line of JSON for each forward.")] = None,
+) -> int:
     """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
 
     Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
     own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
     The exit code is the command's own; with --stop 1 after a fault or a batch that contradicts itself, 2 if none is judged.
     """
-    if which(command[0]) is None:
-        end_with(
-            f"{command[0]}: no such command. Write what you would type, behind --: collate-npu watch -- python train.py"
-        )
+    load("wrapt", "torch")
+    command = command[command[:1] == ["--"] :]
+    if not command or which(command[0]) is None:
+        remedy = "Write what you would type, behind --: collate-npu watch -- python train.py"
+        raise CollateError(f"{command[0] if command else 'COMMAND'}: no such command. {remedy}")
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "seen.jsonl"
         settings = {"steps": steps, "seen": str(seen), "out": None if out is None else str(out.resolve())}
@@ -56,10 +54,10 @@ def watch_command(
         child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "COLLATE_NPU_WATCH": json.dumps(settings)})
         _waited(child, seen, stop)
         records = _records(seen)
-    typer.echo(printable(f"collate-npu watch: {_summary(records)}"), err=True)
+    print(printable(f"collate-npu watch: {_summary(records)}"), file=sys.stderr, flush=True)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     unjudged = 2 if not any(record["judged"] for record in records) else code
-    raise typer.Exit(code if not stop else 1 if any(record["faults"] for record in records) else unjudged)
+    return code if not stop else 1 if any(record["faults"] for record in records) else unjudged
 
 
 def _waited(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> None:

@@ -62,10 +62,14 @@ def picture(
     """
     limit = whole_number("limit", limit, least=1)
     sheet = sheet_of(shown, row=row, tokenizer=tokenizer)
-    panels = ("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived)
-    drawn = Picture(printable("\n\n".join(panels)))
+    drawn = Picture(text_of(sheet, limit))
     drawn.sheet = sheet
     return drawn
+
+
+def text_of(sheet: Sheet, limit: int = 64) -> str:
+    """A sheet in words and signs, without what is derived."""
+    return printable("\n\n".join("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived))
 
 
 def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:

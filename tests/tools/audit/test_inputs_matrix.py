@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
-from typer.testing import CliRunner
+from typed import typed
 
 from collate_npu.releases import MASK_MAPPING
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.cli import app
 
 pytestmark = pytest.mark.models
 
@@ -64,10 +63,9 @@ def make_model(kind: str, folder: Path) -> list[str]:
     return ["--model", str(config if kind == "a file" else folder)]
 
 
-def ended(arguments, typed=b""):
+def ended(arguments, given=b""):
     """The exit code, and what was said, on one line."""
-    result = CliRunner().invoke(app, ["audit", *arguments, *QUICK], input=typed)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    result = typed("audit", *arguments, *QUICK, given=given)
     assert "Traceback" not in result.output
     return result.exit_code, " ".join(result.output.split())
 

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 from found import finding, lacking, raised, refused
 from rich.console import Console
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
-from typer.testing import CliRunner
+from typed import typed
 
 from collate_npu import CollateError, PaddingCollator
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.audit import candidates, session
-from collate_npu.tools.cli import app
 
 pytestmark = pytest.mark.models
 
@@ -46,7 +45,7 @@ def features():
 
 def run(*args):
     sdpa = [] if "--attn" in args else ["--attn", "sdpa"]
-    return CliRunner().invoke(app, ["audit", *args, *sdpa, *QUICK], env={"COLUMNS": "250"})
+    return typed("audit", *args, *sdpa, *QUICK, COLUMNS="250")
 
 
 def told(*args):

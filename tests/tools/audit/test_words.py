@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from found import finding, wide_report
 

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("typer")
-from typer.testing import CliRunner
+pytest.importorskip("rich")
+from typed import typed
 
-from collate_npu.tools.cli import app
 from collate_npu.tools.cli.conformance import _table
 
 STACK = """
@@ -40,7 +39,7 @@ def here(tmp_path, monkeypatch):
 
 
 def called(name, *options):
-    return CliRunner().invoke(app, ["conformance", f"stacks/my_stack.py:{name}", *options])
+    return typed("conformance", f"stacks/my_stack.py:{name}", *options)
 
 
 def test_a_right_stack_ends_with_0_and_says_what_was_asked():

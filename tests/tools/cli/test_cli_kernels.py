@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("typer")
-from typer.testing import CliRunner
+pytest.importorskip("rich")
+from typed import typed
 
-import collate_npu.tools.cli as cli
 from collate_npu import CollateError
 from collate_npu.proof import kernel_runs
 from collate_npu.proof.kernel_rows import TRUTHS
@@ -20,7 +19,7 @@ SDPA = ("--operator", "scaled_dot_product_attention")
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, ["kernels", *args], env={"COLUMNS": "120"})
+    return typed("kernels", *args, COLUMNS="120")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +56,7 @@ def test_without_a_card_what_would_run_is_listed():
     [
         (["--device", "nonsense"], "Name a device of this machine"),
         (["--operator", "npu_fusion_atention"], "Did you mean npu_fusion_attention"),
-        (["--dtype", "int8"], "'--dtype'"),
+        (["--dtype", "int8"], "--dtype: invalid choice"),
     ],
 )
 def test_what_is_named_wrongly_is_refused_in_one_line(args, said):

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("typer")
 pytest.importorskip("wrapt")
 pytest.importorskip("transformers")
 

@@ -14,7 +14,6 @@ import torch
 import collate_npu
 from collate_npu.tools.env import probe
 from collate_npu.tools.env.probe import ANSWERS, reason
-from collate_npu.tools.plain import INSTALL
 
 ROOT = Path(collate_npu.__file__).parents[1]
 
@@ -118,22 +117,15 @@ def test_what_a_process_says_is_the_answer_or_how_it_ended(monkeypatch, code, ou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "code"), [("typer", "raise ModuleNotFoundError('No module', name='typer')"), ("rich", "raise RuntimeError(1)")]
-)
-def test_env_runs_where_the_command_line_does_not(site, name, code):
+def test_env_runs_where_neither_torch_nor_rich_loads(site):
     site.add("torch", "raise ImportError('gone')")  # quick
-    site.add(name, code, metadata=False)
+    site.add("rich", "raise RuntimeError(1)", metadata=False)
     assert "- devices: not known: torch does not load" in site.run("env").stdout
-    done = site.run("audit")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert INSTALL in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [["audit"], ["show", "--lengths", "3,5"]])
 def test_other_commands_end_with_one_line(site, args):
-    pytest.importorskip("typer")
     site.add("torch", RAISES)
     done = site.run(*args)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from rich.cells import cell_len
-from typer.testing import CliRunner
+from typed import typed
 
-import collate_npu.tools.cli as cli
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.masks import dense
 from collate_npu.testing import byte_tokenizer
@@ -24,7 +23,7 @@ HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 
 
 def show(*args, width=100, **env):
-    return CliRunner().invoke(cli.app, ["show", *map(str, args)], env={"COLUMNS": str(width), **env})
+    return typed("show", *args, COLUMNS=str(width), **env)
 
 
 def shown(*args, width=100):
@@ -89,9 +88,9 @@ def test_what_is_too_large_to_be_looked_at(monkeypatch):
 
 def test_a_terminal_that_cannot_print_the_signs(recwarn):
     """And nothing is said of the batches it makes."""
-    done = CliRunner(charset="ascii").invoke(cli.app, ["show", "--lengths", "3,5", "--side", "left"])
-    assert b"  0 . . # # #  40% padding" in done.stdout_bytes
-    assert b"# attends, real   . blocked, padding" in done.stdout_bytes
+    done = typed("show", "--lengths", "3,5", "--side", "left", encoding="ascii")
+    assert "  0 . . # # #  40% padding" in done.stdout
+    assert "# attends, real   . blocked, padding" in done.stdout
     assert not recwarn.list
 
 
