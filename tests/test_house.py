@@ -13,7 +13,7 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1814, 1250),
+    "ground": (1811, 1250),
     "masks": (2691, 2400),
     "parallel": (1625, 1450),
     "kernels": (3309, 1900),
@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3405, 3000),
     "testing": (427, 450),
     "tools": (4550, 1900),
-    "tests": (55009, 33000),
+    "tests": (55042, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

@@ -35,11 +35,9 @@ def told(seed: int, counts: dict[str, int], problems: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = ArgumentParser("soak")
-    adding = parser.add_subparsers(required=True)
-    for run, name, kind, default in ((ranks, "minutes", float, 10.0), (loaders, "epochs", int, 1000)):
-        one = adding.add_parser(run.__name__, help=run.__doc__)
-        one.add_argument(f"--{name}", type=kind, default=default)
-        one.add_argument("--seed", type=int, default=int(time.time()))
-        one.set_defaults(run=run)
-    asked = vars(parser.parse_args())
-    asked.pop("run")(**asked)
+    parser.add_argument("what", choices=("ranks", "loaders"))
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    asked = parser.parse_args()
+    ranks(asked.minutes, asked.seed) if asked.what == "ranks" else loaders(asked.epochs, asked.seed)

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
-from typed import typed
 
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.xdist_group("console")]
 
@@ -46,16 +45,6 @@ def test_an_interrupted_audit_says_what_it_found(name):
     found = json.loads(out)
     assert (found["passed"], found["verdict"], found["interrupted"]) == (False, "INTERRUPTED", True)
     assert found["findings"]
-
-
-def test_before_there_is_anything_to_report_nothing_was_measured(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.cli.console.import_module", lambda package: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have switched Ctrl-C off
-    try:
-        done = typed("kernels")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (done.exit_code, done.stderr) == (130, "collate-npu: INTERRUPTED: nothing was measured.\n")
 
 
 @pytest.mark.long
