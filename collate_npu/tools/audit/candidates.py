@@ -18,7 +18,7 @@ from collate_npu.consumers.models import is_encoder, text_config
 from collate_npu.consumers.recurrent_kernels import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.invariance import check_one_stack
-from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_config, tiny_model
+from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.device import check_device
 from collate_npu.tools.refusals import did_you_mean, refused
 
@@ -41,7 +41,9 @@ def build(
         if largest_id >= MOST_IDS:
             rule = f"A tiny model is built for ids below {MOST_IDS}."
             raise CollateError(explain("samples", f"token id {largest_id}", rule, "Name the checkpoint they were made for."))
-        config = tiny_config(name, vocab_size=8)
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(name)
         check_one_stack(config)
         reader = load_tokenizer(tokenizer, trust=trust) if tokenizer else byte_tokenizer(pad_is_eos=not is_encoder(config))
         model = tiny_model(name, vocab_size=max(len(reader), largest_id + 1), seed=seed, **how)
@@ -134,10 +136,8 @@ def _check_place(name: str) -> None:
         raise CollateError(explain("--model", f"{name}, a folder without config.json", rule, remedy))
     if not place.exists() and "/" in name:
         there = name.startswith((".", "/", "~")) or name.count("/") > 1
-        remedy = (
-            "Look at its spelling." if there else f"Download it: hf download {name} --local-dir FOLDER, and name FOLDER."
-        )
-        raise CollateError(explain("--model", f"{name}, no folder here", rule, remedy))
+        fetch = f"Download it: hf download {name} --local-dir FOLDER, and name FOLDER."
+        raise CollateError(explain("--model", f"{name}, no folder here", rule, "Look at its spelling." if there else fetch))
 
 
 def check_checkpoint(name: str, *, trust: bool) -> None:

@@ -230,10 +230,10 @@ def _label(finding: Finding) -> str:
 
 def _why(finding: Finding, verbose: bool) -> str:
     """Its note, without what differs between models, so that one line says it of several."""
-    note = re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", finding.note)
-    if verbose or not (finding.refused or finding.no_kernel):
-        return note
-    return re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0]
+    note = finding.note
+    if not verbose and (finding.refused or finding.no_kernel):
+        note = re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0]
+    return re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", note)
 
 
 def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:

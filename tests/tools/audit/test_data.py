@@ -1,9 +1,10 @@
-"""Data: every form of a file gives the same rows, and what is bad is refused with its file and row."""
+"""One table: a file, and the rows that it gives, or why it is refused, with its place and in a line; and samples of rows."""
 
 import gzip
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,119 +12,76 @@ import pytest
 
 from collate_npu import CollateError
 from collate_npu.tools.audit import data
-from collate_npu.tools.audit.data import _messages, _tokens, encoded, read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.audit.data import read_rows, samples_of_rows, shipped_text
 
-RECORDS = [{"text": "one"}, {"text": "two"}]
+RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+NONE = "line 1: got no text field"
+LARGE = (1 << 31) - 1
+FILES = [
+    ("a.txt", b"one\n\ntwo\n", TWO), ("a.log", b"one\ntwo", TWO), ("a.txt.gz", gzip.compress(b"one\ntwo\n", mtime=0), TWO),
+    ("b.jsonl", b'{"text": "one"}\n{"content": "two"}\n', TWO), ("b.ndjson", LINES, TWO),
+    ("b.jsonl.gz", gzip.compress(LINES, mtime=0), TWO),
+    ("bom.jsonl", '\ufeff{"text": "one"}\n\n{"text": "two"}\n'.encode(), TWO),
+    ("c.jsonl", b'{"question": "one"}\n', r"line 1: got no text field \(columns question"),
+    ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', r"line 3: got no text field \(text: 3"),
+    ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
+    ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
+    ("c.txt", "caf\u00e9".encode("latin-1"), "got UnicodeDecodeError: .* in UTF-8"),
+    ("c.txt.gz", b"no archive", "c.txt.gz: got BadGzipFile: Not a gzipped file"), ("c.txt", b"\n\n", "got no rows"),
+    ("c.txt", None, "no such file"), ("c.json", None, "no such file"), ("", None, "got a folder"),
+    ("folder.json", None, "got a folder"), ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
+    ("c.json", b'[{"text": "on', "It cannot be read as a table"),
+    ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
+    ("a.json", json.dumps(RECORDS).encode(), TWO), ("a.json.gz", gzip.compress(LINES), TWO), ("b.json", LINES, TWO),
+    ("a.csv", b"text\none\ntwo\n", TWO), ("a.csv.gz", gzip.compress(b"text\none\ntwo\n"), TWO), ("a.parquet", RECORDS, TWO),
+]  # fmt: skip
+HELD = [
+    ({"messages": SAID}, SAID), ({"conversations": SHARED}, SAID), ({"text": "flattened", "messages": SAID}, SAID),
+    ({"input_ids": [1, 2], "text": "one"}, {"input_ids": [1, 2], "labels": [1, 2]}),
+    *(({"input_ids": ids, "labels": labels}, {"input_ids": ids, "labels": labels}) for ids, labels in (
+        ([1, 2], [-100, 2]), ([LARGE, -LARGE], [1, -LARGE]))),
+    *(({"input_ids": ids, "labels": labels}, NONE) for ids, labels in (
+        ([LARGE + 1], None), ([1, 2], [1, -LARGE - 1]), ([1, 2], [1]), ([], None), ([True], None), ("12", None),
+        ([1, 2.5], None))),
+    *(({"messages": value}, NONE) for value in ("said", 5, ["said"], [*SAID, 5], {"role": "user"}, [{"role": "user"}])),
+]  # fmt: skip
+FILES += [("held.jsonl", json.dumps(record).encode(), row if row == NONE else [row]) for record, row in HELD]
 
 
-def test_shipped_text_is_ragged_and_unique():
-    lines = shipped_text()
-    sizes = sorted(len(line.encode()) for line in lines)
-    assert len(lines) == len(set(lines)) == 300
-    assert sizes[0] < 10 < 200 < sizes[-1]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.txt", b"one\n\ntwo\n"),
-        ("a.log", b"one\ntwo"),
-        ("a.txt.gz", gzip.compress(b"one\ntwo\n", mtime=0)),
-        ("b.jsonl", b'{"text": "one"}\n{"content": "two"}\n'),
-        ("b.ndjson", LINES),
-        ("b.jsonl.gz", gzip.compress(LINES, mtime=0)),
-        ("bom.jsonl", '\ufeff{"text": "one"}\n\n{"text": "two"}\n'.encode()),
-    ],
-)
-def test_lines_need_no_package(tmp_path, monkeypatch, name, content):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    (tmp_path / name).write_bytes(content)
-    assert read_rows(tmp_path / name) == ["one", "two"]
+@pytest.mark.parametrize(("name", "content", "rows"), FILES)
+def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, capfd, name, content, rows):
+    """Lines need no package; a table leaves no cache, asks nobody and logs nothing."""
+    path = tmp_path / name
+    if re.search("json$|json.gz|csv|parquet", name):
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("a connection"))
+        logging.getLogger("datasets").setLevel(logging.WARNING)
+    else:
+        monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    (tmp_path / "folder.json").mkdir()
+    if isinstance(content, list):
+        datasets.Dataset.from_list(content).to_parquet(str(path))
+        capfd.readouterr()
+    elif content is not None:
+        path.write_bytes(content)
+    if isinstance(rows, list):
+        assert read_rows(path) == rows
+        assert not (tmp_path / "cache").exists()
+    else:
+        with pytest.raises(CollateError, match=rows) as error:
+            read_rows(path)
+        assert (str(error.value).startswith(str(path)), "\n" in str(error.value)) == (True, False)
+        assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"one\ntwo\n", LINES, b'{"text": "one"}'])
 def test_standard_input(monkeypatch, content):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    assert read_rows(Path("-")) == ["one", "two"][: 1 + content.count(b"\n")]
-
-
-@pytest.mark.parametrize("name", ["a.json", "b.json", "a.csv", "a.parquet", "a.csv.gz", "a.json.gz"])
-def test_tables_by_datasets_leave_no_cache_and_ask_nobody(tmp_path, monkeypatch, name):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("a connection"))
-    path = tmp_path / name
-    if name == "a.parquet":
-        datasets.Dataset.from_list(RECORDS).to_parquet(str(path))
-    else:
-        content = {"a": json.dumps(RECORDS).encode(), "b": LINES}[name[0]] if ".json" in name else b"text\none\ntwo\n"
-        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    logging.getLogger("datasets").setLevel(logging.WARNING)
-    assert read_rows(path) == ["one", "two"]
-    assert not (tmp_path / "cache").exists()
-    assert not logging.getLogger("datasets").isEnabledFor(logging.CRITICAL)
-
-
-SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-@pytest.mark.parametrize(
-    ("record", "row"),
-    [
-        ({"messages": SAID}, SAID),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, SAID),
-        ({"text": "flattened", "messages": SAID}, SAID),
-        ({"input_ids": [1, 2], "text": "one"}, {"input_ids": [1, 2], "labels": [1, 2]}),
-        ({"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [1, 2], "labels": [-100, 2]}),
-    ],
-)
-def test_what_a_row_holds(tmp_path, record, row):
-    (tmp_path / "a.jsonl").write_text(json.dumps(record), encoding="utf-8")
-    assert read_rows(tmp_path / "a.jsonl") == [row]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("c.jsonl", b'{"question": "one"}\n', r"line 1: got no text field \(columns question"),
-        ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', r"line 3: got no text field \(text: 3"),
-        ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
-        ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
-        ("c.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: got no text field"),
-        ("c.jsonl", b'{"input_ids": [1, 2.5]}\n', "line 1: got no text field"),
-        ("c.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "line 1: got no text field"),
-        ("c.txt", "caf\u00e9".encode("latin-1"), "got UnicodeDecodeError: .* in UTF-8"),
-        ("c.txt.gz", b"no archive", "c.txt.gz: got BadGzipFile: Not a gzipped file"),
-        ("c.txt", b"\n\n", "got no rows"),
-        ("c.txt", None, "no such file"),
-        ("c.json", None, "no such file"),
-        ("", None, "got a folder"),
-        ("folder.json", None, "got a folder"),
-        ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
-        ("c.json", b'[{"text": "on', "It cannot be read as a table"),
-        ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
-    ],
-)
-def test_what_is_no_data_is_refused_with_its_place_in_a_line(tmp_path, capfd, name, content, said):
-    if name.endswith((".json", ".csv", ".parquet")):
-        pytest.importorskip("datasets")
-    (tmp_path / "folder.json").mkdir()
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(CollateError, match=said) as error:
-        read_rows(tmp_path / name)
-    assert str(error.value).startswith(str(tmp_path / name))
-    assert "\n" not in str(error.value)
-    assert not capfd.readouterr().err
-
-
-def test_text_becomes_tokens_without_what_a_tokenizer_adds():
-    def tokenizer(text, *, add_special_tokens, truncation, max_length):
-        ids = [0] * add_special_tokens + [*text.encode()]
-        return {"input_ids": ids[:max_length] if truncation else ids}
-
-    assert encoded("abc", tokenizer, 2) == {"input_ids": [97, 98]}
+    assert read_rows(Path("-")) == TWO[: 1 + content.count(b"\n")]
 
 
 def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):
@@ -131,6 +89,14 @@ def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
     with pytest.raises(CollateError, match="pip install datasets"):
         read_rows(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(("most", "rows"), [(2, "one two"), (3, "one two six"), (9, "one two six")])
+def test_of_many_lines_the_first_are_read(tmp_path, monkeypatch, most, rows):
+    monkeypatch.setattr(data, "MOST", most)
+    monkeypatch.setattr(data, "MOST_BYTES", 13)
+    (tmp_path / "a.txt").write_text("one\ntwo\nsix\nseven\n", encoding="utf-8")
+    assert read_rows(tmp_path / "a.txt") == rows.split()
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["in many groups", "in one group"])
@@ -152,38 +118,20 @@ def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_p
         assert len(read_rows(path)) == 130
 
 
-@pytest.mark.parametrize(
-    ("ids", "labels", "taken"),
-    [
-        ([(1 << 31) - 1, -(1 << 31) + 1], None, True),
-        ([1 << 31], None, False),
-        ([1, 2], [1, -(1 << 31)], False),
-        ([1, 2], [-100, 2], True),
-        ([1, 2], [1], False),
-        ([], None, False),
-        ([True], None, False),
-        ("12", None, False),
-    ],
-)
-def test_tokens_are_whole_numbers_of_32_bits_with_as_many_labels(ids, labels, taken):
-    assert (_tokens(ids, labels) is not None) is taken
-
-
-@pytest.mark.parametrize("value", ["said", 5, None, ["said"], [{"role": "user", "content": "hi"}, 5], {"role": "user"}])
-def test_what_is_no_list_of_messages_is_none(value):
-    assert _messages(value) is None
-
-
 class Letters:
     eos_token_id = 0
 
-    def __call__(self, text, *, max_length, **settings):
-        return {"input_ids": [*text.encode()][:max_length]}
+    def __call__(self, text, *, add_special_tokens, truncation, max_length):
+        ids = [0] * add_special_tokens + [*text.encode()]
+        return {"input_ids": ids[:max_length] if truncation else ids}
 
 
 def test_samples_are_cut_to_drawn_lengths_and_closed():
-    lines = ["abcdefghijklmnopqrstuvwxyz" * 2] * 300
-    drawn = samples_of_rows(lines, Letters(), count=200, max_length=17, seed=1)
+    """The text of ours is ragged and has no line twice."""
+    lines = shipped_text()
+    sizes = sorted(len(line.encode()) for line in lines)
+    assert (len(lines), len(set(lines)), sizes[0] < 10, sizes[-1] > 200) == (300, 300, True, True)
+    drawn = samples_of_rows(["abcdefghijklmnopqrstuvwxyz" * 2] * 300, Letters(), count=200, max_length=17, seed=1)
     lengths = [len(each["input_ids"]) for each in drawn]
     assert (min(lengths), max(lengths)) == (3, 17)
     assert all(each["input_ids"][-1] == 0 and 0 not in each["input_ids"][:-1] for each in drawn)

@@ -1,0 +1,324 @@
+"""One table: a command line of the audit, its exit code, what it finds of yours, and what it says of the rest."""
+
+import io
+import json
+import re
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+
+from collate_npu import PaddingCollator
+from collate_npu.__main__ import main
+from collate_npu.proof.kernel_runs import Run
+from collate_npu.releases import KERNELS_TOLD
+from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.tools.audit import candidates, session
+
+pytestmark = pytest.mark.models
+
+EOS = 256
+SAMPLES = [[1, 2, 3, 4, 5, EOS], [6, 7, EOS], [8, 9, 10, EOS]]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in SAMPLES]
+MINE = """
+import torch
+from transformers import DataCollatorForSeq2Seq
+def right(tokenizer): return DataCollatorForSeq2Seq(tokenizer)
+def wrong(features):
+    width = max(len(feature["input_ids"]) for feature in features)
+    ids = torch.tensor([feature["input_ids"] + [256] * (width - len(feature["input_ids"])) for feature in features])
+    return {"input_ids": ids, "attention_mask": (ids != 256).long()}
+def cuts(features): return {"input_ids": torch.tensor([feature["input_ids"][:2] for feature in features])}
+def raises(features): raise KeyError("images")
+def ends(features): raise SystemExit(0)
+"""
+
+
+def dumps():
+    """Batches as a trainer would write them."""
+    right = dict(DataCollatorForSeq2Seq(byte_tokenizer())([{key: [*ids] for key, ids in row.items()} for row in FEATURES]))
+    ids, labels = right["input_ids"], right["labels"].clone()
+    labels[:, :2] = -100
+    layers = SimpleNamespace(layer_types=["full_attention"])
+    megatron = PaddingCollator(pad_token_id=EOS, padding_side="left", consumer="megatron", model=layers)
+    yield from {
+        "right": right,
+        "flat": dict(DataCollatorWithFlattening()(FEATURES)),
+        "megatron": dict(megatron(FEATURES)),
+    }.items()
+    yield "few", {**right, "labels": labels}
+    yield "at_padding", {**right, "labels": torch.where(right["attention_mask"] == 1, labels, 5)}
+    yield "moved", {**right, "labels": torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)}
+    yield "bare", {key: value for key, value in right.items() if key != "attention_mask"}
+    yield "far", {**right, "input_ids": ids + 50_000}
+    yield "too_far", {**right, "input_ids": ids + candidates.MOST_IDS}
+    for n, odd in enumerate((ids[0], ids[:0], ids.float(), ids.to_sparse(), ids.tolist())):
+        yield f"odd{n}", {**right, "input_ids": odd}
+    yield "odd5", {"labels": labels}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the command lines below name."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "mine_here.py").write_text(MINE, encoding="utf-8")
+    (here / "a.txt").write_text("one\n", encoding="utf-8")
+    (here / "ids.jsonl").write_text("".join(f'{{"input_ids": [{ids}]}}\n' for ids in ("1, 700, 2", "3, 4", "5")), "utf-8")
+    for name, batch in dumps():
+        torch.save(batch, here / f"{name}.pt")
+    tiny_model("llama", vocab_size=257).save_pretrained(here / "models" / "llama")
+    tiny_model("bert", vocab_size=8).save_pretrained(here / "models" / "bert")
+    for name, fields in {"pair": '{"model_type": "t5"}', "broken": "{", "own": '{"auto_map": {"a": "b.C"}}'}.items():
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(fields, encoding="utf-8")
+    reader = byte_tokenizer()
+    reader.save_pretrained(here / "reader")
+    reader.eos_token = reader.pad_token = None
+    reader.save_pretrained(here / "endless")
+    return here
+
+
+QUICK = "--batches 1 --batch-size 3 --no-gradients --max-length 48"
+
+
+def run(folder, line):
+    """The exit code, the report and what is said on the way."""
+    out, err = io.StringIO(), io.StringIO()
+    sdpa = "" if "--attn" in line else "--attn sdpa"
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "250")
+        patch.setattr("signal.signal", lambda *_: None)
+        patch.setattr("sys.argv", f"collate-npu audit {line} {sdpa} {QUICK} --json".split())
+        with pytest.raises(SystemExit) as end:
+            main()
+    return end.value.code or 0, json.loads(out.getvalue() or '{"findings": []}'), " ".join(err.getvalue().split())
+
+
+def summed_up(report):
+    """Of each case of yours its side, and what is wrong in it; and the sides of the others."""
+    yours = [f for f in report["findings"] if f["whose"] == "yours"]
+    words = [f"{f['side']} {'right' if f['right'] else '+'.join(f['astray'])}" for f in yours]
+    beside = sorted({f["side"] for f in report["findings"] if f["whose"] != "yours"})
+    return "; ".join([*words, f"beside {', '.join(beside)}"] if beside else words)
+
+
+LLAMA, BOTH = "--model llama", "beside left, right"
+HUB, SPELT = "Download it: hf download owner/model", "Look at its spelling"
+ROWS = [
+    (f"{LLAMA} --collator mine_here.py:right --side right", 0, "right right; beside right", ""),
+    (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right logits+kernels; beside right", "from the lengths"),
+    (f"{LLAMA} --collator mine_here.py:right", 1, f"left loss; right right; {BOTH}", ""),
+    (f"{LLAMA} --collator mine_here.py:right --side left", 1, "left loss; beside left", ""),
+    (f"{LLAMA} --collator mine_here.py:cuts --side right", 2, "beside right", "Switch off what changes tokens"),
+    (f"{LLAMA} --collator mine_here.py:raises --side right", 2, "beside right", "py, line 10: KeyError: 'images'"),
+    (f"{LLAMA} --collator mine_here.py:ends --side right", 2, "beside right", "py, line 11: SystemExit: 0"),
+    (f"{LLAMA} --collator no_such_module:collate", 2, "", "No module named"),
+    (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right loss+labels; beside right",
+     "3 are ignored, as where labels are made by labels == pad_token_id"),
+    (f"{LLAMA} --batch right.pt", 0, f"right right; {BOTH}", ""),
+    (f"{LLAMA} --batch flat.pt", 0, "packed right; beside packed", ""),
+    (f"{LLAMA} --batch megatron.pt", 1, f"left logits+loss+kernels; {BOTH}", "True = blocked"),
+    (f"{LLAMA} --batch few.pt", 0, f"right right; {BOTH}", ""),
+    (f"{LLAMA} --batch at_padding.pt", 1, f"right loss; {BOTH}", r"Labels stand at padding \(5\)"),
+    (f"{LLAMA} --batch moved.pt", 1, f"right loss+labels; {BOTH}", "They are moved by a place"),
+    (f"{LLAMA} --batch moved.pt --tolerance 1e9", 1, f"right loss+labels; {BOTH}", "They are moved by a place"),
+    ("--batch right.pt", 2, "", "Name the model that it was made for"),
+    (f"{LLAMA} --data a.txt --batch right.pt", 2, "", "Leave --data out"),
+    (f"{LLAMA} --batch bare.pt", 2, "", r"Pass attention_mask \[B, S\]"),
+    (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {candidates.MOST_IDS}"),
+    ("--model models/llama --batch far.pt", 2, "", "token id 50256"),
+    *((f"{LLAMA} --batch odd{n}.pt", 2, "", r"input_ids \[B, S\], whole numbers|keys") for n in range(6)),
+    *((f"{LLAMA} --tolerance {error}", 2, "", "An error is 0 or more") for error in (-1, "inf")),
+    ("--model bert", 0, BOTH, ""), ("--model lama", 2, "", "Did you mean .*llama"),
+    ("--model owner/model", 2, "", HUB),
+    *((f"--model {name}", 2, "", SPELT) for name in ("./owner", "/no/model", "~/model", "owner/folder/model")),
+    ("--model models", 2, "", "Name the one in it: models/bert"), ("--model reader", 2, "", "that save_pretrained wrote"),
+    ("--model pair/config.json", 2, "", "Name its folder: pair"), ("--model a.txt", 2, "", "that save_pretrained wrote"),
+    ("--model t5", 2, "", "encoder"), ("--model pair", 2, "", "t5"), ("--model own", 2, "", "--trust-remote-code"),
+    ("--model broken", 2, "", "Its config.json does not load"),
+    (f"{LLAMA} --tokenizer endless", 2, "", "neither pad nor eos"),
+    (f"{LLAMA} --tokenizer nowhere", 2, "", "no folder. A tokenizer is named"),
+    (f"{LLAMA} --tokenizer pair", 2, "", "a folder without its files"),
+    (f"{LLAMA} --tokenizer a.txt", 2, "", "a file. A tokenizer is named"),
+    (f"{LLAMA} --tokenizer reader --side right", 0, "beside right", ""),
+    (f"{LLAMA} --data ids.jsonl --side right", 0, "beside right", ""),
+    (f"{LLAMA} --attn sdp", 2, "", r"Did you mean sdpa\?"), (f"{LLAMA} --attn mine", 2, "", "Name one of them"),
+    (f"{LLAMA} --attn flash_attention_2", 2, "", r"\(ImportError: .* does not run there"),
+    ("--model rwkv --attn eager --side left", 2, "beside left", "pad right"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "code", "found", "said"), ROWS, ids=[line for line, *_ in ROWS])
+def test_a_command_line_ends_with_its_code_and_says_why(folder, line, code, found, said):
+    ended, report, err = run(folder, line)
+    assert (ended, summed_up(report)) == (code, found), err
+    assert re.search(said, err + json.dumps(report, ensure_ascii=False))
+
+
+# --- what a card, a kernel or a release brings, by other ways
+
+
+def test_what_was_asked_is_told_with_how_long_each_model_took(folder):
+    page = folder / "page.html"
+    _, report, err = run(folder, f"{LLAMA} {LLAMA} --model gpt2 --seed 7 --tolerance 0.5 --html {page}")
+    asked = {"seed": 7, "data": "shipped with the package", "kernels": "installed", "batch_size": 3, "device": "cpu"}
+    assert asked.items() <= report["settings"].items()
+    assert (report["tolerance"], report["operators"], report["kernels"]) == (0.5, [], {})
+    assert re.search(r"^\[1/2\] llama \(sdpa\): \d+\.\d s \[2/2\] gpt2 \(sdpa\): \d+\.\d s", err)
+    assert re.search("padded on the left, of llama: 3 rows of [1-4][0-9], ", re.sub("<.*?>", "", page.read_text("utf-8")))
+
+
+NEXT = "--model qwen3_next --side right"
+
+
+@pytest.mark.parametrize(
+    ("line", "told", "judged"),
+    [
+        (f"{NEXT}", 0, ["qwen3_next (sdpa)"]),
+        (f"{NEXT} --packed", 1, ["qwen3_next (sdpa)"]),
+        (f"{NEXT} --packed --kernels reference", 0, ["qwen3_next (sdpa)", "qwen3_next (sdpa) packed"]),
+        (f"{LLAMA} --side right --packed", 0, ["llama (sdpa)", "llama (sdpa) packed"]),
+        ("--model rwkv --attn eager --side left", 0, []),
+    ],
+)
+@pytest.mark.usefixtures("newest_transformers")
+def test_kernels_are_told_where_flat_rows_run_on_what_is_installed(folder, line, told, judged):
+    if not KERNELS_TOLD.holds():
+        pytest.skip("an older transformers does not say")
+    _, report, _ = run(folder, line)
+    assert list(report["yardsticks"]) == judged
+    assert [kernels["causal_conv1d_fn"] for kernels in report["kernels"].values()] == ["torch"] * told
+
+
+@pytest.mark.parametrize(("masked", "side"), [(True, "right"), (False, "packed")])
+def test_a_side_that_raises_whatever_is_handed_over_did_not_run(folder, monkeypatch, masked, side):
+    """Seen: flex_attention on a CPU compiles some shapes and not others. A way that raises alone is a finding."""
+
+    def built(*args, **settings):
+        model = tiny_model(*args, **settings)
+        forward = model.forward
+
+        def some_shapes(input_ids, **kwargs):
+            flat = len(input_ids) == 1 and input_ids.shape[1] > 96  # the longest sample
+            if len(input_ids) > 1 and kwargs.get("attention_mask") is not None if masked else flat:
+                raise RuntimeError("does not compile")
+            return forward(input_ids=input_ids, **kwargs)
+
+        model.forward = some_shapes
+        return model
+
+    monkeypatch.setattr(candidates, "tiny_model", built)
+    ended, report, _ = run(folder, f"{LLAMA} --side right --packed")
+    notes = {f["side"]: f["note"] for f in report["findings"] if f["column"] == "collator + adapter"}
+    if masked:
+        assert (ended, notes["right"], report["not_run"]) == (1, "RuntimeError: does not compile", {})
+    else:
+        assert (ended, list(notes), report["not_run"]) == (
+            2,
+            ["right"],
+            {"llama (sdpa) packed": "RuntimeError: does not compile"},
+        )
+
+
+def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(folder, monkeypatch):
+    flex = "--attn flex_attention --side right"
+    monkeypatch.setattr(candidates, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
+    ended, report, _ = run(folder, f"--model qwen3_next {flex}")
+    assert "does not support" in report["not_run"]["qwen3_next (flex_attention)"]
+    assert ended == 2
+    monkeypatch.setattr("torch.compile", lambda function, **settings: function)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr("transformers.integrations.flex_attention.WrappedFlexAttention._instance", None)
+    ended, report, _ = run(folder, flex)
+    assert (list(report["left_out"]), report["not_run"]) == (["qwen3_next (flex_attention)"], {})
+    assert {f["model"] for f in report["findings"]} == {"llama"}
+    assert (ended, report["passed"]) == (0, True)
+
+
+def test_on_a_card_its_kernels_are_run_first_and_the_models_go_on(folder, monkeypatch):
+    asked, call = [], Run(operator="a.kernel", truth="window", form="TND, mode 4", state="wrong", forward=0.5)
+    monkeypatch.setattr(session, "runs", lambda kernels, **how: asked.append(how) or iter([call]))
+    monkeypatch.setattr(session, "check_named", lambda *_, **__: None)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)  # the card
+    ended, report, _ = run(folder, f"{NEXT} --device npu --dtype bfloat16")
+    assert asked == [{"device": "npu", "dtype": torch.bfloat16, "few": True}]
+    assert (ended, [call["operator"] for call in report["operators"]]) == (1, ["a.kernel"])
+    assert summed_up(report) == "beside right"
+    run(folder, NEXT)
+    assert len(asked) == 1
+
+
+def test_attention_that_fails_when_it_is_called_is_refused_with_the_reason(folder, monkeypatch):
+    def broken(*args, **settings):  # no look on the hub from a test
+        model = tiny_model(*args, **{**settings, "attn_implementation": "sdpa"})
+        model.forward = lambda **kwargs: exec("raise RuntimeError('only Ampere GPUs')")
+        return model
+
+    monkeypatch.setattr(candidates, "tiny_model", broken)
+    ended, _, err = run(folder, f"{LLAMA} --attn owner/kernel")
+    assert (ended, "(RuntimeError: only Ampere GPUs)" in err) == (2, True)
+
+
+# --- the models themselves
+
+
+def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested():
+    assert candidates.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
+    chosen, excluded = candidates.candidates([], ["eager"])
+    assert "rwkv (eager)" in excluded
+    assert ("qwen3_next", "eager") in chosen
+    assert candidates.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
+
+
+def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(folder):
+    """A language model's own end, as most checkpoints do."""
+    how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
+    for name, shared in (("llama", True), ("bert", False)):
+        _, reader, pad = candidates.build(name, "sdpa", **how)
+        assert (pad == reader.pad_token_id, pad == reader.eos_token_id) == (True, shared)
+    config = folder / "models" / "llama" / "config.json"
+    fields = json.loads(config.read_text("utf-8"))
+    for of_config, pad in ((3, 3), (None, 0)):
+        config.write_text(json.dumps({**fields, "pad_token_id": of_config}), "utf-8")
+        assert candidates.build(str(config.parent), "sdpa", **how)[1:] == (None, pad)
+    for own, padded_with in (("<|pad|>", 257), (None, 256)):
+        reader.pad_token = own
+        reader.save_pretrained(folder / "other")
+        assert candidates.load_tokenizer(folder / "other").pad_token_id == padded_with
+
+
+@pytest.mark.parametrize(
+    ("runs", "named", "told"),
+    [
+        ("eager", "sdpa", True),
+        ("flash_attention_2", "sdpa", True),
+        ("eager", "flash_attention_2", True),
+        ("kernels-community/flash-attn2", "flash_attention_2", False),
+        (None, "sdpa", False),
+    ],
+)
+def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(folder, monkeypatch, runs, named, told):
+    def built(*args, **settings):
+        model = tiny_model(*args, **{**settings, "attn_implementation": "eager"})
+        model.config._attn_implementation = runs
+        return model
+
+    monkeypatch.setattr(candidates, "check_attention", lambda *_: None)
+    monkeypatch.setattr(candidates, "tiny_model", built)
+    _, report, _ = run(folder, f"{LLAMA} --side right --attn {named}")
+    assert (f"runs {runs} in the place of {named}" in str(report["not_run"])) == told
+
+
+def test_a_checkpoint_is_of_the_class_that_it_names(folder):
+    config = folder / "models" / "bert" / "config.json"
+    fields = json.loads(config.read_text("utf-8"))
+    kinds = {"BertForMaskedLM": ["BertForMaskedLM"], "BertModel": ["Gone", "BertModel"], "BertLMHeadModel": None}
+    for made, named in kinds.items():
+        config.write_text(json.dumps({**fields, "architectures": named}), "utf-8")
+        assert type(candidates.load_checkpoint(str(config.parent), trust=False)).__name__ == made
