@@ -1,0 +1,267 @@
+"""The audit sees what it is there to see: a wrong mask, a lost boundary, a refusal, a kernel that is missing, NaN.
+
+That a wrong gradient alone is seen, and what passes: test_noise.
+"""
+
+from contextlib import nullcontext
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from text import sample_ids
+
+from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu.masks import dense
+from collate_npu.releases import MISSING_KERNEL_RAISES
+from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_config, tiny_model
+from collate_npu.tools.audit.case import Audit, audit, raised
+from collate_npu.tools.audit.handover import FLAT, PADDED, Subject
+
+pytestmark = pytest.mark.models
+NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is the first release that asks for boundaries")
+TOKENIZER = byte_tokenizer()
+SAMPLES = sample_ids(TOKENIZER, count=4, max_length=80, seed=5)
+FEATURES = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
+OURS, OTHERS = ([column for column, way in FLAT.items() if way.ours == ours] for ours in (True, False))
+
+
+def tiny(name, **settings):
+    return tiny_model(name, vocab_size=len(TOKENIZER), **settings)
+
+
+def found(model, samples=SAMPLES, **settings):
+    """Findings by side and column."""
+    how = {"pad_token_id": TOKENIZER.pad_token_id, "gradients": False, **settings}
+    return {(each.side, each.column): each for each in audit(model, samples, **how)}
+
+
+def one(model, **settings):
+    (finding,) = found(model, **settings).values()
+    return finding
+
+
+def flat(model, **settings):
+    return {column: each for (_, column), each in found(model, sides=["packed"], gradients=True, **settings).items()}
+
+
+def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_was():
+    assert len({len(ids) for ids in SAMPLES}) > 2
+    assert all(ids[-1] == TOKENIZER.eos_token_id == TOKENIZER.pad_token_id for ids in SAMPLES)
+    model = tiny("qwen3_next").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cases = found(model, gradients=True)
+    for column, way in PADDED.items():
+        left, right = cases["left", column], cases["right", column]
+        if way.ours:
+            assert left.refused or (left.right and left.within(1e-4) and left.gradient < 1e-4), column
+        else:
+            taught = column == "tokenizer's 2D mask"  # its logits are right
+            assert (left.logits < 1e-4) if taught else (left.logits > 1), column
+            assert left.gradient > (0.02 if taught else 0.05), column
+            assert left.right is False, column
+        assert right.within(1e-4), column
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_a_refusal_is_neither_wrong_nor_an_error_and_what_a_model_raises_is_no_pass():
+    refusing = tiny("rwkv", attn_implementation="eager")
+    case = one(refusing, sides=["left"], columns=["collator"])
+    assert (case.refused, case.within(1e-4), "pad right" in case.note) == (True, True, True)
+    assert one(refusing, sides=["left"], columns=["no mask"]).logits > 1
+    model = tiny("llama")
+    model.forward = lambda attention_mask=None, forward=model.forward, **kwargs: (
+        forward(**kwargs) if attention_mask is None else exec("raise RuntimeError('no masks today')")
+    )
+    case = one(model, sides=["left"], columns=["collator"])
+    assert (case.note, case.within(1e-4)) == ("RuntimeError: no masks today", False)
+
+
+@pytest.mark.parametrize("place", ["a padded place", "a sample alone", "a gradient", "a loss"])
+def test_a_number_that_is_not_finite_fails_with_any_tolerance(place):
+    """Every place of a result is looked at: test_measure."""
+    model = tiny("qwen3_next")
+    shortest = min(range(len(SAMPLES)), key=lambda row: len(SAMPLES[row]))
+
+    def spoil(module, inputs, output):
+        alone = output.logits.shape[0] == 1
+        if place == "a gradient" and not alone:
+            output.logits.register_hook(lambda gradient: gradient * float("inf"))
+        elif place == "a loss" and not alone:
+            output.logits[shortest, -2] = float("inf")
+        elif place.startswith("a ") and alone == (place == "a sample alone"):
+            output.logits[0 if alone else shortest, 0, -1] = float("nan")
+
+    model.register_forward_hook(spoil)
+    case = one(model, sides=["left"], columns=["collator"], gradients=True)
+    assert (case.right, case.within(1e30)) == (False, False)
+    assert "not finite" in case.note
+
+
+def test_an_encoder_is_measured_on_both_sides_and_one_that_pools_on_the_right_alone():
+    from transformers import BertForSequenceClassification
+
+    pooled = BertForSequenceClassification(tiny_config("bert", vocab_size=len(TOKENIZER)))
+    for side in ("left", "right"):
+        assert one(tiny("bert"), sides=[side], columns=["collator"]).right
+        assert one(pooled, sides=[side], columns=["no mask"]).refused is (side == "left")
+
+
+@pytest.mark.parametrize(("name", "deaf"), [
+    ("llama", ""), ("jamba", ""), *(pytest.param("qwen3_next", deaf, marks=NEWER) for deaf in (
+        "", "causal_conv1d_fn", "reference_gated_delta_rule"))])  # fmt: skip
+def test_flat_rows_are_right_where_each_layer_is_told_boundaries(monkeypatch, name, deaf):
+    """A kernel that drops its offsets in silence is caught, a family that never asks for any is refused."""
+    if deaf:
+        kernel = getattr(kernels, deaf)
+        hears = wraps(kernel)(lambda *args, seq_idx=None, cu_seqlens=None, **kwargs: kernel(*args, **kwargs))
+        monkeypatch.setattr(kernels, deaf, hears)
+    model = tiny(name, **({"attn_implementation": "eager"} if name == "llama" else {}))
+    with reference_kernels(model) if name == "qwen3_next" else nullcontext():
+        cases = flat(model)
+    if name == "jamba":
+        assert all(cases[column].refused for column in OURS)
+        assert cases["positions"].right is False
+        return
+    assert [cases[column].right for column in OURS] == [not deaf] * len(OURS)
+    lost = OTHERS if name == "qwen3_next" else ["no boundaries"]
+    assert all(cases[column].logits > 0.1 and cases[column].gradient > 0.01 for column in lost)
+
+
+@NEWER
+def test_the_yardstick_of_flat_rows_is_the_least_of_what_is_wrong():
+    how = {"pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": True, "sides": ["packed"]}
+    case = Audit(tiny("qwen3_next"), SAMPLES, name="m", **how)
+    with reference_kernels(case.subject.model):
+        assert case.yardstick("packed").wrong.logits == min(case.finding("packed", each).relative for each in OTHERS)
+        assert case.yardstick("packed").tells()
+    assert case.first("packed") == ("m", Segments.from_lengths([[len(ids) for ids in SAMPLES]]), "causal")
+
+
+def pair():
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    return model
+
+
+EQUAL, LLAMA = [[1, 2], [3, 4]], tiny("llama")
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "sides", "said"),
+    [
+        (LLAMA, SAMPLES[:1], ["packed"], r"a row of one sequence.*Give a --batch-size of 2 or more"),
+        (LLAMA, SAMPLES[:3], ["packed"], "a row of one sequence"),
+        (LLAMA, EQUAL, ["packed", "left"], "prove nothing"),
+        ("Qwen/Qwen3", EQUAL, ["left"], "from_pretrained"),
+        (pair(), EQUAL, ["left"], "encoder"),
+    ],
+)
+def test_what_would_prove_nothing_is_refused(model, samples, sides, said):
+    with pytest.raises(CollateError, match=said):
+        found(model, samples, sides=sides, batch_size=2)
+    assert one(LLAMA, samples=EQUAL, sides=["packed"], columns=["collator"]).right
+
+
+def test_the_remedy_for_a_missing_kernel_is_one_of_this_device():
+    error = ValueError("`f` can't keep packed sequences apart without `g`. Install `g` to train on packed sequences.")
+    on_npu, on_cpu = raised(error, "npu"), raised(error, "cpu")
+    assert on_npu["no_kernel"]
+    assert "Megatron-style stack" in on_npu["note"]
+    assert "causal-conv1d" not in on_npu["note"]
+    assert "--kernels reference" in on_cpu["note"]
+    assert "Install" not in on_npu["note"]
+    assert raised(ValueError("else"), "cpu") == {"note": "ValueError: else", "refused": False}
+
+
+def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers(monkeypatch):
+    """Recurrent layers that add nothing yet: a bare 4D mask changes no number, and is lost all the same."""
+    model = tiny("qwen3_next")
+    for name, weight in model.named_parameters():
+        if name.endswith("linear_attn.out_proj.weight"):
+            weight.data.zero_()
+    settings = {"name": "qwen3_next", "pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": False}
+    case = Audit(model, SAMPLES, **settings)
+    right = PaddingCollator(TOKENIZER, padding_side="left", model=model)
+    assert case.of_collator("right", right).right
+
+    def bare(features):
+        batch = right(features)
+        return {**batch, "attention_mask": dense(Segments.from_keep(batch["attention_mask"].bool()))}
+
+    yours = case.of_collator("bare", bare)
+    assert (yours.right, yours.astray, yours.within(1.0)) == (False, ("kernels",), False)
+    assert "linear_attn: " in yours.note
+    assert "told nothing: the token at" in yours.note
+    bare_4d = PADDED["4D mask alone"]
+    assert case.finding("left", bare_4d.name).astray == (), "others are not asked what kernels were told"
+    monkeypatch.setitem(PADDED, "collator", PADDED["collator"]._replace(hand=bare_4d.hand))
+    assert case.finding("left", "collator").astray == ("kernels",)
+
+
+# --- the ways of handing over
+
+
+def shape(value):
+    """What a model is told by it, in a word."""
+    if isinstance(value, dict):
+        return {kind: shape(value[kind]) for kind in sorted(value)}
+    return "2D" if value.ndim == 2 else f"4D {value.dtype}"
+
+
+MASK, SQUARE = {"attention_mask": "2D"}, {"attention_mask": "4D"}
+KINDS = {"full_attention": "4D", "linear_attention": "2D"}
+TOLD = {
+    "collator": MASK, "collator + adapter": MASK, "wrapped collator": MASK, "mask per layer kind": {"attention_mask": KINDS},
+    "4D mask alone": SQUARE, "no mask": {}, "tokenizer's 2D mask": MASK,
+    "4D + 2D keyword": {**SQUARE, "attention_mask_2d": "2D"},
+}  # fmt: skip
+OFFSETS = "position_ids cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k"
+TOLD_FLAT = {
+    "positions": "position_ids", "positions + offsets": OFFSETS, "positions + seq_idx": "position_ids seq_idx",
+    "no boundaries": "",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("newest_transformers")
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn2", "mine"])
+def test_every_way_pads_the_same_tokens_and_tells_what_its_name_says(attn):
+    """On a card a dense mask in the place of a 2D one makes a flash kernel read past its tensors."""
+    model = tiny_model("qwen3_next", vocab_size=8, attn_implementation="eager" if attn == "eager" else "sdpa")
+    case = Audit(model, FEATURES, name="", pad_token_id=7, batch_size=2, gradients=False)
+    model.config._attn_implementation = attn
+    subject = Subject(model=model, side="left", pad_token_id=7)
+    square = {"sdpa": "4D torch.bool", "eager": "4D torch.float32"}.get(attn)
+    assert [name for name in PADDED if name not in case.columns("left")] == [
+        name for name in PADDED if PADDED[name].dense and not square
+    ]
+    for column in case.columns("left"):
+        batch = PADDED[column].hand(subject, FEATURES)
+        assert batch["input_ids"].tolist() == [[1, 2, 3], [7, 4, 5]]
+        first = 4 if column == "tokenizer's 2D mask" else -100  # else no padding predicts a token
+        assert batch["labels"].tolist() == [[1, 2, 3], [-100, first, 5]]
+        told = {key: shape(value) for key, value in batch.items() if "mask" in key}
+        assert str(told) == str(TOLD[column]).replace("4D", square or "2D"), column
+        truth = Segments.from_lengths([3, 2], side="left")
+        assert all(torch.equal(value.bool(), truth.keep) for key, value in batch.items() if told.get(key) == "2D")
+
+
+@pytest.mark.parametrize("column", FLAT)
+def test_every_way_is_the_same_row(column):
+    subject = Subject(model=LLAMA, side="packed", pad_token_id=7)
+    batch = FLAT[column].hand(subject, FEATURES)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
+    assert batch["labels"][0, 1:].tolist() == [2, 3, -100, 5]  # no sequence predicts the next one's first token
+    assert subject.truth(FEATURES) == Segments.from_lengths([[3, 2]])
+    told = set(batch) - {"input_ids", "labels"}
+    assert told == set(TOLD_FLAT[column].split()) if column in OTHERS else "position_ids" in told
+
+
+@pytest.mark.parametrize("ways", [PADDED, FLAT], ids=["padded", "flat"])
+def test_every_way_has_a_title_of_its_own(ways):
+    assert [way.ours for way in ways.values()] == sorted((way.ours for way in ways.values()), reverse=True)
+    assert len({way.name for way in ways.values()}) == len(ways)
+    assert all(len(way.name) <= 20 for way in ways.values())
