@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import getattr_static
 from typing import Any
 
 from collate_npu.integrations import trainers
 from collate_npu.releases import say_outside
 
-_ABSENT = object()
+_ABSENT = globals().get("_ABSENT", object())  # loaded again, it is still the one that the table holds
 """The owner has no such name of its own: it inherits it."""
 
 
@@ -77,7 +78,8 @@ def _put(made: _Patch) -> None:
     made.original, made.before = getattr(made.owner, made.name), vars(made.owner).get(made.name, _ABSENT)
     wrapped = _function(made.wrapped)
     wrapped.__wrapped__ = made.original
-    made.wrapped = staticmethod(wrapped) if isinstance(made.before, staticmethod) else wrapped
+    static = isinstance(getattr_static(made.owner, made.name, None), staticmethod)
+    made.wrapped = staticmethod(wrapped) if static else wrapped
     setattr(made.owner, made.name, made.wrapped)
     _rebind(made.everywhere, made.original, wrapped)
 
@@ -140,9 +142,7 @@ def _patch_of(held: Any) -> _Patch | None:
 
 def _rebind(package: str, old: Any, new: Any) -> None:
     """Modules of the package that hold `old`. Only `vars` is read: a lazy module imports on any other look."""
-    if not package:
-        return
-    for key, module in list(sys.modules.items()):
+    for key, module in list(sys.modules.items()) if package else ():
         if module is not None and (key == package or key.startswith(f"{package}.")):
             for name in [name for name, value in vars(module).items() if value is old]:
                 setattr(module, name, new)

@@ -1,7 +1,6 @@
-"""Consumers: the table is whole, every route is the one its source says, and configs tell who needs the 2D mask."""
+"""Consumers: one table of what each batch becomes on each model, or why it is refused; and what configs tell."""
 
-from contextlib import nullcontext
-from dataclasses import replace
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,201 +8,183 @@ import torch
 
 from collate_npu import ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
 from collate_npu.consumers import consumer as room, transformers as transformers_room
-from collate_npu.consumers.consumer import Model, consumers
+from collate_npu.consumers.consumer import Case, Model, consumers
 from collate_npu.consumers.models import family_needs_mask_2d, layer_masks, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 CONSUMERS = consumers()
+RIGHT, LEFT = Segments.from_lengths([3, 5]), Segments.from_lengths([3, 5], side="left")
+PACKED, FLAT = Segments.from_lengths([[3, 2], [5]]), Segments.from_lengths([[3, 5]])
+ONE, HOLE, EQUAL = Segments.from_lengths([[8]]), Segments([[1, 0, 1]]), Segments.from_lengths([4, 4])
+ALONE, ALONE_LEFT = Segments.from_lengths([3], 5), Segments.from_lengths([3], 5, "left")
+SLIDING, BOTH_WAYS = {"pattern": Pattern.sliding(2)}, {"pattern": Pattern.of("bidirectional")}
 
 
-def route(consumer, segments, *, pattern="causal", padding_free=False, needs_2d=False, aux_loss=False, config=None, **model):
-    """The route of a model that is described in words."""
-    if aux_loss:
-        config = SimpleNamespace(
-            output_router_logits=True, layer_types=["linear_attention", "full_attention"] if needs_2d else []
-        )
-    if needs_2d and config is None and not model.get("model_type"):
-        config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
-    known = Model(config=config, needs_mask_2d=needs_2d, **model)
-    case = room.Case(segments=segments, model=known, pattern=Pattern.of(pattern), padding_free=padding_free)
-    return CONSUMERS[consumer].route(case)
+def config(**fields):
+    return SimpleNamespace(**fields)
 
 
-RIGHT = Segments.from_lengths([3, 5])
-LEFT = Segments.from_lengths([3, 5], side="left")
-PACKED = Segments.from_lengths([[3, 2], [5]])
-FLAT, ONE, HOLE = Segments.from_lengths([[3, 5]]), Segments.from_lengths([[8]]), Segments([[1, 0, 1]])
-SLIDING = Pattern.sliding(2)
+def outcome(segments, *, consumer="transformers", version=None, **fields):
+    """The form that a batch takes, with what is said of it, or the refusal."""
+    known = {name: fields.pop(name) for name in {*fields} & {*Model.__dataclass_fields__} - {"pattern"}}
+    how = {"config": config(model_type="mine"), "needs_mask_2d": False, "pattern": fields.pop("attends", "causal")}
+    case = {"segments": segments, "model": Model(**how | known)}
+    with pytest.MonkeyPatch.context() as patch:
+        if version:
+            patch.setitem(releases._FOUND, "transformers", version)
+        try:
+            route = CONSUMERS[consumer].route(Case(**case, **fields))
+        except UnsupportedFormError as error:
+            return f"refused: {error}"
+    return f"{route.form}: {route.why}"
 
 
-def case_of(segments, pattern="causal", config=None, **model):
-    known = Model(config=config or SimpleNamespace(model_type="mine"), needs_mask_2d=False, pattern="causal", **model)
-    return room.Case(segments=segments, model=known, pattern=Pattern.of(pattern))
+def padded(*lengths):
+    return Segments.from_lengths([*lengths])
 
 
-def varied(case, settings, model):
-    return replace(case, **settings, model=replace(case.model, **model))
+AT_MODEL = {"at_model": True}
+LEARNS, MIXTRAL = config(output_router_logits=True), {"model_type": "mixtral"}
+RECURRENT = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_mask_2d": True}
+UNREAD = {"config": None, "needs_mask_2d": True}
+TRAINED = {"config": LEARNS, **MIXTRAL, "padding_free": True}
+NEXT, FREE = {"model_type": "qwen3_next"}, {"padding_free": True}
+FLASH, FLEX, EAGER = ({"attn_implementation": f"{kernel}"} for kernel in ("flash_attention_2", "flex_attention", "eager"))
+MINE = {"attn_implementation": "my_kernel"}
+INDEXER = {"config": config(index_topk=4, index_n_heads=2)}
+SPARSE = {"config": config(attention_type="block_sparse", num_random_blocks=1, block_size=1)}
+ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
+WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
+WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
+FOURIER = {"config": config(model_type="fnet"), "model_type": "fnet"}
+DOUBLE = {"dtype": torch.float64, **EAGER}
+BIASED = {"config": config(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)}
+IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
+ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
+NO_2D = "refused.*rows \\[0\\] hold several sequences"
+TABLE = [
+    # None only where nobody reads the 2D mask
+    *(("none", RIGHT, {**AT_MODEL, "call": call}) for call in ({}, {"input_ids": 1}, {"output_attentions": False})),
+    *(("keep_2d", RIGHT, {**AT_MODEL, "call": {key: 1}}) for key in (
+        "past_key_values", "state", "pixel_values", "output_router_logits")),
+    ("none", RIGHT, {**AT_MODEL, "call": {"is_causal": True}}),
+    ("keep_2d", RIGHT, {**AT_MODEL, "call": {"is_causal": False}}),
+    ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, AT_MODEL), ("keep_2d", RIGHT, {**AT_MODEL, **EAGER}),
+    ("none", RIGHT, {**AT_MODEL, **FLEX}), ("keep_2d", RIGHT, {**AT_MODEL, "looks_ahead": ("types",)}),
+    ("keep_2d", RIGHT, {**AT_MODEL, "config": LEARNS}), ("keep_2d", RIGHT, {**AT_MODEL, "attends": None}),
+    # positions alone tell sequences beside a router's loss, where all else allows it
+    ("none", FLAT, TRAINED), *(("refused.*router", FLAT, {**TRAINED, **more}) for more in (
+        {"restarts": False}, SLIDING, {"context_parallel": ContextParallel(1, 0)}, {"call": {"past_key_values": 1}},
+        {"version": "5.5.0"})),
+    ("none", ONE, TRAINED), ("refused.*router", Segments([[1, 2, 0]]), TRAINED), ("none", FLAT, {**TRAINED, **EAGER}),
+    ("refused.*router", FLAT, {**TRAINED, **FLEX}), ("refused.*router", FLAT, {**TRAINED, "model_type": "gpt_oss"}),
+    ("keep", FLAT, {**TRAINED, "config": None}), ("keep", PACKED, {**ROUTED, "model_type": "mine"}),
+    ("refused.*router", PACKED, ROUTED),
+    # the width, the longest, and blocks
+    *(("keep_2d" if n != (5, 6) else "refused.*indexer", padded(*n), INDEXER) for n in ((5, 6), (3, 5), (4, 6), (6, 6))),
+    *(("keep_2d" if n != (6, 8) else "refused.*blocks", padded(*n), SPARSE) for n in ((6, 8), (6, 7), (8, 8))),
+    ("keep_2d", padded(3, 4), ROPE), ("refused.*frequencies", padded(3, 5), ROPE), ("keep_2d", padded(3, 5), {}),
+    # windows
+    ("refused.*window", PACKED, {**WINDOWS, **FLEX}), ("keep_2d", RIGHT, {**WINDOWS, **FLEX}), ("mapping", PACKED, WINDOWS),
+    ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
+    ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
+    ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
+    # models that mix tokens, see ahead, pool, or read floats
+    ("refused.*Fourier", PACKED, FOURIER), ("refused.*Fourier", LEFT, FOURIER), ("keep_2d", EQUAL, FOURIER),
+    ("refused.*its own masks", PACKED, {"reads_dense": False}), ("keep_2d", RIGHT, {"reads_dense": False}),
+    *(("refused.*image's tokens", PACKED, {**by, "call": {key: 1}}) for by, key in (
+        (IMAGES, "pixel_values"), (TYPES, "token_type_ids"))),
+    *(("keep", PACKED, {**IMAGES, "call": call}) for call in ({}, {"token_type_ids": 1})),
+    ("keep", PACKED, {"call": {"pixel_values": 1}}), ("keep_2d", RIGHT, {**IMAGES, "call": {"pixel_values": 1}}),
+    ("keep", PACKED, {"pooling": "pooler"}),
+    *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("first", "last")),
+    ("keep_2d", RIGHT, DOUBLE), ("refused.*float64", LEFT, DOUBLE), ("refused.*float64", Segments([[1, 1], [0, 0]]), DOUBLE),
+    ("bias", PACKED, DOUBLE), ("keep_2d", LEFT, {"dtype": torch.float32, **EAGER}),
+    ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
+    ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
+    # recurrent layers: holes, packed rows, windows
+    ("keep_2d", HOLE, {}), ("refused", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
+    ("refused", HOLE, {"consumer": "megatron", **RECURRENT}), ("none", HOLE, {"consumer": "megatron", **RECURRENT, **FREE}),
+    *((NO_2D, PACKED, {"consumer": name, **RECURRENT}) for name in CONSUMERS),
+    *((form, LEFT, {**SLIDING, **kernel, **needs}) for needs, forms in (
+        ({}, ("keep", "bias", "block_mask", "refused", "refused")), (RECURRENT, ("mapping",) * 2 + ("refused",) * 3))
+      for form, kernel in zip(forms, ({}, EAGER, FLEX, FLASH, MINE))),
+    *(("keep_2d", LEFT, kernel) for kernel in (EAGER, FLEX, FLASH, MINE)),
+    ("refused", LEFT, {"consumer": "torchtitan", **RECURRENT, **SLIDING}),
+    ("keep_2d", RIGHT, {**BIASED, "needs_mask_2d": True}), ("refused.*use_bias", LEFT, {**BIASED, "needs_mask_2d": True}),
+    # releases of transformers
+    *((form, ALONE_LEFT, {**RECURRENT, "version": version}) for version, form in (
+        ("4.57.1", "refused"), ("5.14.1", "refused"), ("5.15.0", "keep_2d"))),
+    *(("keep_2d", *case) for version in ("4.57.1", "5.15.0") for case in (
+        (ALONE, {**RECURRENT, "version": version}), (LEFT, {**RECURRENT, "version": version}),
+        (ALONE_LEFT, {"version": version}))),
+    *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "version": version}) for version, forms in (
+        ("4.57.1", ("refused", "refused")), ("5.19.0", ("refused", "refused")), ("5.20.0", ("mapping", "none")))
+      for form, kernel in zip(forms, ({}, FLASH))),
+    *(("refused", FLAT, {**RECURRENT, **FREE, **FLASH, **named}) for named in ({}, {"model_type": "jamba"})),
+    ("keep", FLAT, FREE), ("none", FLAT, {**FREE, **FLASH}), ("none", ONE, {**RECURRENT, **FREE}),
+    ("none", FLAT, {"consumer": "megatron", **RECURRENT, **FREE}),
+    *((form, LEFT, {**UNREAD, "model_type": name}) for name, form in (
+        ("rwkv", "refused"), ("xlstm", "refused"), ("recurrent_gemma", "refused"), ("lfm2", "keep_2d"))),
+    *(("refused.*pad right", LEFT, {**UNREAD, "model_type": name, "version": "4.57.1"}) for name in ("rwkv", "lfm2")),
+    ("keep_2d", RIGHT, {**UNREAD, "model_type": "rwkv"}),
+    ("masked", LEFT, {**UNREAD, "model_type": "rwkv", "consumer": "megatron"}),
+]  # fmt: skip
 
 
-LEARNS = SimpleNamespace(output_router_logits=True)
-BOTH, ONE_RANK = ["sliding_attention", "full_attention"], ContextParallel(1, 0)
-INDEXER = {"index_topk": 4, "index_n_heads": 2}
-SPARSE = {"attention_type": "block_sparse", "num_random_blocks": 1, "block_size": 1}
-
-
-# --- single rules of transformers, where a route takes the first of several
-
-
-@pytest.mark.parametrize(
-    ("settings", "model", "none"),
-    [
-        *(({"call": call}, {}, True) for call in ({}, {"input_ids": 1}, {"output_attentions": False}, {"is_causal": True})),
-        *(({"call": {key: 1}}, {}, False) for key in ("past_key_values", "state", "pixel_values", "output_router_logits")),
-        *(({"call": {"is_causal": causal}}, {}, causal) for causal in (True, False)),
-        *((settings, {}, False) for settings in ({"at_model": False}, {"padding_free": True}, {"segments": LEFT})),
-        *(({}, {"attn_implementation": kernel}, kernel == "flex_attention") for kernel in ("eager", "flex_attention")),
-        *(({}, model, False) for model in ({"looks_ahead": ("types",)}, {"config": LEARNS}, {"pattern": None})),
-    ],
-)
-def test_a_2d_mask_gives_way_to_none_only_where_nobody_reads_it(settings, model, none):
-    case = varied(case_of(RIGHT), {"at_model": True, **settings}, model)
-    assert bool(transformers_room._by_kernel(case)) == none
+@pytest.mark.parametrize(("expected", "segments", "fields"), TABLE)
+def test_what_a_batch_becomes_on_a_model(expected, segments, fields):
+    assert re.match(expected if "refused" in expected else f"{expected}\\b", outcome(segments, **fields))
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
     monkeypatch.setattr(debug, "ON", on)
-    for kernel, faster in (("sdpa", on), ("eager", False)):
-        why = transformers_room._by_2d(case_of(RIGHT, attn_implementation=kernel))
-        assert ("adapt(model)" in why) == faster
-
-
-@pytest.mark.parametrize(
-    ("settings", "model", "told"),
-    [
-        ({}, {}, True),
-        *((settings, {}, False) for settings in ({"padding_free": False}, {"restarts": False}, {"segments": ONE})),
-        *((settings, {}, False) for settings in ({"segments": Segments([[1, 2, 0]])}, {"pattern": SLIDING})),
-        *((settings, {}, False) for settings in ({"context_parallel": ONE_RANK}, {"call": {"past_key_values": 1}})),
-        *(({}, {"attn_implementation": kernel}, kernel == "eager") for kernel in ("eager", "flex_attention")),
-        *(({}, model, False) for model in ({"model_type": "gpt_oss"}, {"config": None})),
-    ],
-)
-def test_positions_alone_tell_sequences_only_where_all_else_allows_it(monkeypatch, settings, model, told):
-    case = varied(case_of(FLAT, config=LEARNS, model_type="mixtral"), {"padding_free": True, **settings}, model)
-    assert transformers_room._by_positions(case) == told
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.5.0")
-    assert not transformers_room._by_positions(case)
-
-
-@pytest.mark.parametrize(
-    ("fields", "lengths", "depends"),
-    [
-        *((INDEXER, lengths, lengths == [5, 6]) for lengths in ([5, 6], [3, 5], [4, 6], [6, 6])),
-        *((SPARSE, lengths, lengths == [6, 8]) for lengths in ([6, 8], [6, 7], [8, 8])),
-    ],
-)
-def test_the_width_matters_to_sequences_that_are_long_and_not_the_longest(fields, lengths, depends):
-    case = case_of(Segments.from_lengths(lengths), config=SimpleNamespace(**fields))
-    assert bool(transformers_room._width(case)) == depends
-
-
-@pytest.mark.parametrize(("longest", "clash"), [(4, False), (5, True)])
-def test_rotary_frequencies_of_the_longest_clash_with_those_of_others(longest, clash):
-    rope = SimpleNamespace(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})
-    segments = Segments.from_lengths([3, longest])
-    assert form("transformers", segments, config=rope) == ("refused" if clash else "keep_2d")
-    assert form("transformers", segments, config=SimpleNamespace()) == "keep_2d"
-
-
-@pytest.mark.parametrize(
-    ("segments", "kernel", "lost"),
-    [(PACKED, "flex_attention", True), (RIGHT, "flex_attention", False), (PACKED, "sdpa", False)],
-)
-def test_a_block_mask_drops_windows_of_packed_rows(segments, kernel, lost):
-    config = SimpleNamespace(sliding_window=2, layer_types=BOTH)
-    assert bool(transformers_room._lost_window(case_of(segments, config=config, attn_implementation=kernel))) == lost
-
-
-def test_packed_rows_are_refused_to_models_that_mix_tokens_or_build_their_own_masks():
-    why = lambda segments, fields, **model: transformers_room._unplaced(case_of(segments, config=fields, **model))  # noqa: E731
-    fourier, plain = SimpleNamespace(model_type="fnet"), SimpleNamespace()
-    assert "Fourier" in why(PACKED, fourier)
-    assert "its own masks" in why(PACKED, plain, reads_dense=False)
-    assert why(RIGHT, fourier) == why(PACKED, plain) == ""
-    assert transformers_room._unplaced(varied(case_of(PACKED), {}, {"config": None, "reads_dense": False})) == ""
-
-
-@pytest.mark.parametrize(("by", "key"), [("images", "pixel_values"), ("types", "token_type_ids")])
-def test_a_dense_mask_would_replace_the_sight_of_an_image(by, key):
-    for segments, keys, model, refused in (
-        (PACKED, (key,), (by,), True),
-        (PACKED, (), (by,), False),
-        (PACKED, (key,), (), False),
-        (RIGHT, (key,), (by,), False),
-    ):
-        case = replace(case_of(segments, looks_ahead=model), call=dict.fromkeys(keys, 1))
-        assert bool(transformers_room._looks_ahead(case)) == refused
-
-
-def test_a_window_is_made_of_a_2d_mask_where_every_layer_has_it():
-    for layers, said in ((BOTH[:1], True), (BOTH, False)):
-        case = case_of(LEFT, SLIDING, config=SimpleNamespace(sliding_window=2, layer_types=layers))
-        assert bool(transformers_room._by_2d(case)) == said
-
-
-def test_a_pooler_beside_answers_for_every_token_takes_packed_rows():
-    for head, refused in (("pooler", False), ("first", True), ("last", True)):
-        assert bool(transformers_room._pooled(case_of(PACKED, pooling=head))) == refused
-
-
-def test_the_lowest_float64_is_no_number_to_eager_attention_where_a_row_begins_with_padding():
-    double = {"dtype": torch.float64, "attn_implementation": "eager"}
-    for segments, refused in ((RIGHT, False), (LEFT, True), (Segments([[1, 1], [0, 0]]), True), (PACKED, False)):
-        assert bool(transformers_room._lowest_is_infinite(case_of(segments, **double))) == refused
-    assert not transformers_room._lowest_is_infinite(case_of(LEFT, dtype=torch.float32, attn_implementation="eager"))
-
-
-def test_only_some_routers_index_tokens_by_their_mask():
-    learning = SimpleNamespace(output_router_logits=True)
-    for family, refused in (("gpt_oss", True), ("mine", False)):
-        assert bool(transformers_room._routers_loss(case_of(PACKED, config=learning, model_type=family))) == refused
-
-
-def test_padding_leaks_where_there_is_some():
-    fourier = {"config": SimpleNamespace(model_type="fnet"), "model_type": "fnet"}
-    for segments, leaks in ((LEFT, True), (Segments.from_lengths([4, 4]), False)):
-        assert bool(transformers_room._leak(case_of(segments, **fourier))) == leaks
-    for recurrent in (False, True):
-        assert bool(transformers_room._leak(varied(case_of(HOLE), {}, {"needs_mask_2d": recurrent}))) == recurrent
-        assert form("megatron", HOLE, needs_2d=recurrent) == ("refused" if recurrent else "masked")
-    assert form("megatron", HOLE, needs_2d=True, padding_free=True) == "none"
+    monkeypatch.setattr(debug, "say", lambda *_: None)
+    assert ("adapt(model)" in outcome(RIGHT)) == on
+    assert "adapt(model)" not in outcome(RIGHT, **EAGER)
 
 
 def test_a_flat_row_may_carry_state_where_nobody_said():
     for padding_free in (False, True):
-        assert [
-            room.Case(segments=FLAT, model=Model(needs_mask_2d=needs), padding_free=padding_free).recurrent
-            for needs in (None, False, True)
-        ] == [padding_free, False, True]
+        cases = (Case(segments=FLAT, model=Model(needs_mask_2d=n), padding_free=padding_free) for n in (None, False, True))
+        assert [case.recurrent for case in cases] == [padding_free, False, True]
 
 
 @pytest.mark.parametrize("fields", [None, {}, {"_attn_implementation": "eager"}])
 def test_a_kernel_is_said_where_the_config_names_it(fields):
-    model = Model(config=None if fields is None else SimpleNamespace(**fields), attn_implementation="eager")
+    model = Model(config=None if fields is None else config(**fields), attn_implementation="eager")
     assert ("eager" in model.said) == bool(fields)
 
 
-def test_a_2d_mask_says_nothing_of_packed_rows():
-    assert transformers_room._by_2d(case_of(PACKED)) == ""
-    encoder = Model(config=SimpleNamespace(), needs_mask_2d=False, pattern="bidirectional")
-    for segments, said in ((LEFT, "the model looks ahead, and reads the 2D mask"), (PACKED, "")):
-        case = room.Case(segments=segments, model=encoder, pattern=Pattern.of("bidirectional"))
-        assert transformers_room._by_2d(case) == said
+def test_a_config_is_asked_once_for_each_side():
+    """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
+    model = Model(**BIASED, needs_mask_2d=True, model_type="qwen3_next")
+    right, left = (Case(segments=segments, model=model) for segments in (RIGHT, LEFT))
+    for _ in range(2):
+        assert CONSUMERS["transformers"].route(right).form == "keep_2d"
+        with pytest.raises(UnsupportedFormError, match="use_bias"):
+            CONSUMERS["transformers"].route(left)
 
 
-# --- the table
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(("kernel", "longest"), [("flash_attention_2", 2), ("flash_attention_2", 3), ("sdpa", 3)])
+def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
+    """Source: transformers integrations/npu_flash_attention.py:54-104, which reads no `sliding_window`."""
+    monkeypatch.setattr(transformers_room, "find_spec", lambda name: object() if installed else None)
+    found = outcome(padded(1, longest), attn_implementation=kernel, **WINDOWS)
+    assert ("look back 2 places" in found) == (installed and kernel != "sdpa" and longest > 2)
+
+
+@pytest.mark.parametrize("known", [WINDOWS, WINDOW])
+def test_each_kind_of_layer_gets_a_mask_of_its_own(known):
+    found = transformers_room.patterns_by_kind(Case(segments=FLAT, model=Model(**known, needs_mask_2d=False)))
+    kinds = {"sliding_attention": Pattern.sliding(2), "full_attention": Pattern.of("causal")}
+    assert found == (kinds if known is WINDOWS else {"": Pattern.sliding(2)})
+
+
+# --- the other consumers
 
 
 @pytest.mark.parametrize("name", CONSUMERS)
@@ -218,13 +199,6 @@ def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
 def test_a_name_that_no_consumer_has(name):
     with pytest.raises(CollateError, match="Known are"):
         room.consumer_named(name)
-
-
-def form(consumer, segments, **settings):
-    try:
-        return route(consumer, segments, **settings).form
-    except UnsupportedFormError:
-        return "refused"
 
 
 CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
@@ -249,101 +223,15 @@ CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
 )
 def test_the_form_of_each_consumer_and_who_keeps_the_2d_mask(consumer, forms, kept):
     """Right and left padding, packed rows, a pattern of its own; without and with recurrent layers."""
-    found = (form(consumer, segments) for segments in (RIGHT, LEFT, PACKED))
-    assert (*found, form(consumer, RIGHT, pattern=SLIDING)) == forms
-    assert tuple(route(consumer, RIGHT, needs_2d=needs).keeps_mask_2d for needs in (False, True)) == kept
+    found = [outcome(segments, consumer=consumer).partition(":")[0] for segments in (RIGHT, LEFT, PACKED)]
+    assert (*found, outcome(RIGHT, consumer=consumer, **SLIDING).partition(":")[0]) == forms
+    route = lambda known, **how: CONSUMERS[consumer].route(Case(segments=RIGHT, model=Model(**known), **how))  # noqa: E731
+    assert tuple(route(known).keeps_mask_2d for known in ({"needs_mask_2d": False}, RECURRENT)) == kept
     if consumer != "mindspeed_dense":
-        assert not route(consumer, RIGHT, needs_2d=True, padding_free=True).keeps_mask_2d
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_recurrent_layers_never_get_packed_rows(consumer):
-    with pytest.raises(UnsupportedFormError, match=r"rows \[0\] hold several sequences"):
-        route(consumer, PACKED, needs_2d=True)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "expected", "recurrent"),
-    [
-        ("sdpa", "keep", "mapping"),
-        ("eager", "bias", "mapping"),
-        ("flex_attention", "block_mask", "block_mask"),
-        ("flash_attention_2", "refused", "refused"),
-        ("my_kernel", "refused", "refused"),
-    ],
-)
-def test_transformers_kernels(kernel, expected, recurrent):
-    settings = {"attn_implementation": kernel, "pattern": SLIDING}
-    assert form("transformers", LEFT, **settings) == expected
-    assert form("transformers", LEFT, attn_implementation=kernel) == "keep_2d"
-    if kernel != "flex_attention":
-        assert form("transformers", LEFT, needs_2d=True, **settings) == recurrent
-
-
-def test_recurrent_layers_never_get_a_block_mask_alone():
-    flex = {"attn_implementation": "flex_attention", "pattern": SLIDING}
-    assert form("transformers", LEFT, needs_2d=True, **flex) == form("torchtitan", LEFT, needs_2d=True) == "refused"
-
-
-def test_older_transformers(monkeypatch):
-    one_row = Segments.from_lengths([3], 5, "left")
-    for version, single in (("4.57.1", "refused"), ("5.14.1", "refused"), ("5.15.0", "keep_2d")):
-        monkeypatch.setitem(releases._FOUND, "transformers", version)
-        assert form("transformers", one_row, needs_2d=True) == single
-        assert form("transformers", Segments.from_lengths([3], 5), needs_2d=True) == "keep_2d"
-        assert form("transformers", one_row) == form("transformers", LEFT, needs_2d=True) == "keep_2d"
-
-
-def test_flat_rows_on_recurrent_models_need_layers_that_ask_where_a_sequence_begins(monkeypatch):
-    flat = Segments.from_lengths([[3, 5]])
-    hybrid = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_2d": True, "padding_free": True}
-    flash = {"attn_implementation": "flash_attention_2"}
-    for version in ("4.57.1", "5.19.0", "5.20.0"):
-        monkeypatch.setitem(releases._FOUND, "transformers", version)
-        newer = version == "5.20.0"
-        assert form("transformers", flat, model_type="qwen3_next", **hybrid) == ("mapping" if newer else "refused")
-        assert form("transformers", flat, model_type="qwen3_next", **hybrid, **flash) == ("none" if newer else "refused")
-        assert form("transformers", flat, **hybrid, **flash) == "refused"
-        assert form("transformers", flat, model_type="jamba", **hybrid, **flash) == "refused"
-        assert form("transformers", flat, padding_free=True) == "keep"
-        assert form("transformers", flat, padding_free=True, **flash) == "none"
-        assert form("transformers", Segments.from_lengths([[8]]), needs_2d=True, padding_free=True) == "none"
-        assert form("megatron", flat, needs_2d=True, padding_free=True) == "none"
-
-
-def test_older_transformers_take_no_mapping(monkeypatch):
-    layers = config(layer_types=["conv", "full_attention"])
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.13.0")
-    assert layer_masks(layers)["conv"] == "recurrent"
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.12.1")
-    with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
-        layer_masks(layers)
-    zamba2 = config(model_type="zamba2", layer_types=["linear_attention", "hybrid"])
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
-    assert layer_masks(zamba2)["full_attention"] == "attention"
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.0")
-    with pytest.raises(UnsupportedFormError, match="got hybrid"):
-        layer_masks(zamba2)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "mended"), [("rwkv", False), ("xlstm", False), ("recurrent_gemma", False), ("lfm2", True)]
-)
-def test_models_that_no_mask_reaches(model_type, mended, monkeypatch):
-    settings = {"needs_2d": True, "model_type": model_type}
-    assert form("transformers", RIGHT, **settings) == "keep_2d"
-    assert form("transformers", LEFT, **settings) == ("keep_2d" if mended else "refused")
-    assert form("megatron", LEFT, **settings) == "masked"
-    monkeypatch.setitem(releases._FOUND, "transformers", "4.57.1")
-    with pytest.raises(UnsupportedFormError, match=r"Padding there changes the real tokens of this model: its.*pad right"):
-        route("transformers", LEFT, **settings)
+        assert not route(RECURRENT, **FREE).keeps_mask_2d
 
 
 # --- who needs the 2D mask
-
-
-def config(**fields):
-    return SimpleNamespace(**fields)
 
 
 @pytest.mark.parametrize(
@@ -404,50 +292,19 @@ def test_the_keys_of_a_mapping():
             layer_masks(config(layer_types=layers))
 
 
-# --- windows that a kernel drops
-
-
-@pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "sdpa"])
-@pytest.mark.parametrize("longest", [4, 5])
-def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
-    """Source: transformers integrations/npu_flash_attention.py:54-104, which reads no `sliding_window`."""
-    monkeypatch.setattr(transformers_room, "find_spec", lambda name: object() if installed else None)
-    config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
-    refused = installed and kernel.startswith("flash") and longest > 4
-    with pytest.raises(UnsupportedFormError, match="look back 4 places") if refused else nullcontext():
-        route("transformers", Segments.from_lengths([3, longest]), config=config, attn_implementation=kernel)
-
-
-def test_a_window_of_its_own_beside_another_pattern_is_refused_where_rows_are_longer():
-    model = Model(config=SimpleNamespace(sliding_window=2), needs_mask_2d=False, attn_implementation="sdpa")
-    for longest, refused in ((2, False), (3, True)):
-        case = transformers_room.Case(
-            segments=Segments.from_lengths([longest]), model=model, pattern=Pattern.of("bidirectional")
-        )
-        with pytest.raises(UnsupportedFormError, match="window of 2 of their own") if refused else nullcontext():
-            transformers_room.patterns_by_kind(case)
-
-
-@pytest.mark.parametrize("layers", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
-def test_each_kind_of_layer_gets_a_mask_of_its_own(layers):
-    config = SimpleNamespace(sliding_window=2, layer_types=layers)
-    model = Model(config=config, needs_mask_2d=False, attn_implementation="sdpa")
-    packed = Segments.from_lengths([[3, 5]])
-    found = transformers_room.patterns_by_kind(transformers_room.Case(segments=packed, model=model))
-    windows = {"sliding_attention": Pattern.sliding(2), "full_attention": Pattern.of("causal")}
-    assert found == ({kind: windows[kind] for kind in layers} if len(layers) > 1 else {"": Pattern.sliding(2)})
-
-
-def test_a_config_is_asked_once_for_each_side():
-    """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
-    config = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)
-    model = Model(config=config, needs_mask_2d=True, model_type="qwen3_next")
-    right, left = (room.Case(segments=segments, model=model) for segments in (RIGHT, LEFT))
-    for _ in range(2):
-        assert CONSUMERS["transformers"].route(right).form == "keep_2d"
-        with pytest.raises(UnsupportedFormError, match="use_bias"):
-            CONSUMERS["transformers"].route(left)
+def test_older_transformers_take_no_mapping(monkeypatch):
+    layers = config(layer_types=["conv", "full_attention"])
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.13.0")
+    assert layer_masks(layers)["conv"] == "recurrent"
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.12.1")
+    with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
+        layer_masks(layers)
+    zamba2 = config(model_type="zamba2", layer_types=["linear_attention", "hybrid"])
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
+    assert layer_masks(zamba2)["full_attention"] == "attention"
+    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.0")
+    with pytest.raises(UnsupportedFormError, match="got hybrid"):
+        layer_masks(zamba2)
 
 
 def test_layers_that_no_config_tells_are_not_guessed():

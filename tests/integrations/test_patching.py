@@ -1,4 +1,4 @@
-"""Patching: what is taken over comes back exactly, and nobody else's patch is lost by it."""
+"""Patching: what is taken over comes back exactly, nobody else's patch is lost by it, and what replaced ours is mended."""
 
 import functools
 import importlib
@@ -16,12 +16,11 @@ from collate_npu.integrations import patching, trainers
 
 
 @pytest.fixture(autouse=True)
-def empty_table():
-    assert not patching._TABLE
+def released():
     yield
     for holder in ("one", "two"):
         patching.release(holder)
-    assert not patching._TABLE
+    assert not any(map(patching.in_place, (louder, polite, more, double)))
 
 
 class Base:
@@ -30,54 +29,52 @@ class Base:
         return f"hello {name}"
 
     @staticmethod
-    def alone(name: str) -> str:
+    def alone(name: str = "you") -> str:
+        """Greets."""
         return f"alone {name}"
 
 
 class Child(Base): ...
 
 
-def louder(original, self, *args, **kwargs):
-    return original(self, *args, **kwargs).upper()
+HEARD = []
 
 
-def polite(original, self, *args, **kwargs):
-    return original(self, *args, **kwargs) + ", please"
+def louder(original, *args, **kwargs):
+    HEARD.append(args)
+    return original(*args, **kwargs).upper()
 
 
-def test_loading_the_module_again_wraps_nothing_twice():
-    patching.patch("one", Base, "greet", polite)
-    again = importlib.reload(patching)
-    again.patch("one", Base, "greet", polite)
-    assert Base().greet() == "hello you, please"
-    again.release("one")
-    assert Base().greet() == "hello you"
+def polite(original, *args, **kwargs):
+    return original(*args, **kwargs) + ", please"
 
 
-def test_ours_is_given_the_original_looks_like_it_and_travels_to_workers():
-    original = Base.greet
+def more(original, value):
+    return original(value) + 1
+
+
+def double(original, value):
+    return original(value) * 2
+
+
+@pytest.mark.parametrize("name", ["greet", "alone"])
+@pytest.mark.parametrize("owner", [Base, Child])
+def test_ours_is_given_the_original_looks_like_it_travels_to_workers_and_goes_exactly(owner, name):
+    """A name that the owner inherits is inherited again; loading the module again wraps nothing twice."""
+    before, original = vars(owner).get(name), getattr(owner, name)
+    said = original() if name == "alone" else original(owner())
     with pytest.raises(AttributeError, match="missing"):
-        patching.patch("one", Base, "missing", louder)
-    patching.patch("one", Base, "greet", louder)
-    assert pickle.loads(pickle.dumps(Base())).greet() == "HELLO YOU"
-    assert Base().greet() == "HELLO YOU"
-    assert Base().greet(name="me") == "HELLO ME"
-    assert Base.greet.__doc__ == "Greets."
-    assert inspect.unwrap(Base.greet) is original
-    patching.release("one")
-    assert Base.__dict__["greet"] is original
-
-
-def test_a_name_that_the_owner_inherits_is_inherited_again_and_a_static_method_stays_one():
-    patching.patch("one", Child, "greet", louder)
-    assert (Child().greet(), Base().greet()) == ("HELLO YOU", "hello you")
-    patching.release("one")
-    assert "greet" not in vars(Child)
-    before = vars(Base)["alone"]
-    patching.patch("one", Base, "alone", lambda original, name: original(name) + "!")
-    assert (Base.alone("a"), Base().alone("a")) == ("alone a!", "alone a!")
-    patching.release("one")
-    assert vars(Base)["alone"] is before
+        patching.patch("one", owner, "missing", louder)
+    patching.patch("one", owner, name, louder)
+    again = importlib.reload(patching)
+    again.patch("one", owner, name, louder)
+    assert getattr(pickle.loads(pickle.dumps(owner())), name)() == getattr(owner(), name)() == said.upper()
+    assert getattr(owner(), name)(name="me") == said.upper().replace("YOU", "ME")
+    assert name != "alone" or owner.alone("a") == "ALONE A"
+    assert owner is Base or getattr(Base(), name)() == said
+    assert (getattr(owner, name).__doc__, inspect.unwrap(getattr(owner, name))) == ("Greets.", original)
+    again.release("one")
+    assert (vars(owner).get(name), name in vars(owner)) == (before, before is not None)
 
 
 def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
@@ -138,9 +135,6 @@ def test_a_strangers_patch_that_names_ours_as_a_global_is_seen_to_call_it(monkey
 # --- functions that other modules imported by name
 
 
-work = abs  # some function
-
-
 def modules(monkeypatch, *names):
     made = [ModuleType(name) for name in names]
     for module in made:
@@ -150,8 +144,8 @@ def modules(monkeypatch, *names):
 
 def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch):
     home, friend, other, late = modules(monkeypatch, "peer.home", "peer.friend", "peerless", "peer.late")
-    home.work = friend.w = other.work = work
-    patching.patch("one", home, "work", lambda original, value: original(value) + 1, everywhere="peer")
+    home.work = friend.w = other.work = work = abs
+    patching.patch("one", home, "work", more, everywhere="peer")
     assert (home.work(1), friend.w(1), other.work(1)) == (2, 2, 1)
     assert friend.w is home.work
     late.work = home.work  # a module of theirs that is imported while ours is there
@@ -161,8 +155,8 @@ def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_b
 
 def test_a_module_that_a_stranger_patched_keeps_theirs_and_the_others_get_the_original(monkeypatch):
     home, friend = modules(monkeypatch, "peer.home", "peer.friend")
-    home.work = friend.work = work
-    patching.patch("one", home, "work", lambda original, value: original(value) + 1, everywhere="peer")
+    home.work = friend.work = work = abs
+    patching.patch("one", home, "work", more, everywhere="peer")
     ours = home.work
     home.work = stranger = lambda value: -ours(value)
     patching.release("one")
@@ -177,9 +171,9 @@ def test_nothing_is_looked_up_that_a_lazy_module_would_have_to_import(monkeypatc
             raise AssertionError(f"{name} was asked for")
 
     (home,) = modules(monkeypatch, "peer.home")
-    home.work = work
+    home.work = abs
     monkeypatch.setitem(sys.modules, "peer.lazy", Lazy("peer.lazy"))
-    patching.patch("one", home, "work", lambda original, value: original(value), everywhere="peer")
+    patching.patch("one", home, "work", more, everywhere="peer")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None])), max_size=8))
@@ -232,14 +226,6 @@ def test_a_module_that_is_run_again_is_patched_again(tmp_path, monkeypatch, edit
     del sys.modules["reloaded_here"]
 
 
-def more(original, value):
-    return original(value) + 1
-
-
-def double(original, value):
-    return original(value) * 2
-
-
 # --- releases that were not run
 
 
@@ -252,26 +238,27 @@ def has(monkeypatch):
     releases.say_outside.cache_clear()
 
 
+LAYER = type("Layer", (), {"__module__": "mcore_bridge.model", "greet": lambda self: None})
 SILENT, SAID = ("4.6.0", "4.6.0+local", "4.6.0.dev0", ""), ("4.6.1", "5.0", "3.9.3", "main", releases.UNKNOWN)
 
 
-@pytest.mark.parametrize("version", [*SILENT, *SAID])
-def test_an_install_says_once_that_a_release_was_not_run(recwarn, has, version):
-    has(ms_swift=version)
+@pytest.mark.parametrize(
+    ("owner", "found", "said"),
+    [
+        *((Base, {"ms_swift": version}, "") for version in SILENT),
+        *((Base, {"ms_swift": version}, f"ms-swift {version} is not among") for version in SAID),
+        (LAYER, {"ms_swift": "4.6.0", "mcore_bridge": "9.0"}, "mcore-bridge 9.0"),
+    ],
+)
+def test_an_install_says_once_that_a_release_was_not_run(recwarn, has, owner, found, said):
+    """Of who installs, and of the package that is patched."""
+    has(**found)
     for ours in (louder, polite):
-        patching.patch("ms-swift", Base, "greet", ours)
+        patching.patch("ms-swift", owner, "greet", ours)
     patching.release("ms-swift")
     texts = [str(warning.message) for warning in recwarn.list]
-    assert [f"ms-swift {version} is not among" in text for text in texts] == [True] * (version in SAID)
-    assert all("collate-npu guide ms-swift" in text and "4.6.0" in text for text in texts)
-
-
-def test_so_does_one_of_the_package_that_is_patched(recwarn, has):
-    has(ms_swift="4.6.0", mcore_bridge="9.0")
-    owner = type("Layer", (), {"__module__": "mcore_bridge.model", "forward": lambda self: None})
-    patching.patch("ms-swift", owner, "forward", lambda original, self: original(self))
-    patching.release("ms-swift")
-    assert "mcore-bridge 9.0" in str(recwarn.pop().message)
+    assert [said in text for text in texts] == [True] * bool(said)
+    assert owner is LAYER or all("collate-npu guide ms-swift" in text and "4.6.0" in text for text in texts)
 
 
 def test_each_trainer_has_a_page_that_names_its_release():
@@ -295,3 +282,92 @@ def test_the_guard_and_adapt_say_it_too(recwarn, has, version):
         adapt(model).remove()
     said = [text for warning in recwarn.list if "is not among" in (text := str(warning.message))]
     assert [f"transformers {version}" in text for text in said] == [True] * (version in ("5.24.0", "4.56.0"))
+
+
+# --- MindSpeed's `repatch(args)` after our install: what it replaced is told, and the next install mends it
+
+
+class Patch:
+    """Does in lines of ours what MindSpeed's does (core_r0.16.0 patch_utils.py:38-134, megatron_adaptor.py `repatch`): it
+    keeps what it found at first, sets its own in the module whatever stands there, and by identity wherever it is."""
+
+    def __init__(self, module, name):
+        self.module, self.name, self.found, self.final, self.wrappers = module, name, None, None, []
+
+    def apply(self, new, wrappers):
+        current = getattr(self.module, self.name)
+        self.found = current if self.found is None else self.found
+        self.final = self.found if new is None else new
+        for wrapper in wrappers:
+            self.final = wrapper(self.final)
+        setattr(self.module, self.name, self.final)
+        self._everywhere(current, self.final)
+
+    def repatch(self, new, wrappers):
+        self._everywhere(self.final, self.found)
+        self.apply(new, wrappers)
+
+    def _everywhere(self, old, new):
+        for module in list(sys.modules.values()):
+            if vars(module).get(self.name) is old:
+                setattr(module, self.name, new)
+
+
+def wrapper(function):
+    return lambda text: f"<{function(text)}>"
+
+
+def replacement(text):
+    return f"npu {text}"
+
+
+STEPS = ("install", "install", "uninstall", "wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing")
+
+
+def said_by(home, text):
+    """What a call gives, and how often ours ran in it."""
+    HEARD.clear()
+    return home.greet(text), len(HEARD)
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=8), st.booleans())
+def test_ours_is_called_once_or_known_to_be_lost_and_an_install_mends_it(steps, imported):
+    with pytest.MonkeyPatch.context() as patch:
+        home, friend = ModuleType("repatched.home"), ModuleType("repatched.friend")
+        for module in (home, friend):
+            patch.setitem(sys.modules, module.__name__, module)
+        home.greet = original = lambda text: f"hello {text}"
+        if imported:
+            friend.greet = original
+        theirs = Patch(home, "greet")
+        for step in [*steps, "install"]:
+            kind = step.removeprefix("repatch ")
+            if kind == "install":
+                patching.patch("one", home, "greet", louder, everywhere="repatched")
+            elif kind == "uninstall":
+                patching.release("one")
+            else:
+                made = ({"replace": replacement}.get(kind), [wrapper] if kind == "wrap" else [])
+                (theirs.repatch if theirs.found is not None and step != kind else theirs.apply)(*made)
+            said, times = said_by(home, "you")
+            assert times == patching.in_place(louder), step
+            assert times == 1 or step != "install"
+            assert times == said.isupper()
+        patching.release("one")
+        assert said_by(home, "you")[1] == 0
+
+
+def test_what_repatch_replaced_is_not_in_place(monkeypatch):
+    home = ModuleType("repatched.home")
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    home.greet = lambda text: f"hello {text}"
+    theirs = Patch(home, "greet")
+    theirs.apply(replacement, [])
+    patching.patch("one", home, "greet", louder)
+    assert (said_by(home, "you"), patching.in_place(louder)) == (("NPU YOU", 1), True)
+    theirs.repatch(replacement, [wrapper])
+    assert (said_by(home, "you"), patching.in_place(louder)) == (("<npu you>", 0), False)
+    patching.patch("one", home, "greet", louder)
+    assert (said_by(home, "you"), patching.in_place(louder)) == (("<NPU YOU>", 1), True)
+    patching.release("one")
+    assert said_by(home, "you") == ("<npu you>", 0)

@@ -101,7 +101,9 @@ def run(folder, line):
 
 
 def summed_up(report):
-    """Of each case of yours its side, and what is wrong in it; and the sides of the others."""
+    """Of each case of yours its side, and what is wrong in it; and the sides of the others. None: no model was looked at."""
+    if "settings" not in report:
+        return None
     yours = [f for f in report["findings"] if f["whose"] == "yours"]
     words = [f"{f['side']} {'right' if f['right'] else '+'.join(f['astray'])}" for f in yours]
     beside = sorted({f["side"] for f in report["findings"] if f["whose"] != "yours"})
@@ -118,7 +120,7 @@ ROWS = [
     (f"{LLAMA} --collator mine_here.py:cuts --side right", 2, "beside right", "Switch off what changes tokens"),
     (f"{LLAMA} --collator mine_here.py:raises --side right", 2, "beside right", "py, line 10: KeyError: 'images'"),
     (f"{LLAMA} --collator mine_here.py:ends --side right", 2, "beside right", "py, line 11: SystemExit: 0"),
-    (f"{LLAMA} --collator no_such_module:collate", 2, "", "No module named"),
+    (f"{LLAMA} --collator no_such_module:collate", 2, None, "No module named"),
     (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right loss+labels; beside right",
      "3 are ignored, as where labels are made by labels == pad_token_id"),
     (f"{LLAMA} --batch right.pt", 0, f"right right; {BOTH}", ""),
@@ -128,28 +130,30 @@ ROWS = [
     (f"{LLAMA} --batch at_padding.pt", 1, f"right loss; {BOTH}", r"Labels stand at padding \(5\)"),
     (f"{LLAMA} --batch moved.pt", 1, f"right loss+labels; {BOTH}", "They are moved by a place"),
     (f"{LLAMA} --batch moved.pt --tolerance 1e9", 1, f"right loss+labels; {BOTH}", "They are moved by a place"),
-    ("--batch right.pt", 2, "", "Name the model that it was made for"),
-    (f"{LLAMA} --data a.txt --batch right.pt", 2, "", "Leave --data out"),
+    ("--batch right.pt", 2, None, "Name the model that it was made for"),
+    (f"{LLAMA} --data a.txt --batch right.pt", 2, None, "Leave --data out"),
     (f"{LLAMA} --batch bare.pt", 2, "", r"Pass attention_mask \[B, S\]"),
     (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {candidates.MOST_IDS}"),
     ("--model models/llama --batch far.pt", 2, "", "token id 50256"),
-    *((f"{LLAMA} --batch odd{n}.pt", 2, "", r"input_ids \[B, S\], whole numbers|keys") for n in range(6)),
-    *((f"{LLAMA} --tolerance {error}", 2, "", "An error is 0 or more") for error in (-1, "inf")),
-    ("--model bert", 0, BOTH, ""), ("--model lama", 2, "", "Did you mean .*llama"),
-    ("--model owner/model", 2, "", HUB),
-    *((f"--model {name}", 2, "", SPELT) for name in ("./owner", "/no/model", "~/model", "owner/folder/model")),
-    ("--model models", 2, "", "Name the one in it: models/bert"), ("--model reader", 2, "", "that save_pretrained wrote"),
-    ("--model pair/config.json", 2, "", "Name its folder: pair"), ("--model a.txt", 2, "", "that save_pretrained wrote"),
-    ("--model t5", 2, "", "encoder"), ("--model pair", 2, "", "t5"), ("--model own", 2, "", "--trust-remote-code"),
-    ("--model broken", 2, "", "Its config.json does not load"),
-    (f"{LLAMA} --tokenizer endless", 2, "", "neither pad nor eos"),
-    (f"{LLAMA} --tokenizer nowhere", 2, "", "no folder. A tokenizer is named"),
-    (f"{LLAMA} --tokenizer pair", 2, "", "a folder without its files"),
-    (f"{LLAMA} --tokenizer a.txt", 2, "", "a file. A tokenizer is named"),
+    *((f"{LLAMA} --batch odd{n}.pt", 2, None, r"input_ids \[B, S\], whole numbers|keys") for n in range(6)),
+    *((f"{LLAMA} --tolerance {error}", 2, None, "An error is 0 or more") for error in (-1, "inf")),
+    ("--model bert", 0, BOTH, ""), ("--model lama", 2, None, "Did you mean .*llama"),
+    ("--model owner/model", 2, None, HUB),
+    *((f"--model {name}", 2, None, SPELT) for name in ("./owner", "/no/model", "~/model", "owner/folder/model")),
+    ("--model models", 2, None, "Name the one in it: models/bert"),
+    *((f"--model {name}", 2, None, "that save_pretrained wrote") for name in ("reader", "a.txt")),
+    ("--model pair/config.json", 2, None, "Name its folder: pair"),
+    ("--model t5", 2, "", "encoder"),
+    ("--model pair", 2, None, "t5"), ("--model own", 2, None, "--trust-remote-code"),
+    ("--model broken", 2, None, "Its config.json does not load"),
+    (f"{LLAMA} --tokenizer endless", 2, None, "neither pad nor eos"),
+    (f"{LLAMA} --tokenizer nowhere", 2, None, "no folder. A tokenizer is named"),
+    (f"{LLAMA} --tokenizer pair", 2, None, "a folder without its files"),
+    (f"{LLAMA} --tokenizer a.txt", 2, None, "a file. A tokenizer is named"),
     (f"{LLAMA} --tokenizer reader --side right", 0, "beside right", ""),
     (f"{LLAMA} --data ids.jsonl --side right", 0, "beside right", ""),
-    (f"{LLAMA} --attn sdp", 2, "", r"Did you mean sdpa\?"), (f"{LLAMA} --attn mine", 2, "", "Name one of them"),
-    (f"{LLAMA} --attn flash_attention_2", 2, "", r"\(ImportError: .* does not run there"),
+    (f"{LLAMA} --attn sdp", 2, None, r"Did you mean sdpa\?"), (f"{LLAMA} --attn mine", 2, None, "Name one of them"),
+    (f"{LLAMA} --attn flash_attention_2", 2, None, r"\(ImportError: .* does not run there"),
     ("--model rwkv --attn eager --side left", 2, "beside left", "pad right"),
 ]  # fmt: skip
 
