@@ -104,8 +104,9 @@ TABLE = [
     ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
     ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
     # recurrent layers: holes, packed rows, windows
-    ("keep_2d", HOLE, {}), ("refused", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
-    ("refused", HOLE, {"consumer": "megatron", **RECURRENT}), ("none", HOLE, {"consumer": "megatron", **RECURRENT, **FREE}),
+    ("keep_2d", HOLE, {}), ("refused.*decays", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
+    ("refused.*decays", HOLE, {"consumer": "megatron", **RECURRENT}),
+    ("none", HOLE, {"consumer": "megatron", **RECURRENT, **FREE}),
     *((NO_2D, PACKED, {"consumer": name, **RECURRENT}) for name in CONSUMERS),
     *((form, LEFT, {**SLIDING, **kernel, **needs}) for needs, forms in (
         ({}, ("keep", "bias", "block_mask", "refused", "refused")), (RECURRENT, ("mapping",) * 2 + ("refused",) * 3))

@@ -46,33 +46,19 @@ def source(monkeypatch):
     return write
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "rule"),
-    [
-        (Reads, None, "places"),
-        (PassesOn, Reads, "places"),
-        (PassesOn, None, "none"),
-        (PassesOn, Sees, "none"),
-        (Ignores, Reads, "none"),
-    ],
-)
-def test_positions_are_read_where_a_forward_names_them_and_is_reached(outer, inner, rule, source):
-    source("")
-    assert position_rule(model(outer, inner)) == rule
+PADDING_IDX, AXES = "def create_position_ids_from_input_ids(", "if position_ids.ndim == 3 and position_ids.shape[0] == 4:"
 
 
-@pytest.mark.parametrize(
-    ("text", "rule", "first"),
-    [
-        ("", "places", 0),
-        ("def create_position_ids_from_input_ids(", "padding_idx", 8),
-        ("if position_ids.ndim == 3 and position_ids.shape[0] == 4:", "axes", 0),
-    ],
-)
-def test_the_modeling_file_tells_how_positions_are_counted(text, rule, first, source):
+@pytest.mark.parametrize(("outer", "inner", "text", "rule", "first"), [
+    (Reads, None, "", "places", 0), (PassesOn, Reads, "", "places", 0), (PassesOn, None, "", "none", 0),
+    (PassesOn, Sees, "", "none", 0), (Ignores, Reads, "", "none", 0),
+    (Reads, None, PADDING_IDX, "padding_idx", 8), (Reads, None, AXES, "axes", 0)])  # fmt: skip
+def test_positions_are_read_where_a_forward_names_them_and_counted_as_its_file_tells(
+    outer, inner, text, rule, first, source
+):
     source(text)
-    assert position_rule(model(Reads)) == rule
-    assert first_position(model(Reads)) == first
+    assert position_rule(model(outer, inner)) == rule
+    assert first_position(model(outer, inner)) == first
     assert first_position(model(Reads, model_type="mpnet")) == 2
 
 

@@ -13,35 +13,29 @@ def config(**fields):
 
 
 GDN = {"layer_types": ["linear_attention", "full_attention"]}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+PLACES = {
+    "no reason": ({}, "", "", ""), "recurrent": (GDN, "", "", "decays"),
+    "a bias": (GDN | {"use_bias": True}, "", "use_bias", "use_bias"),
+    "a bias of attention": ({"use_bias": True, "layer_types": ["full_attention"]}, "", "", ""),
+    "a bias behind": (GDN | {"mamba_proj_bias": True, "model_type": "nemotron_h"}, "", "", "decays"),
+    "an indexer": ({"layer_types": ["minimax_m3_sparse", "full_attention"]}, "", "indexer", "indexer"),
+    "a window": (WINDOW, "", "", "window of 8"), "fnet": ({"model_type": "fnet"}, "Fourier", "Fourier", "Fourier"),
+    "experts": ({"model_type": "nllb-moe"}, "", "capacity", "capacity"),
+    "rwkv": ({"model_type": "rwkv"}, "", "unused", "unused"), "mpt": ({"model_type": "mpt"}, "", "", "distance"),
+    "a text part": ({"text_config": config(**GDN, conv_bias=True)}, "", "conv_bias", "conv_bias"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "right", "left", "holes"),
-    [
-        ({}, "", "", ""),
-        (GDN, "", "", "decays"),
-        (GDN | {"use_bias": True}, "", "use_bias", "use_bias"),
-        (GDN | {"use_bias": True, "layer_types": ["full_attention"]}, "", "", ""),
-        (GDN | {"mamba_proj_bias": True, "model_type": "nemotron_h"}, "", "", "decays"),
-        ({"layer_types": ["minimax_m3_sparse", "full_attention"]}, "", "indexer", "indexer"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "", "", "window of 8"),
-        ({"model_type": "fnet"}, "Fourier", "Fourier", "Fourier"),
-        ({"model_type": "nllb-moe"}, "", "capacity", "capacity"),
-        ({"model_type": "rwkv"}, "", "unused", "unused"),
-        ({"model_type": "mpt"}, "", "", "distance"),
-        ({"text_config": config(**GDN, conv_bias=True)}, "", "conv_bias", "conv_bias"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "right", "left", "holes"), PLACES.values(), ids=PLACES)
 def test_each_reason_belongs_to_its_places(fields, right, left, holes):
     for where, expected in {"right": right, "left": left, "holes": holes}.items():
         why = why_padding_leaks(config(**fields), where)
         assert (expected in why) if expected else why == ""
 
 
-@pytest.mark.parametrize(("longest", "cut"), [(8, False), (9, True)])
-def test_a_hole_cuts_a_window_short_where_a_row_is_longer(longest, cut):
-    fields = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-    assert bool(why_padding_leaks(config(**fields), "holes", longest=longest)) == cut
+def test_a_hole_cuts_a_window_short_where_a_row_is_longer():
+    assert [bool(why_padding_leaks(config(**WINDOW), "holes", longest=n)) for n in (8, 9)] == [False, True]
 
 
 @pytest.mark.parametrize(("release", "leaks_there"), [("4.57.1", True), ("5.0.0", False), ("5.23.0", False)])
@@ -50,58 +44,41 @@ def test_a_fault_that_a_release_mended_is_looked_up_by_release(release, leaks_th
     assert bool(why_padding_leaks(config(model_type="lfm2"), "left")) == leaks_there
 
 
-@pytest.mark.parametrize(
-    ("fields", "budget"),
-    [
-        ({}, None),
-        ({"index_topk": 2048, "index_n_heads": 32}, None),
-        ({"index_topk": 2048, "index_n_heads": 8}, None),
-        ({"index_topk": 2048, "index_n_heads": 7}, 2048),
-        ({"index_topk": 512, "index_n_heads": 4, "compress_rates": {"compressed_sparse_attention": 4}}, 2048),
-        ({"index_n_heads": 2, "index_topk_blocks": 16}, None),
-    ],
-)
-def test_the_budget_of_an_indexer_counts_in_tokens(fields, budget):
-    assert width_dependence(config(**fields)) == budget
-
-
-LONG = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 8}, "max_position_embeddings": 64}
+ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}
+LONG = {"rope_parameters": ROPE, "max_position_embeddings": 64}
 DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8}
+BLOCKS = {"num_random_blocks": 3, "block_size": 4}
+RATES = {"compress_rates": {"compressed_sparse_attention": 4}}
+LIMITS = [
+    # the budget of an indexer, in tokens
+    (width_dependence, {}, None), *((width_dependence, {"index_topk": 2048, "index_n_heads": heads}, budget)
+                                    for heads, budget in ((32, None), (8, None), (7, 2048))),
+    (width_dependence, {"index_topk": 512, "index_n_heads": 4, **RATES}, 2048),
+    (width_dependence, {"index_n_heads": 2, "index_topk_blocks": 16}, None),
+    # rotary frequencies that follow the longest
+    (rope_limit, {}, None), (rope_limit, LONG, 8), (rope_limit, DYNAMIC, 8),
+    (rope_limit, {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, None),
+    (rope_limit, {**LONG, "rope_parameters": {"full_attention": ROPE}}, 8),
+    (rope_limit, {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 8,
+                  "max_position_embeddings": 64}, 8),
+    # the width up to which block-sparse attention is full
+    (sparse_from, {"attention_type": "block_sparse", **BLOCKS}, 44), (sparse_from, {}, None),
+    (sparse_from, {"attention_type": "original_full", **BLOCKS}, None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "limit"),
-    [
-        ({}, None),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8}}, None),
-        (LONG, 8),
-        (DYNAMIC, 8),
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 8, "max_position_embeddings": 64}, 8),
-        ({"rope_parameters": {"full_attention": LONG["rope_parameters"]}, "max_position_embeddings": 64}, 8),
-    ],
-)
-def test_rotary_frequencies_that_follow_the_longest_have_a_limit(fields, limit):
-    assert rope_limit(config(**fields)) == limit
+@pytest.mark.parametrize(("asked", "fields", "limit"), LIMITS)
+def test_a_limit_is_that_of_the_config(asked, fields, limit):
+    assert asked(config(**fields)) == limit
 
 
-@pytest.mark.parametrize(
-    ("fields", "lengths", "clash"),
-    [
-        ({}, [5, 99], False),
-        (LONG, [5, 8], False),
-        (LONG, [5, 9], True),
-        (LONG, [8, 9], True),
-        (LONG, [9, 20], False),
-        (DYNAMIC, [9, 20], True),
-        (DYNAMIC, [20, 20], False),
-        (LONG, [], False),
-    ],
-)
-def test_lengths_clash_where_one_changes_the_frequencies_of_another(fields, lengths, clash):
-    assert bool(why_lengths_clash(config(**fields), lengths)) == clash
+CLASHES = {
+    ((), (5, 99)): False, ("LONG", (5, 8)): False, ("LONG", (5, 9)): True, ("LONG", (8, 9)): True, ("LONG", (9, 20)): False,
+    ("DYNAMIC", (9, 20)): True, ("DYNAMIC", (20, 20)): False, ("LONG", ()): False,
+}  # fmt: skip
 
 
-def test_block_sparse_attention_is_full_up_to_a_width():
-    sizes = {"num_random_blocks": 3, "block_size": 4}
-    assert sparse_from(config(attention_type="block_sparse", **sizes)) == 44
-    assert sparse_from(config(attention_type="original_full", **sizes)) is sparse_from(config()) is None
+@pytest.mark.parametrize(("named", "clash"), CLASHES.items())
+def test_lengths_clash_where_one_changes_the_frequencies_of_another(named, clash):
+    fields = {"LONG": LONG, "DYNAMIC": DYNAMIC}.get(named[0], {})
+    assert bool(why_lengths_clash(config(**fields), named[1])) == clash

@@ -1,5 +1,7 @@
 """A route in words, once for each kind of batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,40 +17,24 @@ def said(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("segments", "words"),
-    [
-        (Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
-        (Segments.from_lengths([1, 3]), "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
-        (Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
-        (
-            Segments([[0, 1, 0]]),
-            "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)",
-        ),
-    ],
-)
-def test_the_shape_of_a_batch(segments, words):
-    assert shape_said(segments).startswith(words)
+ONE, RIGHT, LEFT = Segments.from_lengths([2]), Segments.from_lengths([1, 3]), Segments.from_lengths([1, 3], side="left")
+SAID = [
+    (shape_said, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
+    (shape_said, RIGHT, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
+    (shape_said, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
+    (shape_said, Segments([[0, 1, 0]]),
+     "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)"),
+    (cheapest_said, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
+    (cheapest_said, RIGHT, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
+    (cheapest_said, LEFT, "the 2D mask, 6 bytes; the dense 4D that models make"),
+    *((partial(cost_said, form), RIGHT, f"{size} bytes") for form, size in (
+        ("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("segments", "said"),
-    [
-        (Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
-        (
-            Segments.from_lengths([1, 3]),
-            "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make",
-        ),
-        (Segments.from_lengths([1, 3], side="left"), "the 2D mask, 6 bytes; the dense 4D that models make"),
-    ],
-)
-def test_the_cheapest_form_and_what_others_take(segments, said):
-    assert cheapest_said(segments).startswith(said)
-
-
-@pytest.mark.parametrize(("form", "size"), [("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72)])
-def test_what_a_mask_takes(form, size):
-    assert cost_said(form, Segments.from_lengths([1, 3])) == f"{size} bytes"
+@pytest.mark.parametrize(("says", "segments", "words"), SAID)
+def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
+    assert says(segments).startswith(words)
 
 
 def test_sizes_are_said_in_bytes_up_to_a_mebibyte():
@@ -56,12 +42,11 @@ def test_sizes_are_said_in_bytes_up_to_a_mebibyte():
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
-    segments = Segments.from_lengths([1, 3])
     for cp in (None, ContextParallel(2, 0), ContextParallel(2, 1)):
         for consumer, recurrent in (("megatron", True), ("megatron", False), ("verl", False)):
             adapter = BatchAdapter(needs_mask_2d=recurrent, consumer=consumer, context_parallel=cp)
             for _ in range(2):
-                adapter.route(segments)
+                adapter.route(RIGHT)
     assert len(said) == 9
     assert sum("context parallelism: none" in text for text in said.values()) == 3
     for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
@@ -79,7 +64,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     ],
 )
 def test_a_batch_whose_route_no_consumer_chose(said, out, words):
-    say_batch("somebody", out, Segments.from_lengths([2]), why="why")
+    say_batch("somebody", out, ONE, why="why")
     (text,) = said.values()
     assert words in text
     assert "attention_mask_2d: taken out (nobody here reads it)" in text
