@@ -235,32 +235,24 @@ def test_the_form_of_each_consumer_and_who_keeps_the_2d_mask(consumer, forms, ke
 # --- who needs the 2D mask
 
 
-@pytest.mark.parametrize(
-    ("model", "needed"),
-    [
-        (config(layer_types=["full_attention", "sliding_attention"]), False),
-        (config(layer_types=["full_attention", "linear_attention"]), True),
-        (config(layer_types=["conv", "full_attention"]), True),
-        (config(layer_types=["hybrid", "hybrid_sliding"]), True),
-        (config(layer_types=["attention"], mamba_d_state=16), False),  # its layers decide over its family
-        (config(layers_block_type=["mamba", "attention"]), True),
-        (config(layers_block_type=["attention"]), False),
-        (config(block_types=["recurrent", "attention"]), True),
-        (config(mamba_d_state=16), True),
-        (config(mamba_d_state=None), False),
-        (config(linear_attention_freq=None), False),
-        (config(linear_attention_freq=4), True),
-        (config(linear_attention_freq=[0, 0]), False),
-        (config(linear_attention_freq=[0, 1]), True),
-        (config(linear_attention_freq=None, experimental_attention_variant="gated_delta_net"), True),
-        (config(linear_attention_freq=None, experimental_attention_variant="dsa"), False),
-        (config(linear_attention_freq=None, is_hybrid_model=True, mamba_head_dim=64), True),
-        (config(linear_attention_freq=None, mamba_head_dim=64), False),  # every Megatron config carries the sizes
-        (config(hidden_size=8), False),
-        (config(text_config=config(layer_types=["linear_attention"])), True),
-    ],
-)
-def test_configs_tell_whether_layers_carry_state(model, needed):
+MEGATRON = {"linear_attention_freq": None}  # every config of it carries the sizes of its layers
+CARRIES = [
+    ({"layer_types": ["full_attention", "sliding_attention"]}, False), ({"layer_types": ["full_attention", "conv"]}, True),
+    ({"layer_types": ["full_attention", "linear_attention"]}, True), ({"layer_types": ["hybrid", "hybrid_sliding"]}, True),
+    ({"layer_types": ["attention"], "mamba_d_state": 16}, False),  # its layers decide over its family
+    ({"layers_block_type": ["mamba", "attention"]}, True), ({"layers_block_type": ["attention"]}, False),
+    ({"block_types": ["recurrent", "attention"]}, True), ({"mamba_d_state": 16}, True), ({"mamba_d_state": None}, False),
+    (MEGATRON, False), ({"linear_attention_freq": 4}, True), ({"linear_attention_freq": [0, 0]}, False),
+    ({"linear_attention_freq": [0, 1]}, True), ({**MEGATRON, "experimental_attention_variant": "gated_delta_net"}, True),
+    ({**MEGATRON, "experimental_attention_variant": "dsa"}, False),
+    ({**MEGATRON, "is_hybrid_model": True, "mamba_head_dim": 64}, True), ({**MEGATRON, "mamba_head_dim": 64}, False),
+    ({"hidden_size": 8}, False), ({"text_config": config(layer_types=["linear_attention"])}, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "needed"), CARRIES)
+def test_configs_tell_whether_layers_carry_state(fields, needed):
+    model = config(**fields)
     assert needs_mask_2d(model) == needed
     wrapped = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=model)))
     assert needs_mask_2d(wrapped) == needed
@@ -275,19 +267,21 @@ def test_a_family_needs_what_one_of_its_configs_may_need_and_modalities_what_the
     assert needs_mask_2d(outer)
 
 
-def test_the_keys_of_a_mapping():
-    assert layer_masks(config(layer_types=["conv", "full_attention", "conv"])) == {
-        "conv": "recurrent",
-        "full_attention": "attention",
-    }
-    linear = config(text_config=config(layer_types=["linear_attention", "full_attention"]))
-    assert layer_masks(linear) == {"linear_attention": "recurrent", "full_attention": "attention"}
-    both = {"full_attention": "attention", "linear_attention": "recurrent"}
-    assert layer_masks(config(model_type="falcon_h1", layer_types=["hybrid"])) == both
-    moe = config(model_type="nemotron_h", layer_types=["linear_attention", "moe", "mlp", "full_attention"])
-    assert layer_masks(moe) == both
-    indexed = config(model_type="qwen4_exp_text", layer_types=["linear_attention", "indexed_attention"])
-    assert layer_masks(indexed) == {"linear_attention": "recurrent", "indexed_attention": "attention"}
+LINEAR = {"linear_attention": "recurrent"}
+KEYS = [
+    ({"layer_types": ["conv", "full_attention", "conv"]}, {"conv": "recurrent", "full_attention": "attention"}),
+    ({"text_config": config(layer_types=["linear_attention", "full_attention"])}, {**LINEAR, "full_attention": "attention"}),
+    ({"model_type": "falcon_h1", "layer_types": ["hybrid"]}, {**LINEAR, "full_attention": "attention"}),
+    ({"model_type": "nemotron_h", "layer_types": ["linear_attention", "moe", "mlp", "full_attention"]},
+     {**LINEAR, "full_attention": "attention"}),
+    ({"model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "indexed_attention"]},
+     {**LINEAR, "indexed_attention": "attention"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "keys"), KEYS)
+def test_the_keys_of_a_mapping(fields, keys):
+    assert layer_masks(config(**fields)) == keys
     for layers in (["hybrid"], ["full_attention", "sliding_attention"], ["linear_attention"], []):
         with pytest.raises(UnsupportedFormError, match="layer_types"):
             layer_masks(config(layer_types=layers))

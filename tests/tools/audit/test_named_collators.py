@@ -34,56 +34,55 @@ GIVEN = {"tokenizer": SimpleNamespace(), "model": "M", "pad_token_id": 7}
 def here(tmp_path, monkeypatch):
     (tmp_path / "my_module_here.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / "bad_module_here.py").write_text("raise RuntimeError('broken')", encoding="utf-8")
+    (tmp_path / "bad_syntax.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
+    (tmp_path / "calls_it.py").write_text("import bad_module_here", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
 
 
+SIDES = ["left", "right"]
+READY = [
+    ("collate", [[]]), ("made", [("left", "M"), ("right", "M")]), ("bare", [[]]), ("Padder", [7]),
+    ("held.inner.collate", [[]]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("place", ["my_module_here", "my_module_here.py", "./my_module_here.py"])
-def test_each_kind_of_collator_is_made_ready(place):
-    answers = {"collate": [], "made": ("left", "M"), "bare": [], "Padder": 7, "held.inner.collate": []}
-    for name, answer in answers.items():
-        (ready,) = ready_collators(f"{place}:{name}", ["left"], **GIVEN)
-        assert ready([]) == answer, name
+@pytest.mark.parametrize(("name", "answers"), READY)
+def test_each_kind_of_collator_is_made_ready(place, name, answers):
+    """One for each side where it asks for a tokenizer that is there."""
+    assert [each([]) for each in ready_collators(f"{place}:{name}", SIDES, **GIVEN)] == answers
 
 
-def test_one_is_made_for_each_side_where_it_asks_for_a_tokenizer_that_is_there():
-    sides = ["left", "right"]
-    assert [each([])[0] for each in ready_collators("my_module_here:made", sides, **GIVEN)] == sides
-    assert len(ready_collators("my_module_here:Padder", sides, **GIVEN)) == 1
-    (bare,) = ready_collators("my_module_here:plain", sides, **{**GIVEN, "tokenizer": None})
+def test_without_a_tokenizer_one_is_made_for_all_sides():
+    (bare,) = ready_collators("my_module_here:plain", SIDES, **{**GIVEN, "tokenizer": None})
     assert bare([]) is None
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("collate", "module:function"),
-        ("my_module_here:", "module:function"),
-        ("my_module_here:colate", "Did you mean collate?"),
-        ("my_module_here:number", "a int"),
-        ("no_module_here:collate", "No module named"),
-        ("no_file_here.py:collate", "no such file"),
-        ("bad_module_here:collate", "RuntimeError: broken"),
-        ("my_module_here:fails", "ValueError: no such thing"),
-        ("my_module_here:nothing", "a int"),
-        ("my_module_here:Strange", "called with nothing"),
-    ],
-)
+NAMED, HERE = "--collator: got ", "my_module_here"
+REFUSED = [
+    ("collate", "module:function"), (f"{HERE}:", "module:function"), (f"{HERE}:colate", "Did you mean collate?"),
+    (f"{HERE}:number", "a int"), ("no_module_here:collate", "No module named"), ("no_file_here.py:collate", "no such file"),
+    ("bad_module_here:collate", "RuntimeError: broken"), (f"{HERE}:fails", "ValueError: no such thing"),
+    (f"{HERE}:nothing", "a int"), (f"{HERE}:Strange", "called with nothing"),
+    ("bad_syntax.py:f", r"^bad_syntax.py, line 2: SyntaxError"),
+    ("calls_it:f", r"^bad_module_here.py, line 1: RuntimeError: broken"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "said"), REFUSED)
 def test_what_is_no_collator_is_refused_in_a_line(spec, said):
     with pytest.raises(CollateError, match=said) as error:
         ready_collators(spec, ["left"], **GIVEN)
     assert "\n" not in str(error.value)
-    assert "--collator: got " in str(error.value) or "no such file" in str(error.value)
+    assert NAMED in str(error.value) or "no such file" in str(error.value)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        "transformers:DataCollatorForSeq2Seq",
-        "transformers:DataCollatorForLanguageModeling",
-        "transformers:DataCollatorWithFlattening",
-        "trl.trainer.sft_trainer:DataCollatorForLanguageModeling",
-        "collate_npu:PaddingCollator",
+        *(f"transformers:DataCollator{name}" for name in ("ForSeq2Seq", "ForLanguageModeling", "WithFlattening")),
+        *("trl.trainer.sft_trainer:DataCollatorForLanguageModeling", "collate_npu:PaddingCollator"),
     ],
 )
 def test_the_classes_people_use(spec):
@@ -126,15 +125,6 @@ def test_whatever_a_file_raises_is_told_with_its_line(tmp_path, moment, error):
     with pytest.raises(CollateError) as refusal:
         used()
     assert str(refusal.value).startswith(f"theirs.py, line {line}: {ENDS[error]}. --collator: got theirs.py:collate. ")
-
-
-def test_of_a_file_that_is_no_python_and_of_its_neighbour(tmp_path):
-    (tmp_path / "bad_syntax.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
-    with pytest.raises(CollateError, match=r"^bad_syntax.py, line 2: SyntaxError"):
-        ready_collators("bad_syntax.py:f", ["left"], **GIVEN)
-    (tmp_path / "calls_it.py").write_text("import bad_module_here", encoding="utf-8")
-    with pytest.raises(CollateError, match=r"^bad_module_here.py, line 1: RuntimeError: broken"):
-        ready_collators("calls_it:f", ["left"], **GIVEN)
 
 
 def test_an_interrupt_is_one(tmp_path):
