@@ -50,6 +50,8 @@ def test_positions_that_fall_or_stand_are_nobodys(positions):
         with pytest.raises(CollateError, match=r"position_ids: \d bad row"):
             given(model, segments, {"position_ids": torch.tensor(positions)})
         assert given(model, segments, {"position_ids": torch.tensor([[0, 4, 5, 9]] * 2)}).tolist() == [[0, 4, 5, 9]] * 2
+    right = LEFT.position_ids.masked_fill(~LEFT.keep, 1)
+    assert given(model, LEFT, {"position_ids": right}) is right, "with what they say of padding"
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -65,11 +67,6 @@ def test_a_model_that_counts_from_two_is_given_them_so():
         assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}, counted), LEFT.position_ids + 2)
     own = {"position_ids": LEFT.position_ids + 7, "text_position_ids": LEFT.position_ids}
     assert given(model, LEFT, own, counted=True) is own["position_ids"]
-
-
-def test_positions_that_are_right_stay_with_what_they_say_of_padding():
-    model, right = Model(config=SimpleNamespace(), needs_mask_2d=False), LEFT.position_ids.masked_fill(~LEFT.keep, 1)
-    assert given(model, LEFT, {"position_ids": right}) is right
 
 
 @pytest.mark.parametrize("start", range(-3, 5))

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from collate_npu import releases
 from collate_npu.integrations import patching, trainers
@@ -142,38 +142,26 @@ def modules(monkeypatch, *names):
     return made
 
 
-def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch):
+class Lazy(ModuleType):
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} was asked for, which it would have to import")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch, patched):
+    """A module that a stranger patched keeps theirs, and the others get the original."""
     home, friend, other, late = modules(monkeypatch, "peer.home", "peer.friend", "peerless", "peer.late")
-    home.work = friend.w = other.work = work = abs
+    monkeypatch.setitem(sys.modules, "peer.lazy", Lazy("peer.lazy"))
+    home.work = friend.w = other.work = abs
     patching.patch("one", home, "work", more, everywhere="peer")
     assert (home.work(1), friend.w(1), other.work(1)) == (2, 2, 1)
     assert friend.w is home.work
-    late.work = home.work  # a module of theirs that is imported while ours is there
+    late.work = ours = home.work  # a module of theirs that is imported while ours is there
+    if patched:
+        home.work = lambda value: -ours(value)
     patching.release("one")
-    assert home.work is friend.w is late.work is work
-
-
-def test_a_module_that_a_stranger_patched_keeps_theirs_and_the_others_get_the_original(monkeypatch):
-    home, friend = modules(monkeypatch, "peer.home", "peer.friend")
-    home.work = friend.work = work = abs
-    patching.patch("one", home, "work", more, everywhere="peer")
-    ours = home.work
-    home.work = stranger = lambda value: -ours(value)
-    patching.release("one")
-    assert home.work is stranger
-    assert friend.work is work
-    assert home.work(1) == -1
-
-
-def test_nothing_is_looked_up_that_a_lazy_module_would_have_to_import(monkeypatch):
-    class Lazy(ModuleType):
-        def __getattr__(self, name):
-            raise AssertionError(f"{name} was asked for")
-
-    (home,) = modules(monkeypatch, "peer.home")
-    home.work = abs
-    monkeypatch.setitem(sys.modules, "peer.lazy", Lazy("peer.lazy"))
-    patching.patch("one", home, "work", more, everywhere="peer")
+    assert (friend.w, late.work, home.work(1)) == (abs, abs, -1 if patched else 1)
+    assert patched or home.work is abs
 
 
 @given(st.lists(st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None])), max_size=8))
@@ -292,7 +280,7 @@ class Patch:
     keeps what it found at first, sets its own in the module whatever stands there, and by identity wherever it is."""
 
     def __init__(self, module, name):
-        self.module, self.name, self.found, self.final, self.wrappers = module, name, None, None, []
+        self.module, self.name, self.found, self.final = module, name, None, None
 
     def apply(self, new, wrappers):
         current = getattr(self.module, self.name)
@@ -321,21 +309,15 @@ def replacement(text):
     return f"npu {text}"
 
 
+MADE = {"wrap": (None, [wrapper]), "replace": (replacement, []), "nothing": (None, [])}
 STEPS = ("install", "install", "uninstall", "wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing")
 
 
-def said_by(home, text):
-    """What a call gives, and how often ours ran in it."""
-    HEARD.clear()
-    return home.greet(text), len(HEARD)
-
-
+@example(["replace", "install", "repatch wrap", "install", "uninstall"], False)
 @given(st.lists(st.sampled_from(STEPS), max_size=8), st.booleans())
 def test_ours_is_called_once_or_known_to_be_lost_and_an_install_mends_it(steps, imported):
     with pytest.MonkeyPatch.context() as patch:
-        home, friend = ModuleType("repatched.home"), ModuleType("repatched.friend")
-        for module in (home, friend):
-            patch.setitem(sys.modules, module.__name__, module)
+        home, friend = modules(patch, "repatched.home", "repatched.friend")
         home.greet = original = lambda text: f"hello {text}"
         if imported:
             friend.greet = original
@@ -347,27 +329,12 @@ def test_ours_is_called_once_or_known_to_be_lost_and_an_install_mends_it(steps, 
             elif kind == "uninstall":
                 patching.release("one")
             else:
-                made = ({"replace": replacement}.get(kind), [wrapper] if kind == "wrap" else [])
-                (theirs.repatch if theirs.found is not None and step != kind else theirs.apply)(*made)
-            said, times = said_by(home, "you")
+                (theirs.repatch if theirs.found is not None and step != kind else theirs.apply)(*MADE[kind])
+            HEARD.clear()
+            said, times = home.greet("you"), len(HEARD)
             assert times == patching.in_place(louder), step
             assert times == 1 or step != "install"
             assert times == said.isupper()
         patching.release("one")
-        assert said_by(home, "you")[1] == 0
-
-
-def test_what_repatch_replaced_is_not_in_place(monkeypatch):
-    home = ModuleType("repatched.home")
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    home.greet = lambda text: f"hello {text}"
-    theirs = Patch(home, "greet")
-    theirs.apply(replacement, [])
-    patching.patch("one", home, "greet", louder)
-    assert (said_by(home, "you"), patching.in_place(louder)) == (("NPU YOU", 1), True)
-    theirs.repatch(replacement, [wrapper])
-    assert (said_by(home, "you"), patching.in_place(louder)) == (("<npu you>", 0), False)
-    patching.patch("one", home, "greet", louder)
-    assert (said_by(home, "you"), patching.in_place(louder)) == (("<NPU YOU>", 1), True)
-    patching.release("one")
-    assert said_by(home, "you") == ("<npu you>", 0)
+        HEARD.clear()
+        assert (home.greet("you").islower(), HEARD) == (True, [])
