@@ -96,14 +96,6 @@ def test_labels_of_a_decoder_tell_nothing_of_these_tokens():
     assert adapter(batch)["labels"] is batch["labels"]
 
 
-def test_only_who_adapts_the_model_leaves_out_a_2d_mask_that_others_may_read():
-    adapter = BatchAdapter(DENSE, consumer="transformers")
-    adapter.model = Model(config=DENSE, needs_mask_2d=False, pattern="causal")
-    assert adapter.route(RIGHT).form == "keep_2d"
-    adapter.at_model = True
-    assert adapter.route(RIGHT).form == "none"
-
-
 def test_what_is_made_is_where_the_batch_is():
     out = megatron(HYBRID).render(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
     assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}

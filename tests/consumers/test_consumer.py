@@ -287,19 +287,19 @@ def test_the_keys_of_a_mapping(fields, keys):
             layer_masks(config(layer_types=layers))
 
 
-def test_older_transformers_take_no_mapping(monkeypatch):
-    layers = config(layer_types=["conv", "full_attention"])
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.13.0")
-    assert layer_masks(layers)["conv"] == "recurrent"
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.12.1")
-    with pytest.raises(UnsupportedFormError, match=r"from 5\.13 on"):
-        layer_masks(layers)
-    zamba2 = config(model_type="zamba2", layer_types=["linear_attention", "hybrid"])
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
-    assert layer_masks(zamba2)["full_attention"] == "attention"
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.0")
-    with pytest.raises(UnsupportedFormError, match="got hybrid"):
-        layer_masks(zamba2)
+@pytest.mark.parametrize(
+    ("fields", "since", "before", "said"),
+    [
+        ({"layer_types": ["conv", "full_attention"]}, "5.13.0", "5.12.1", r"from 5\.13 on"),
+        ({"model_type": "zamba2", "layer_types": ["linear_attention", "hybrid"]}, "5.15.0", "5.14.0", "got hybrid"),
+    ],
+)
+def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, said):
+    monkeypatch.setitem(releases._FOUND, "transformers", since)
+    assert {*layer_masks(config(**fields)).values()} == {"recurrent", "attention"}
+    monkeypatch.setitem(releases._FOUND, "transformers", before)
+    with pytest.raises(UnsupportedFormError, match=said):
+        layer_masks(config(**fields))
 
 
 def test_layers_that_no_config_tells_are_not_guessed():

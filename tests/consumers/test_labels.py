@@ -35,33 +35,30 @@ def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
         assert torch.equal(found, segments.keep.float() if weights.ndim > 1 else weights)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_one_label_at_either_end_of_a_sequence_tells_and_0_is_a_token(place):
-    ids = torch.tensor([[0, 6, 0, 7, 8, 8]])
-    labels = torch.full_like(ids, -100)
-    labels[0, [place, 4]] = ids[0, [place, 4]]
-    found = handed_over(Segments.from_lengths([[4, 2]]), {"input_ids": ids, "labels": labels})["labels"]
-    assert found[0, 4] == -100
+ENDS = torch.tensor([[0, 6, 0, 7, 8, 8]])
+TWO, TEN = Segments.from_lengths([[3, 2]], width=6), Segments.from_lengths([[4, 2]])
+NO, SEVENS = -100, torch.full(PACKED.shape, 7)
+HANDED = [
+    # one label at either end of a sequence tells, and 0 is a token
+    (TEN, {"input_ids": ENDS, "labels": [[0, NO, NO, NO, 8, NO]]}, {}, [[0, NO, NO, NO, NO, NO]]),
+    (TEN, {"input_ids": ENDS, "labels": [[NO, NO, 0, NO, 8, NO]]}, {}, [[NO, NO, 0, NO, NO, NO]]),
+    # without tokens the last label of a sequence before another is taken for its first token
+    (PACKED, {"tokens": IDS[:12].view(2, 6), "shift_labels": SEVENS}, {}, [[7, 7, NO, 7, 7, NO], [7, 7, 7, 7, NO, NO]]),
+    # labels that are moved already stay so on a transformers model
+    (TWO, {"labels": [[21, 22, 99, 24, 99, 0]]}, {"consumer": "transformers", "labels_shifted": True},
+     [[21, 22, 99, 24, 99, NO]]),
+    # the last one of a sequence is the first token of the next one: they are moved
+    (TWO, {"labels": [[NO, NO, 23, NO, NO, NO]]}, {}, [[NO] * 6]),
+    # what are no tokens, or ignored ones, stay
+    (LEFT, {"labels": [3, 1]}, {}, [3, 1]), (LEFT, {"labels": [[-1] * 5] * 2}, {}, [[-1] * 5] * 2),
+    (LEFT, {"labels": [[0.5, 0.25, 0.125, 1.5, 2.5]] * 2}, {}, [[0.5, 0.25, 0.125, 1.5, 2.5]] * 2),
+]  # fmt: skip
 
 
-def test_without_tokens_the_last_label_of_a_sequence_before_another_is_taken_for_its_first_token():
-    labels = torch.full(PACKED.shape, 7)
-    found = handed_over(PACKED, {"shift_labels": labels, "tokens": IDS[:12].view(2, 6)})["shift_labels"]
-    assert found.tolist() == [[7, 7, -100, 7, 7, -100], [7, 7, 7, 7, -100, -100]]
-
-
-def test_labels_that_are_moved_already_stay_so_on_a_transformers_model():
-    labels = torch.tensor([[21, 22, 99, 24, 99, 0]])
-    segments = Segments.from_lengths([[3, 2]], width=6)
-    found = handed_over(segments, {"labels": labels}, consumer="transformers", labels_shifted=True)["labels"]
-    assert found.tolist() == [[21, 22, 99, 24, 99, -100]]
-
-
-def test_the_last_label_of_a_sequence_tells_too():
-    """It is the first token of the next one: the labels are moved."""
-    labels = torch.tensor([[-100, -100, 23, -100, -100, -100]])
-    found = handed_over(Segments.from_lengths([[3, 2]], width=6), {"labels": labels})["labels"]
-    assert torch.equal(found, torch.full_like(labels, -100))
+@pytest.mark.parametrize(("segments", "given", "settings", "expected"), HANDED)
+def test_what_no_sample_alone_learns_from_is_ignored(segments, given, settings, expected):
+    tensors = {key: torch.as_tensor(value) for key, value in given.items()}
+    assert handed_over(segments, tensors, **settings)[[*given][-1]].tolist() == expected
 
 
 def test_a_hole_ends_a_sequence_and_what_follows_it_is_predicted_from_padding():
@@ -93,14 +90,6 @@ def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples
     wrong[:, :-1] |= parts & segments.keep[:, 1:]
     assert torch.equal(found, following.masked_fill(wrong, -100))
     assert bool((parts & segments.keep[:, 1:] & segments.keep[:, :-1]).any()) == segments.packed
-
-
-def test_labels_that_are_no_tokens_and_ignored_ones_stay():
-    classes, targets = torch.tensor([3, 1]), torch.rand(2, 5)
-    assert torch.equal(handed_over(LEFT, {"labels": classes})["labels"], classes)
-    assert torch.equal(handed_over(LEFT, {"labels": targets})["labels"], targets)
-    other = torch.full((2, 5), -1)
-    assert torch.equal(handed_over(LEFT, {"labels": other})["labels"], other)
 
 
 def test_tokens_predicted_in_place_lose_no_first_label():

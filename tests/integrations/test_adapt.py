@@ -409,29 +409,22 @@ def test_it_is_refused_where_no_batch_of_transformers_comes_by(name):
         adapt(REFUSED[name]())
 
 
-def test_a_model_of_the_callers_own_says_who_reads():
-    class Own(nn.Module):
-        config = SimpleNamespace(layer_types=["full_attention"])
+class Own(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
 
-        def forward(self, input_ids, attention_mask=None, position_ids=None):
-            return attention_mask
-
-    model = Own()
-    with adapt(model, consumer="transformers"):
-        assert model(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).tolist() == [[0, 1]]
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **more):
+        return attention_mask
 
 
-def test_of_a_hybrid_of_the_callers_own_nobody_knows_which_boundaries_its_layers_read():
-    class Own(nn.Module):
-        config = model_of().config
-
-        def forward(self, input_ids, attention_mask=None, position_ids=None, **more):
-            return attention_mask
-
-    with adapt(model := Own(), consumer="transformers"):
-        assert model(torch.tensor([[3, 4], [5, 6]]), torch.tensor([[0, 1], [1, 1]])).tolist() == [[0, 1], [1, 1]]
-        with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
-            model(torch.tensor([[3, 4, 5]]), position_ids=torch.tensor([[0, 1, 0]]))
+def test_a_model_of_the_callers_own_says_who_reads_and_of_a_hybrid_nobody_knows_the_boundaries():
+    ids, keep = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[0, 1], [1, 1]])
+    for config in (SimpleNamespace(layer_types=["full_attention"]), model_of().config):
+        with adapt(model := Own(config), consumer="transformers"):
+            assert model(ids, keep).tolist() == keep.tolist()
+    with adapt(model, consumer="transformers"), pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+        model(torch.tensor([[3, 4, 5]]), position_ids=torch.tensor([[0, 1, 0]]))
 
 
 def test_tensors_without_values_are_refused():

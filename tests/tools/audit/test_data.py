@@ -55,7 +55,7 @@ FILES += [("held.jsonl", json.dumps(record).encode(), row if row == NONE else [r
 def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, capfd, name, content, rows):
     """Lines need no package; a table leaves no cache, asks nobody and logs nothing."""
     path = tmp_path / name
-    if re.search("json$|json.gz|csv|parquet", name):
+    if table := re.search(r"\.(json|csv|parquet)(\.gz)?$", name):
         datasets = pytest.importorskip("datasets")
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("a connection"))
@@ -70,6 +70,7 @@ def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, ca
         path.write_bytes(content)
     if isinstance(rows, list):
         assert read_rows(path) == rows
+        assert not (table and logging.getLogger("datasets").isEnabledFor(logging.CRITICAL))
         assert not (tmp_path / "cache").exists()
     else:
         with pytest.raises(CollateError, match=rows) as error:
@@ -78,13 +79,10 @@ def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, ca
         assert not capfd.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"one\ntwo\n", LINES, b'{"text": "one"}'])
-def test_standard_input(monkeypatch, content):
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    assert read_rows(Path("-")) == TWO[: 1 + content.count(b"\n")]
-
-
-def test_a_table_without_the_package_names_it(tmp_path, monkeypatch):
+def test_standard_input_and_a_table_without_its_package(tmp_path, monkeypatch):
+    for content in (b"one\ntwo\n", LINES, b'{"text": "one"}'):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        assert read_rows(Path("-")) == TWO[: 1 + content.count(b"\n")]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
     with pytest.raises(CollateError, match="pip install datasets"):

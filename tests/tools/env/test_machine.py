@@ -50,8 +50,13 @@ def test_a_package_whose_metadata_is_broken_is_here(tmp_path, monkeypatch, metad
 def test_the_version_of_cann_is_read_from_its_folder(tmp_path, monkeypatch, file, text, version):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text, encoding="utf-8")
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert machine.cann() == "none: ASCEND_HOME_PATH is not set"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert machine.cann() == f"{version} in {tmp_path}"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "absent"))
+    assert machine.cann().endswith("which is no folder")
 
 
 def test_processors_are_those_of_this_process(monkeypatch):
@@ -60,11 +65,3 @@ def test_processors_are_those_of_this_process(monkeypatch):
     assert machine.system().endswith(" 2 of 8 CPUs")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert machine.system().endswith(" 8 of 8 CPUs")
-
-
-def test_a_cann_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
-    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
-    assert machine.cann() == "none: ASCEND_HOME_PATH is not set"
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "absent"))
-    assert machine.cann().endswith("which is no folder")

@@ -26,7 +26,7 @@ def test_transformers_tells_what_it_resolved():
 def test_each_flash_attention_that_is_here_is_named(monkeypatch):
     for n in (2, 3, 4):
         monkeypatch.setattr(utils, f"is_flash_attn_{n}_available", lambda: True, raising=False)
-    flash = [name for name in stacks._attentions().split(", ") if name.startswith("flash_attention_")]
+    flash = [name for name in stacks.runs()["transformers, attention"].split(", ") if name.startswith("flash_attention_")]
     assert flash[:3] == ["flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
 
