@@ -152,26 +152,20 @@ def test_a_pattern_is_told_only_where_every_layer_says_the_same(flags, said):
         *((config(model_type="bert", **{name: True}), False) for name in ("is_decoder", "is_encoder_decoder", "causal")),
     ],
 )
-def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(given, expected):
+def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkeypatch, given, expected):
     pytest.importorskip("transformers")
     assert is_encoder(given) == expected
-
-
-def test_without_transformers_nothing_is_known_to_be_an_encoder(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
-    assert not is_encoder(config(model_type="bert"))
+    assert not is_encoder(given)
 
 
-@pytest.mark.parametrize("wrong", [5, None, ["layer"]])
-def test_what_is_no_model_has_no_layers(wrong):
-    with pytest.raises(CollateError, match="model: got"):
-        needs_mask_2d(wrong)
-
-
-def test_a_name_that_no_registry_has_is_refused_with_the_nearest():
+@pytest.mark.parametrize(
+    ("wrong", "said"), [*((wrong, "model: got") for wrong in (5, None, ["layer"])), ("qwen3_nex", "'qwen3_nex'.*qwen3_next")]
+)
+def test_what_is_no_model_and_a_name_that_no_registry_has_are_refused(wrong, said):
     pytest.importorskip("transformers")
-    with pytest.raises(CollateError, match=r"'qwen3_nex'.*qwen3_next"):
-        needs_mask_2d("qwen3_nex")
+    with pytest.raises(CollateError, match=said):
+        needs_mask_2d(wrong)
 
 
 @pytest.mark.parametrize(

@@ -25,21 +25,9 @@ def test_padding_and_its_side(side):
     assert f"2 rows of 3, one sequence each; padding on the {side}, 2 of 6 places (33%)" in text
     assert ("no mask is exact: causal attention" if side == "right" else "no mask is not exact: padding stands on") in text
     assert ("attention_mask: None" if side == "right" else "attention_mask: bool [2, 1, 3, 3], True = blocked") in text
+    assert f"cheapest exact form: {'the 2D mask, 6' if side == 'left' else 'None with a causal kernel'}" in text
     assert "hazard" not in text
     assert known(text, "") == {"attention_mask_2d", "position_ids"} | ({"attention_mask"} if side == "left" else set())
-
-
-CHEAPEST = {
-    "right": "cheapest exact form: None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D",
-    "left": "cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes",
-    "packed": "cheapest exact form: offsets of a flat row, 12 bytes; a dense 4D takes 16 bytes",
-}
-
-
-@pytest.mark.parametrize("rows", CHEAPEST)
-def test_the_cheapest_form_and_what_it_takes(rows):
-    settings = {"padding_free": True} if rows == "packed" else {"pad_token_id": 0, "padding_side": rows}
-    assert CHEAPEST[rows] in describe(PaddingCollator(**settings)(FEATURES))
 
 
 def test_a_notebook_and_a_prompt_show_lines():
@@ -51,7 +39,11 @@ def test_a_notebook_and_a_prompt_show_lines():
 
 def test_a_flat_row():
     text = describe(PaddingCollator(padding_free=True)(FEATURES))
-    for said in ("2 sequences, 4 real tokens of 4", "1 row of 4, 2 sequences; no padding"):
+    for said in (
+        "2 sequences, 4 real tokens of 4",
+        "1 row of 4, 2 sequences; no padding",
+        "form: offsets of a flat row, 12",
+    ):
         assert said in text
     assert "hazard" not in text
     all_of_it = {"seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
@@ -93,9 +85,11 @@ def test_sparse_masks_are_read_and_rows_of_their_own_lengths_named():
 @pytest.mark.parametrize(
     ("polarity", "said"), [("keep", "True = attends"), ("masked", "True = blocked"), ("bias", "additive")]
 )
-def test_every_polarity_is_named(polarity, said):
+def test_every_polarity_is_named_of_masks_with_and_without_heads(polarity, said):
     segments = Segments.from_lengths([2, 3], side="left")
     batch = {"input_ids": segments.ids, "attention_mask": dense(segments, polarity=polarity)}
+    assert f", {said}\n" in describe(batch).partition("attention_mask: ")[2]
+    batch = {"attention_mask": batch["attention_mask"][:, 0], "attention_mask_2d": segments.keep}
     assert f", {said}\n" in describe(batch).partition("attention_mask: ")[2]
 
 
@@ -116,11 +110,3 @@ def test_hazards_are_named_once_each():
     says = ("4D and alone", "int8 and 4D, 1 = attends", "1 labels stand on padding (rows [0])",
             "padding holds the id 7, as do 1 of 5 real tokens")  # fmt: skip
     assert [said in line for said, line in zip(says, found, strict=True)] == [True] * 4
-
-
-@pytest.mark.parametrize("heads", [(), (1,)])
-def test_what_true_means_is_said_of_masks_with_and_without_heads(heads):
-    segments = Segments.from_lengths([2, 3], side="left")
-    batch = {"attention_mask": dense(segments).reshape(2, *heads, 3, 3), "attention_mask_2d": segments.keep}
-    (line,) = (text for text in str(describe(batch)).splitlines() if text.startswith("attention_mask: "))
-    assert "True" in line

@@ -43,10 +43,6 @@ def one(model, **settings):
     return finding
 
 
-def flat(model, **settings):
-    return {column: each for (_, column), each in found(model, sides=["packed"], gradients=True, **settings).items()}
-
-
 def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_was():
     assert len({len(ids) for ids in SAMPLES}) > 2
     assert all(ids[-1] == TOKENIZER.eos_token_id == TOKENIZER.pad_token_id for ids in SAMPLES)
@@ -120,8 +116,12 @@ def test_flat_rows_are_right_where_each_layer_is_told_boundaries(monkeypatch, na
         hears = wraps(kernel)(lambda *args, seq_idx=None, cu_seqlens=None, **kwargs: kernel(*args, **kwargs))
         monkeypatch.setattr(kernels, deaf, hears)
     model = tiny(name, **({"attn_implementation": "eager"} if name == "llama" else {}))
+    how = {"pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": True, "sides": ["packed"]}
     with reference_kernels(model) if name == "qwen3_next" else nullcontext():
-        cases = flat(model)
+        case = Audit(model, SAMPLES, name="m", **how)
+        cases = {column: case.finding("packed", column) for column in FLAT}
+        yardstick = case.yardstick("packed")
+    assert case.first("packed") == ("m", Segments.from_lengths([[len(ids) for ids in SAMPLES]]), "causal")
     if name == "jamba":
         assert all(cases[column].refused for column in OURS)
         assert cases["positions"].right is False
@@ -129,16 +129,8 @@ def test_flat_rows_are_right_where_each_layer_is_told_boundaries(monkeypatch, na
     assert [cases[column].right for column in OURS] == [not deaf] * len(OURS)
     lost = OTHERS if name == "qwen3_next" else ["no boundaries"]
     assert all(cases[column].logits > 0.1 and cases[column].gradient > 0.01 for column in lost)
-
-
-@NEWER
-def test_the_yardstick_of_flat_rows_is_the_least_of_what_is_wrong():
-    how = {"pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": True, "sides": ["packed"]}
-    case = Audit(tiny("qwen3_next"), SAMPLES, name="m", **how)
-    with reference_kernels(case.subject.model):
-        assert case.yardstick("packed").wrong.logits == min(case.finding("packed", each).relative for each in OTHERS)
-        assert case.yardstick("packed").tells()
-    assert case.first("packed") == ("m", Segments.from_lengths([[len(ids) for ids in SAMPLES]]), "causal")
+    assert yardstick.wrong.logits == min(cases[column].relative for column in lost)
+    assert yardstick.tells()
 
 
 def pair():
