@@ -72,10 +72,6 @@ def test_a_pattern_of_its_own_on_transformers():
     assert torch.equal(mapping["attention_mask"]["full_attention"], dense(LEFT, polarity="bias", pattern=sliding))
     eager = BatchAdapter(DENSE, consumer="transformers", pattern=sliding, attn_implementation="eager")(truth)
     assert torch.equal(eager["attention_mask"], dense(LEFT, polarity="bias", pattern=sliding))
-    with pytest.raises(UnsupportedFormError, match="flash_attention_2"):
-        BatchAdapter(DENSE, consumer="transformers", pattern=sliding, attn_implementation="flash_attention_2")(truth)
-    with pytest.raises(UnsupportedFormError, match="no config"):
-        BatchAdapter(needs_mask_2d=True, consumer="transformers", pattern=sliding)(truth)
 
 
 def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():

@@ -80,11 +80,14 @@ def test_layers_that_do_not_part_sequences_are_looked_for_where_a_flat_row_has_s
 
 
 def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monkeypatch):
+    """Of a model of Megatron's, and in ms-swift's trainer."""
     monkeypatch.setattr(mcore_bridge, "masks_padding", lambda model_type: True)
-    model = local(linear_attention_freq=2)
-    assert megatron._kernel(model, LEFT) == "megatron"
-    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-        megatron._kernel(model, PACKED)
+    trainer = SimpleNamespace(args=SimpleNamespace(attention_backend="local"), kernel="megatron", npu=False)
+    model, wants = local(linear_attention_freq=2), swift_masks.TrainerMasks._wants_dense
+    assert (megatron._kernel(model, LEFT), wants(trainer, LEFT, recurrent=True)) == ("megatron", True)
+    for asked in (lambda: megatron._kernel(model, PACKED), lambda: wants(trainer, PACKED, recurrent=True)):
+        with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
+            asked()
 
 
 @pytest.mark.parametrize(("config", "stops"), [({}, False), ({"bias": False}, False), ({"bias": True}, True)])
@@ -133,24 +136,6 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named():
     packed._check_shared_out((0, 3), None)
     with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
         packed._check_shared_out((0, 4, 5, 7), ContextParallel(2, 0).for_documents())
-
-
-@pytest.mark.parametrize(
-    ("home", "stage", "sequence_parallel", "shared"),
-    [
-        ("megatron.core", {"pre_process": True}, True, False),  # it shares the mask out itself
-        ("megatron.core", {}, True, False),
-        ("megatron.core", {"pre_process": False}, True, True),
-        ("megatron.core", {"pre_process": False}, None, False),
-        ("mcore_bridge.model", {"pre_process": True}, True, True),
-    ],
-)
-def test_routers_masks_are_shared_out_once(monkeypatch, home, stage, sequence_parallel, shared):
-    monkeypatch.setattr(megatron.mcore_bridge, "router_padding", lambda padding, shared: shared)
-    monkeypatch.setattr(megatron.mcore_bridge, "pass_through_forward", lambda model, inputs, extras: extras)
-    model = type("GPTModel", (nn.Module,), {"__module__": home, **stage})()
-    model.config = SimpleNamespace(**({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
-    assert megatron._passed_on({"padding_mask": torch.ones(1)}, model) == {"padding_mask": shared}
 
 
 def test_offsets_of_a_flat_row_are_judged_as_a_call_on_the_whole_row(monkeypatch):
@@ -238,28 +223,6 @@ def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("info", "sequence_parallel", "ranks", "told"),
-    [
-        (None, True, 2, {}),
-        ({}, True, 2, {}),
-        ({"is_moe_model": False}, True, 2, {}),
-        ({"is_moe_model": True}, True, 2, {"padding_mask": True}),
-        ({"is_moe_model": True}, True, 1, {"padding_mask": False}),
-        ({"is_moe_model": True}, False, 2, {"padding_mask": False}),
-    ],
-)
-def test_swifts_routers_are_told_the_padding_each_rank_its_share(monkeypatch, info, sequence_parallel, ranks, told):
-    monkeypatch.setattr(mcore_bridge, "router_padding", lambda padding, cp, shared: shared)
-    monkeypatch.setattr(mcore_bridge, "pass_through_forward", lambda model, batch, extras: extras)
-    monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
-    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=ranks)
-    args.model_info = None if info is None else SimpleNamespace(**info)
-    adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
-    trainer = SimpleNamespace(args=args, cp=None, adapter=adapter, _wants_dense=lambda *_, recurrent: False)
-    assert swift_masks.TrainerMasks.add(trainer, {"input_ids": torch.ones(2, 3)}, LEFT) == told
-
-
-@pytest.mark.parametrize(
     ("npu", "backend", "ranks", "mode", "said"),
     [
         (False, "flash", 1, "contiguous", ""),
@@ -299,15 +262,6 @@ def test_swifts_rows_are_padded_to_what_both_chunks_of_each_rank_take(ranks, ask
     assert out[KEEP_KEY].tolist() == [[True, True, False]]
 
 
-def test_swifts_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monkeypatch):
-    monkeypatch.setattr(swift_masks.mcore_bridge, "masks_padding", lambda model_type: True)
-    trainer = SimpleNamespace(args=SimpleNamespace(attention_backend="local"), kernel="megatron", npu=False)
-    wants = swift_masks.TrainerMasks._wants_dense
-    assert wants(trainer, LEFT, recurrent=True)
-    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-        wants(trainer, PACKED, recurrent=True)
-
-
 # --- twinkle
 
 
@@ -339,22 +293,48 @@ def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, varia
     assert [row[SEGMENT_KEY].shape[1] for row in padded] == widths
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks", "shared"),
-    [
-        ({}, 2, False),
-        ({"sequence_parallel": False}, 2, False),
-        ({"sequence_parallel": True}, 2, True),
-        ({"sequence_parallel": True}, 1, False),
-    ],
-)
-def test_twinkles_routers_masks_are_shared_out_where_tensor_parallel_ranks_share_a_row(monkeypatch, config, ranks, shared):
-    monkeypatch.setattr(stages, "router_padding", lambda padding, cp, shared: shared)
-    monkeypatch.setattr(stages, "pass_through_forward", lambda model, batch, extras: extras)
+def by_megatron(home, **fields):
+    config = {key: fields.pop(key) for key in ("sequence_parallel",) if key in fields}
+    model = type("GPTModel", (nn.Module,), {"__module__": home, **fields})()
+    model.config = SimpleNamespace(**config)
+    return megatron._passed_on({"padding_mask": torch.ones(1)}, model)
+
+
+def by_swift(info, sequence_parallel, ranks):
+    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=ranks)
+    args.model_info = None if info is None else SimpleNamespace(**info)
+    adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
+    trainer = SimpleNamespace(args=args, cp=None, adapter=adapter, _wants_dense=lambda *_, recurrent: False)
+    return swift_masks.TrainerMasks.add(trainer, {"input_ids": torch.ones(2, 3)}, LEFT)
+
+
+def by_twinkle(ranks, **config):
     adapter = SimpleNamespace(with_segments=lambda batch: ({"attention_mask": None}, Segments.from_lengths([2, 3])))
     routed = Stages(processor(), (), local(num_moe_experts=4, **config), False)._routed
-    cp = ContextParallel(1, 0, tensor_parallel=ranks)
-    assert routed({SEGMENT_KEY: LEFT.ids}, adapter, cp, npu=False) == {"padding_mask": shared}
+    return routed({SEGMENT_KEY: LEFT.ids}, adapter, ContextParallel(1, 0, tensor_parallel=ranks), npu=False)
+
+
+CORE, ON, OFF = "megatron.core", {"sequence_parallel": True}, {"sequence_parallel": False}
+SHARED, WHOLE, EXPERTS = {"padding_mask": True}, {"padding_mask": False}, {"is_moe_model": True}
+ROUTERS = [
+    (by_megatron, (CORE,), {**ON, "pre_process": True}, WHOLE),  # it shares the mask out itself
+    (by_megatron, (CORE,), ON, WHOLE), (by_megatron, (CORE,), {**ON, "pre_process": False}, SHARED),
+    (by_megatron, (CORE,), {"pre_process": False}, WHOLE),
+    (by_megatron, ("mcore_bridge.model",), {**ON, "pre_process": True}, SHARED),
+    *((by_swift, (info, True, 2), {}, {}) for info in (None, {}, {"is_moe_model": False})),
+    (by_swift, (EXPERTS, True, 2), {}, SHARED), (by_swift, (EXPERTS, True, 1), {}, WHOLE),
+    (by_swift, (EXPERTS, False, 2), {}, WHOLE), (by_twinkle, (2,), {}, WHOLE), (by_twinkle, (2,), OFF, WHOLE),
+    (by_twinkle, (2,), ON, SHARED), (by_twinkle, (1,), ON, WHOLE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("by", "given", "config", "told"), ROUTERS)
+def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_row(monkeypatch, by, given, config, told):
+    for room in (mcore_bridge, stages):
+        monkeypatch.setattr(room, "router_padding", lambda *given, **named: named.get("shared", given[-1]))
+        monkeypatch.setattr(room, "pass_through_forward", lambda model, batch, extras: extras)
+    monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
+    assert by(*given, **config) == told
 
 
 @pytest.mark.parametrize(

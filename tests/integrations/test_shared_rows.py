@@ -39,16 +39,11 @@ def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention,
                 model(**SECOND)
 
 
-def test_offsets_must_be_those_of_the_whole_row(monkeypatch):
-    state = SimpleNamespace(_PARALLEL_STATE=SimpleNamespace(ulysses_size=2))
+def test_offsets_must_be_those_of_the_whole_row_and_a_stack_that_is_not_used_shares_nothing(monkeypatch):
+    state, model = SimpleNamespace(_PARALLEL_STATE=None), tiny_model("qwen3", vocab_size=61)
     monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", state)
-    model = tiny_model("qwen3", vocab_size=61)
-    with adapt(model, attn_implementation="flash_attention_2"), pytest.raises(CollateError, match="The row has 8 tokens"):
-        model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
-
-
-def test_a_stack_that_is_imported_and_not_used_shares_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", SimpleNamespace(_PARALLEL_STATE=None))
-    model = tiny_model("qwen3", vocab_size=61)
     with adapt(model):
         assert model(torch.tensor([[3, 4]]), torch.tensor([[1, 1]])).logits.shape == (1, 2, 61)
+    state._PARALLEL_STATE = SimpleNamespace(ulysses_size=2)
+    with adapt(model, attn_implementation="flash_attention_2"), pytest.raises(CollateError, match="The row has 8 tokens"):
+        model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
