@@ -112,7 +112,8 @@ TABLE = [
         ({}, ("keep", "bias", "block_mask", "refused", "refused")), (RECURRENT, ("mapping",) * 2 + ("refused",) * 3))
       for form, kernel in zip(forms, ({}, EAGER, FLEX, FLASH, MINE))),
     *(("keep_2d", LEFT, kernel) for kernel in (EAGER, FLEX, FLASH, MINE)),
-    ("refused", LEFT, {"consumer": "torchtitan", **RECURRENT, **SLIDING}), ("refused.*no config", LEFT, {**UNREAD, **SLIDING}),
+    ("refused", LEFT, {"consumer": "torchtitan", **RECURRENT, **SLIDING}),
+    ("refused.*no config", LEFT, {**UNREAD, **SLIDING}),
     ("keep_2d", RIGHT, {**BIASED, "needs_mask_2d": True}), ("refused.*use_bias", LEFT, {**BIASED, "needs_mask_2d": True}),
     # releases of transformers
     *((form, ALONE_LEFT, {**RECURRENT, "version": version}) for version, form in (

@@ -105,11 +105,6 @@ def test_a_module_of_transformers_is_asked_all_of_it_and_a_stranger_nothing(sour
     assert Model.of(stranger, needs_2d=False) == Model(config=stranger, needs_mask_2d=False, dtype=stranger.weight.dtype)
 
 
-def test_labels_of_a_config_that_says_nothing_of_two_sides_are_no_decoders():
-    assert label_rule(model(Reads)) is None
-    assert label_rule(model(Reads, is_encoder_decoder=True)) == "decoder"
-
-
 class Pools(Base):
     def forward(self, input_ids=None):
         self.pooled = input_ids[:, 0]
@@ -127,3 +122,5 @@ class PoolsElsewhere(nn.Module):
 def test_only_parts_of_transformers_that_read_ids_pool_tokens():
     found = {inner: pooling(model(PassesOn, inner)) for inner in (Pools, PoolsImages, PoolsElsewhere, Reads)}
     assert found == {Pools: "pooled", PoolsImages: "", PoolsElsewhere: "", Reads: ""}
+    assert label_rule(model(Reads)) is None, "a config that says nothing of two sides is no decoder's"
+    assert label_rule(model(Reads, is_encoder_decoder=True)) == "decoder"

@@ -55,16 +55,12 @@ def test_positions_that_fall_or_stand_are_nobodys(positions):
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_axes_that_are_given_stay(counted):
+def test_axes_that_are_given_stay_and_a_model_that_counts_from_two_is_given_them_so(counted):
     own = axes(LEFT)
     assert given(BY_AXES, LEFT, {"position_ids": own}, counted) is own
     assert torch.equal(given(BY_AXES, PACKED, {"position_ids": axes(PACKED)}, counted)[1:], axes(PACKED))
-
-
-def test_a_model_that_counts_from_two_is_given_them_so():
     model = Model(config=SimpleNamespace(), positions="places", first_position=2, needs_mask_2d=False)
-    for counted in (False, True):
-        assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}, counted), LEFT.position_ids + 2)
+    assert torch.equal(given(model, LEFT, {"position_ids": LEFT.position_ids}, counted), LEFT.position_ids + 2)
     own = {"position_ids": LEFT.position_ids + 7, "text_position_ids": LEFT.position_ids}
     assert given(model, LEFT, own, counted=True) is own["position_ids"]
 

@@ -35,9 +35,6 @@ SAID = [
 @pytest.mark.parametrize(("says", "segments", "words"), SAID)
 def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
     assert says(segments).startswith(words)
-
-
-def test_sizes_are_said_in_bytes_up_to_a_mebibyte():
     assert [bytes_said(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
 
 

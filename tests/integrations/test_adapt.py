@@ -373,18 +373,13 @@ def test_after_an_error_inside_the_next_batch_is_looked_at():
         assert adapted(model.base_model)
 
 
-def test_another_attention_set_later_gets_its_own_mask():
-    model, batch = model_of("qwen3"), packed()
+def test_another_attention_or_dtype_set_later_is_looked_at():
+    """Of float64 eager attention makes NaN."""
+    model = model_of("qwen3")
     wanted = alone(model)
     with adapt(model):
         model.set_attn_implementation("eager")
-        assert_alone(model, batch, wanted)
-
-
-def test_a_model_made_float64_later_is_refused_what_eager_attention_makes_nan_of():
-    model = model_of("qwen3")
-    model.set_attn_implementation("eager")
-    with adapt(model):
+        assert_alone(model, packed(), wanted)
         model.double()
         with pytest.raises(UnsupportedFormError, match="is NaN there"):
             model(**padded())

@@ -103,19 +103,16 @@ FLA_FAULTS, OPEN = {"#909", "#871", "#1138", "#1140"}, {"#955"}
 NPU_FAULTS, NPU_OPEN, MAIN = {"#232", "#242", "#312"}, {"#508", "#641"}, {"#367", "#440", "#544", "#733"}
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "numbers"),
-    [
-        ("flash-linear-attention", "0.4.2", FLA_FAULTS | OPEN),
-        ("fla-core", "0.5.0", FLA_FAULTS | OPEN),
-        ("fla-core", "0.5.1", {"#1138", "#1140"} | OPEN),
-        ("fla-core", "0.5.2+cu128", {"#1138", "#1140"} | OPEN),
-        ("fla-core", "0.6.0", OPEN),
-        *((name, "26.1.0", NPU_FAULTS | NPU_OPEN) for name in DISTRIBUTIONS["fla_npu"]),
-        (DISTRIBUTIONS["fla_npu"][1], "26.7.0.dev0+main.ded3545", MAIN | NPU_OPEN),
-        (DISTRIBUTIONS["fla_npu"][2], "26.9.1", NPU_OPEN),
-    ],
-)
+BY_RELEASE = [
+    ("flash-linear-attention", "0.4.2", FLA_FAULTS | OPEN), ("fla-core", "0.5.0", FLA_FAULTS | OPEN),
+    ("fla-core", "0.5.1", {"#1138", "#1140"} | OPEN), ("fla-core", "0.5.2+cu128", {"#1138", "#1140"} | OPEN),
+    ("fla-core", "0.6.0", OPEN), *((name, "26.1.0", NPU_FAULTS | NPU_OPEN) for name in DISTRIBUTIONS["fla_npu"]),
+    (DISTRIBUTIONS["fla_npu"][1], "26.7.0.dev0+main.ded3545", MAIN | NPU_OPEN),
+    (DISTRIBUTIONS["fla_npu"][2], "26.9.1", NPU_OPEN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("package", "version", "numbers"), BY_RELEASE)
 def test_faults_of_kernels_by_release(package, version, numbers):
     said = told({**TORCH, package: version})
     assert set(re.findall(r"#\d+", said)) == numbers
