@@ -16,18 +16,19 @@ pytestmark = pytest.mark.models
 SECOND = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "position_ids": torch.tensor([[4, 5, 0, 1]])}
 """What the second of two ranks has of a row of 6 and 2 tokens."""
 CASES = [("qwen3", "flash_attention_2"), ("qwen3", "sdpa"), ("qwen3_next", "sdpa"), ("qwen3_next", "flash_attention_2")]
+TWO = {
+    "openrlhf": ("openrlhf.models.ring_attn_utils", {"RING_ATTN_GROUP": SimpleNamespace(size=lambda: 2)}),
+    "skyrl": ("skyrl.backends.skyrl_train.distributed.ulysses.utils",
+              {"get_ulysses_sequence_parallel_world_size": lambda: 2}),
+    "veomni": ("veomni.distributed.parallel_state", {"_PARALLEL_STATE": SimpleNamespace(ulysses_size=2)}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("stack", ["openrlhf", "skyrl", "veomni"])
+@pytest.mark.parametrize("stack", TWO)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention, monkeypatch):
-    two = {"openrlhf.models.ring_attn_utils": SimpleNamespace(RING_ATTN_GROUP=SimpleNamespace(size=lambda: 2))}
-    two["skyrl.backends.skyrl_train.distributed.ulysses.utils"] = SimpleNamespace(
-        get_ulysses_sequence_parallel_world_size=lambda: 2
-    )
-    two["veomni.distributed.parallel_state"] = SimpleNamespace(_PARALLEL_STATE=SimpleNamespace(ulysses_size=2))
-    name = next(name for name in two if name.startswith(stack))
-    monkeypatch.setitem(sys.modules, name, two[name])
+    name, two = TWO[stack]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**two))
     model, seen = tiny_model(family, vocab_size=61), []
     with adapt(model, attn_implementation=attention):
         model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)

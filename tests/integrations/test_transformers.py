@@ -20,12 +20,9 @@ def begins(callback, loader=None, *, compiled=False, model=None):
     )
 
 
-def test_what_is_no_collator_is_refused():
+def test_another_collator_is_refused_as_what_is_none_and_one_around_it_is_not():
     with pytest.raises(CollateError, match="int"):
         DeliveryCallback(3)
-
-
-def test_another_collator_is_refused_and_one_around_it_is_not():
     wrapped = SimpleNamespace(data_collator=SimpleNamespace(data_collator=OURS))
     for found in (OURS, wrapped):
         begins(DeliveryCallback(OURS), SimpleNamespace(collate_fn=found))

@@ -42,21 +42,16 @@ def here(tmp_path, monkeypatch):
 
 SIDES = ["left", "right"]
 READY = [
-    ("collate", [[]]), ("made", [("left", "M"), ("right", "M")]), ("bare", [[]]), ("Padder", [7]),
-    ("held.inner.collate", [[]]),
+    ("collate", {}, [[]]), ("made", {}, [("left", "M"), ("right", "M")]), ("bare", {}, [[]]), ("Padder", {}, [7]),
+    ("held.inner.collate", {}, [[]]), ("plain", {"tokenizer": None}, [None]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["my_module_here", "my_module_here.py", "./my_module_here.py"])
-@pytest.mark.parametrize(("name", "answers"), READY)
-def test_each_kind_of_collator_is_made_ready(place, name, answers):
+@pytest.mark.parametrize(("name", "changed", "answers"), READY)
+def test_each_kind_of_collator_is_made_ready(place, name, changed, answers):
     """One for each side where it asks for a tokenizer that is there."""
-    assert [each([]) for each in ready_collators(f"{place}:{name}", SIDES, **GIVEN)] == answers
-
-
-def test_without_a_tokenizer_one_is_made_for_all_sides():
-    (bare,) = ready_collators("my_module_here:plain", SIDES, **{**GIVEN, "tokenizer": None})
-    assert bare([]) is None
+    assert [each([]) for each in ready_collators(f"{place}:{name}", SIDES, **{**GIVEN, **changed})] == answers
 
 
 NAMED, HERE = "--collator: got ", "my_module_here"

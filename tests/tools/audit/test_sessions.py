@@ -181,16 +181,15 @@ def test_what_was_asked_is_told_with_how_long_each_model_took(folder):
 NEXT = "--model qwen3_next --side right"
 
 
-@pytest.mark.parametrize(
-    ("line", "told", "judged"),
-    [
-        (f"{NEXT}", 0, ["qwen3_next (sdpa)"]),
-        (f"{NEXT} --packed", 1, ["qwen3_next (sdpa)"]),
-        (f"{NEXT} --packed --kernels reference", 0, ["qwen3_next (sdpa)", "qwen3_next (sdpa) packed"]),
-        (f"{LLAMA} --side right --packed", 0, ["llama (sdpa)", "llama (sdpa) packed"]),
-        ("--model rwkv --attn eager --side left", 0, []),
-    ],
-)
+TOLD = [
+    (f"{NEXT}", 0, ["qwen3_next (sdpa)"]), (f"{NEXT} --packed", 1, ["qwen3_next (sdpa)"]),
+    (f"{NEXT} --packed --kernels reference", 0, ["qwen3_next (sdpa)", "qwen3_next (sdpa) packed"]),
+    (f"{LLAMA} --side right --packed", 0, ["llama (sdpa)", "llama (sdpa) packed"]),
+    ("--model rwkv --attn eager --side left", 0, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "told", "judged"), TOLD)
 def test_kernels_are_told_where_flat_rows_run_on_what_is_installed(folder, line, told, judged):
     if not KERNELS_TOLD.holds():
         pytest.skip("an older transformers does not say")
