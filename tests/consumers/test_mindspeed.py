@@ -190,6 +190,8 @@ def install(tmp_path, monkeypatch):
 @pytest.mark.parametrize("te", FOLDERS)
 def test_the_release_is_told_by_its_files(install, te):
     assert not mindspeed.installed()
+    without = SimpleNamespace(attention_backend="flash", attention_mask_type="general")
+    assert kernel_of_args(without) == "transformer_engine"
     install(te)
     assert mindspeed.installed()
     assert mindspeed.transformer_engine() == te
@@ -202,10 +204,6 @@ def test_the_release_is_told_by_its_files(install, te):
     swift.attention_backend.name = "local"
     assert kernel_of_args(swift) == "mindspeed"
     assert kernel_of_args(SimpleNamespace(**vars(swift), use_flash_attn=False)) == "mindspeed_dense"
-
-
-def test_without_mindspeed_nothing_changes():
-    assert kernel_of_args(SimpleNamespace(attention_backend="flash", attention_mask_type="general")) == "transformer_engine"
 
 
 def attention(name, home, defined_in=None):
