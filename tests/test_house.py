@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3405, 3000),
     "testing": (427, 450),
     "tools": (4550, 1900),
-    "tests": (54091, 33000),
+    "tests": (54033, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

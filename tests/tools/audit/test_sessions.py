@@ -1,9 +1,7 @@
 """One table: a command line of the audit, its exit code, what it finds of yours, and what it says of the rest."""
 
-import io
 import json
 import re
-from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +10,9 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+from typed import typed
 
 from collate_npu import PaddingCollator
-from collate_npu.__main__ import main
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import byte_tokenizer, tiny_model
@@ -88,16 +86,11 @@ QUICK = "--batches 1 --batch-size 3 --no-gradients --max-length 48"
 
 def run(folder, line):
     """The exit code, the report and what is said on the way."""
-    out, err = io.StringIO(), io.StringIO()
     sdpa = "" if "--attn" in line else "--attn sdpa"
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("COLUMNS", "250")
-        patch.setattr("signal.signal", lambda *_: None)
-        patch.setattr("sys.argv", f"collate-npu audit {line} {sdpa} {QUICK} --json".split())
-        with pytest.raises(SystemExit) as end:
-            main()
-    return end.value.code or 0, json.loads(out.getvalue() or '{"findings": []}'), " ".join(err.getvalue().split())
+        done = typed("audit", *f"{line} {sdpa} {QUICK} --json".split(), COLUMNS="250")
+    return done.exit_code, json.loads(done.stdout or '{"findings": []}'), " ".join(done.stderr.split())
 
 
 def summed_up(report):
