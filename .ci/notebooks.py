@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from collate_npu.tools.notebook import printed  # noqa: E402
+from collate_npu.tools.guide import printed  # noqa: E402
 
 
 def main(write: bool) -> int:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import collate_npu  # noqa: E402
-from collate_npu.tools.notebook import as_markdown  # noqa: E402
+from collate_npu.tools.guide import as_markdown  # noqa: E402
 
 MODULES = (
     "collate",

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked
+from collate_npu.checked import check_held, checked
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
-from collate_npu.given import check_held
 from collate_npu.segments import Segments
 
 

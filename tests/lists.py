@@ -17,7 +17,7 @@ import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.consumers.consumer import consumers
-from collate_npu.consumers.families import READ_BY, RUNS_ON
+from collate_npu.consumers.transformers import READ_BY, RUNS_ON
 from collate_npu.kernels.gated_delta import arguments
 from collate_npu.parallel import layout, recurrent
 from collate_npu.tools.cli import parsers

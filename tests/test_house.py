@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1811, 1250),
-    "masks": (2691, 2400),
-    "parallel": (1625, 1450),
-    "kernels": (3309, 1900),
-    "consumers": (2851, 1950),
-    "collate": (1761, 1500),
-    "proof": (4591, 1900),
-    "integrations": (3405, 3000),
-    "testing": (427, 450),
-    "tools": (4550, 1900),
-    "tests": (54033, 33000),
+    "ground": (1800, 1250),
+    "masks": (2678, 2400),
+    "parallel": (1607, 1450),
+    "kernels": (3526, 1900),
+    "consumers": (2819, 1950),
+    "collate": (1750, 1500),
+    "proof": (4264, 1900),
+    "integrations": (3351, 3000),
+    "testing": (426, 450),
+    "tools": (4479, 1900),
+    "tests": (54027, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}
@@ -98,14 +98,14 @@ ELSEWHERE = {
         consumers.adapter consumers.consumer consumers.megatron consumers.transformers consumers.verl
         integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
         integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
-        kernels.gated_delta.tensor_rules parallel.recurrent releases
-        tools.env.hazards tools.env.machine""",
+        kernels.gated_delta.rules parallel.recurrent releases
+        tools.env""",
     "swift": """
         consumers.megatron consumers.transformers integrations.megatron.mcore_bridge parallel.recurrent
-        tools.cli.guide tools.env.hazards""",
+        tools.cli tools.env""",
     "verl": "consumers.consumer",
     "torchtitan": "consumers.adapter consumers.consumer consumers.models kernels.gated_delta.stacks",
-    "llamafactory": "tools.env.machine",
+    "llamafactory": "tools.env",
     "deepspeed": "integrations.context_parallel",
 }
 """Modules whose code names a stack that is not theirs: the list may only shrink. A docstring may cite anybody."""

@@ -15,7 +15,7 @@ import collate_npu
 
 ORDER = (
     ("errors", "debug", "moved"),
-    ("checked", "given"),
+    ("checked",),
     ("releases",),
     ("arrays",),
     ("keys",),

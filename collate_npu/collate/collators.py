@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Side, host_array, whole_number
-from collate_npu.checked import check_fields
+from collate_npu.checked import check_fields, check_return_tensors, check_tokenizer
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, concatenate_values, flatten_rows, pad_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.consumers.labels import behind_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.given import check_return_tensors, check_tokenizer
 from collate_npu.masks.forms import aligned, least_room, with_tail
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills

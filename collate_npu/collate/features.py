@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
-from collate_npu.collate.own_masks import joined_segment_ids, own_segments
-from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, rank_of, whole_rows
+from collate_npu.collate.padding import (
+    Rows,
+    check_lengths,
+    is_ragged,
+    joined_segment_ids,
+    on_host,
+    own_segments,
+    rank_of,
+    whole_rows,
+)
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 

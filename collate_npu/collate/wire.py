@@ -18,14 +18,12 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import whole_number
-from collate_npu.checked import check_fields
+from collate_npu.checked import check_fields, check_model
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Consumer, ConsumerName
+from collate_npu.consumers.consumer import Consumer, ConsumerName, say_batch
 from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.models import consumer_of
-from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, offsets_of, own_places
 from collate_npu.masks.hazards import hazards_of_tokens, say_hazards

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.checked import checked, here
-from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, consumer_named
+from collate_npu.checked import check_model, checked, here
+from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
@@ -24,9 +24,7 @@ from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
 from collate_npu.consumers.moving import moved
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
-from collate_npu.consumers.routes import Route
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, check_known
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from collate_npu.checked import check_model
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.releases import MASK_MAPPING, ZAMBA2_MAPPING
 
 Stack = Literal["transformers", "megatron", "torchtitan"]

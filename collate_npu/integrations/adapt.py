@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from collate_npu.arrays import host_array
+from collate_npu.checked import check_model
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
 from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
-from collate_npu.given import check_model
-from collate_npu.integrations.shared_rows import check_share, sharing_ranks
+from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments, of_keep

@@ -19,7 +19,7 @@ from torch import nn
 
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
-from collate_npu.integrations.awaited import once_imported
+from collate_npu.integrations.patching import once_imported
 
 PACKAGE, TESTED = "openrlhf", "0.11.2"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from collate_npu.checked import check_collator
 from collate_npu.errors import CollateError, explain
-from collate_npu.given import check_collator
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
 

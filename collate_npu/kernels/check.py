@@ -18,13 +18,13 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain
-from collate_npu.kernels.breach import Breach, refuse
+from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
 from collate_npu.kernels.fusion_attention.operator_call import LISTS, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
+from collate_npu.kernels.gated_delta.rules import rows_and_tokens
 from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
-from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments

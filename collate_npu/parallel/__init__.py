@@ -2,8 +2,7 @@
 
 from collate_npu.parallel.agreement import ranks_agree
 from collate_npu.parallel.gather import gather_objects, gather_sequence, join_shards
-from collate_npu.parallel.groups import data_group, gloo_group
-from collate_npu.parallel.layout import BLOCKS, ContextParallel, query_rows, token_rows, token_runs
+from collate_npu.parallel.layout import BLOCKS, ContextParallel, data_group, gloo_group, query_rows, token_rows, token_runs
 from collate_npu.parallel.recurrent import RecurrentScheme, check_recurrent_split, rank_offsets, recurrent_parallel
 from collate_npu.parallel.split import cu_seqlens_of, pad_documents, split_batch, split_tensor
 

@@ -36,8 +36,7 @@ from torch.utils.data import get_worker_info
 from collate_npu.arrays import host_array
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key
-from collate_npu.parallel.groups import mesh_group, timeout_of
-from collate_npu.parallel.layout import ContextParallel
+from collate_npu.parallel.layout import ContextParallel, mesh_group, timeout_of
 from collate_npu.segments import Segments
 
 _PLACES = 2

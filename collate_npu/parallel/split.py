@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, check_places, host_tensor, whole_number
-from collate_npu.checked import checked, dimension
+from collate_npu.checked import check_held, checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.given import check_held
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
 from collate_npu.masks.find import agreed, check_known
 from collate_npu.masks.forms import aligned, check_cuts

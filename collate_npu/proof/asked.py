@@ -27,8 +27,18 @@ from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof.forward import Forward, holds, short
-from collate_npu.proof.measure import OF_THE_LOSS, apart, called, run, scores_of
-from collate_npu.proof.noise import TIMES, check_noise, least_noise, like, widened
+from collate_npu.proof.measure import (
+    OF_THE_LOSS,
+    TIMES,
+    apart,
+    called,
+    check_noise,
+    least_noise,
+    like,
+    run,
+    scores_of,
+    widened,
+)
 from collate_npu.proof.recording import Recorder
 from collate_npu.segments import Segments
 

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.checked import checked, hold_against
+from collate_npu.checked import check_model, checked, hold_against
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel

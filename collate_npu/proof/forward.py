@@ -19,11 +19,11 @@ from collate_npu.arrays import Array
 from collate_npu.consumers.consumer import Case
 from collate_npu.consumers.models import attention_windows, config_of, has_two_sides, layer_kinds, pattern_of, text_config
 from collate_npu.errors import CollateError
-from collate_npu.kernels.breach import Breach
+from collate_npu.kernels import Breach
+from collate_npu.kernels.told import Told, places_in, row_starts, shown, why_counts_wrong, why_differs, why_row_wrong
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.parallel import ContextParallel, query_rows
 from collate_npu.proof.kernel_calls import MODULES
-from collate_npu.proof.told import Told, places_in, row_starts, shown, why_counts_wrong, why_differs, why_row_wrong
 from collate_npu.segments import Segments
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")

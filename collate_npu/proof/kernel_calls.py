@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import shape_of
-from collate_npu.kernels.fusion_attention.geometry import blocked_scores
-from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, sizes_of
+from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
+from collate_npu.kernels.gated_delta.rules import rows_and_tokens
 from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
-from collate_npu.kernels.gated_delta.tensor_rules import rows_and_tokens
-from collate_npu.proof.told import (
+from collate_npu.kernels.told import (
     BLOCKED,
     MOST_SCORES,
     Attended,

@@ -23,10 +23,10 @@ from collate_npu.arrays import Array
 from collate_npu.consumers.consumer import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
+from collate_npu.kernels.told import zeros_of
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
 from collate_npu.proof.hooks import WRAPS, Hooks, arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
-from collate_npu.proof.told import zeros_of
 
 Begin = Callable[[nn.Module, Any, Any], "Forward | None"]
 """`begin(module, args, kwargs)` of what is called outermost: the forward that begins with it, None for none."""

@@ -20,8 +20,7 @@ from torch import nn
 from collate_npu.consumers.leaks import MODELS_IGNORING_MASK
 from collate_npu.consumers.models import family_needs_mask_2d, is_encoder, text_config
 from collate_npu.proof.conformance import conformance as conformance
-from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant, features_of
-from collate_npu.proof.located import Located
+from collate_npu.proof.invariance import Located, assert_padding_invariant as assert_padding_invariant, features_of
 from collate_npu.proof.measure import alone, errors, measure, uncached
 from collate_npu.segments import Segments
 from collate_npu.testing.kernels import reference_kernels as reference_kernels

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collate_npu.checked import check_model
 from collate_npu.consumers.models import unwrap
 from collate_npu.consumers.recurrent_kernels import READS, KernelCall, kernel_calls
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.given import check_model
-from collate_npu.kernels.breach import refuse
+from collate_npu.kernels import refuse
 from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.releases import KERNELS_TOLD

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
-from collate_npu.consumers.routes import cheapest_said, shape_said
+from collate_npu.consumers.consumer import cheapest_said, shape_said
 from collate_npu.errors import CollateError, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.find import segments_from_batch

@@ -14,12 +14,29 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.proof.interpreted import interpreted
 from collate_npu.proof.kernel_rows import KERNELS, Kernel
-from collate_npu.proof.kernel_runs import Run, runs
+from collate_npu.proof.kernel_runs import Run, interpreted, runs
 from collate_npu.tools.audit.report import WORDS, finite, listed, number
-from collate_npu.tools.device import check_device
-from collate_npu.tools.refusals import did_you_mean
+from collate_npu.tools.refusals import did_you_mean, refused
+
+
+def _here() -> list[str]:
+    """Those that torch knows and finds."""
+    found = [getattr(torch, name, None) for name in ("cuda", "npu")]
+    return ["cpu", *(str(each.__name__).rpartition(".")[2] for each in found if each is not None and each.is_available())]
+
+
+def check_device(device: str, dtype: torch.dtype) -> None:
+    """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
+    here = f"Name a device of this machine: {', '.join(_here())}."
+    with refused("--device", device, f"{dtype} does not compute there.", here):
+        if device.startswith("npu"):
+            import torch_npu  # noqa: F401
+        two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
+    if not torch.equal(two, torch.full((3,), 2.0)):
+        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
+        raise CollateError(explain("--device", device, rule, "Run on a real device."))
+
 
 CARDS = ("cuda", "npu")
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -96,3 +98,46 @@ def _module(place: str) -> Any:
             del sys.modules[file.name]
             raise
     return sys.modules[file.name]
+
+
+# --- bounded: somebody else's code runs so long, and in so much memory, at most
+
+
+@contextmanager
+def bounded(seconds: float, more_bytes: int) -> Iterator[None]:
+    """Raise `TimeoutError`, or let Python raise `MemoryError`, in what runs here beyond that.
+
+    Time is bound on the main thread of a Unix, memory on Linux; elsewhere nothing is.
+    """
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with _memory(more_bytes):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _memory(more: int) -> Iterator[None]:
+    held = Path("/proc/self/statm")
+    if not held.exists():
+        yield
+        return
+    resource = import_module("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(held.read_text().split()[0]) * resource.getpagesize() + more
+    if soft == resource.RLIM_INFINITY or most < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -193,13 +193,13 @@ PAGES = {"repatch": "mindspeed", "pad_between_seqs": "megatron", "cu_seqlens": "
 @pytest.mark.parametrize("words", WORDS)
 def test_the_words_of_an_error_lead_to_their_row(words):
     """`collate-npu guide WORDS`, typed or pasted from a log: the row comes first."""
-    guide = pytest.importorskip("collate_npu.tools.cli.guide")
+    guide = pytest.importorskip("collate_npu.tools.cli")
     assert re.search(r'<a id="([\w-]+)">', guide.page(words))[1] == WORDS[words]
 
 
 @pytest.mark.parametrize("words", PAGES)
 def test_words_lead_to_their_page(words):
-    guide = pytest.importorskip("collate_npu.tools.cli.guide")
+    guide = pytest.importorskip("collate_npu.tools.cli")
     assert f"# {PAGES[words]}\n" in guide.page(words)
 
 

@@ -13,7 +13,7 @@ from flat_rows import FORGOTTEN, PAD, RIGHT, ROWS, WRONG, alone, built, errors, 
 from transformers import DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
-from collate_npu.consumers.families import KDA, READ_BY
+from collate_npu.consumers.transformers import KDA, READ_BY
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES
 from collate_npu.testing import hybrid_model_types, reference_kernels, tiny_config

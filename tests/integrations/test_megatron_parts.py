@@ -12,8 +12,8 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, twinkle
-from collate_npu.integrations.megatron import experts, mcore_bridge, multi_token, packed
-from collate_npu.integrations.swift import guard, masks as swift_masks
+from collate_npu.integrations.megatron import experts, mcore_bridge, packed
+from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.integrations.twinkle import stages
 from collate_npu.integrations.twinkle.stages import Stages, _parted, _plain, _segments, refuse_unread
 from collate_npu.integrations.verl.engine import _refuse_window
@@ -107,7 +107,7 @@ def test_every_depth_of_multi_token_prediction_has_a_target(monkeypatch, length,
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", SimpleNamespace(MAJOR=0, MINOR=16))
     config = SimpleNamespace(mtp_num_layers=depths)
     with refused(said):
-        multi_token.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
+        experts.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_sequences_of_a_flat_row_are_numbered_once_its_width_is_there(width, bef
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
     watched = []
-    monkeypatch.setattr(guard, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
+    monkeypatch.setattr(swift_masks, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
     args = SimpleNamespace(padding_free=True, context_parallel_size=ranks, cp_partition_mode="zigzag")
     trainer = SimpleNamespace(args=args, unwrapped_models=[nn.Identity(), nn.Linear(1, 1)])
     ids, params = torch.ones(1, 12), SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
     prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
-    guard.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
+    swift_masks.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
     assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
 
 

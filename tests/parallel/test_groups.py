@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from collate_npu import CollateError
 from collate_npu.parallel import ContextParallel, gather_objects, gloo_group
-from collate_npu.parallel.groups import data_group, is_gloo, mesh_group, timeout_of
+from collate_npu.parallel.layout import data_group, is_gloo, mesh_group, timeout_of
 
 
 @pytest.fixture

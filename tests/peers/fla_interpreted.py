@@ -1,6 +1,6 @@
 """fla's released Triton kernels on a CPU, in Triton's own interpreter: import this before fla."""
 
-from collate_npu.proof.interpreted import count_in_triton, interpreted
+from collate_npu.proof.kernel_runs import count_in_triton, interpreted
 from collate_npu.releases import installed
 
 __all__ = ["count_in_triton"]

@@ -19,7 +19,7 @@ from megatron_world import (
 
 from collate_npu import PaddingCollator
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.megatron import gpt_batch, multi_token, packed_seq_params
+from collate_npu.integrations.megatron import experts, gpt_batch, packed_seq_params
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, pad_documents
@@ -106,7 +106,7 @@ def test_rows_across_which_megatron_would_move_labels(local, batch):
     with pytest.raises(UnsupportedFormError, match="Multi-token prediction moves labels along the whole row"):
         gpt_batch(batch, local)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multi_token, "depths", lambda config: 0)
+        patch.setattr(experts, "depths", lambda config: 0)
         inputs, truth = gpt_batch(batch, local)
     assert torch.equal(inputs["attention_mask"], dense(truth, polarity="masked"))
     assert gap(local, inputs, truth) > 1e-2  # what is refused: in silence
@@ -120,7 +120,7 @@ def test_routers_of_these_layers_hear_of_no_padding(cpu):
         with pytest.raises(UnsupportedFormError, match="Routers of the multi-token prediction layers count padding"):
             gpt_batch(wide, model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multi_token, "depths", lambda config: 0)
+            patch.setattr(experts, "depths", lambda config: 0)
             inputs, truth = gpt_batch(wide, model)
         aux_losses()
         told[multiple] = loss_and_gradients(model, [(inputs, truth)])[2], sum(aux_losses().values())

@@ -277,7 +277,7 @@ def on_two_ranks():
     gathered = twinkle.gather_object(told)
     assert gathered == torch_util.gather_object(told, grid())
     with pytest.MonkeyPatch.context() as patch:  # the default group is HCCL, as far as we can see
-        patch.setattr("collate_npu.parallel.groups.is_gloo", lambda group: group is not dist.group.WORLD)
+        patch.setattr("collate_npu.parallel.layout.is_gloo", lambda group: group is not dist.group.WORLD)
         patch.setattr(twinkle, "is_gloo", lambda group: group is not dist.group.WORLD)
         carry = dist.all_gather_object
         patch.setattr(dist, "all_gather_object", lambda *told, group: carry(*told, group=_not_the_world(group)))

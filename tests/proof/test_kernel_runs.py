@@ -11,7 +11,7 @@ from collate_npu.kernels.fusion_attention import reference_fusion_attention, tri
 from collate_npu.proof import kernel_rows, kernel_runs
 from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
 from collate_npu.proof.kernel_runs import of_kernel, runs
-from collate_npu.proof.noise import FLOOR, MARGIN, TIMES
+from collate_npu.proof.measure import FLOOR, MARGIN, TIMES
 
 FUSION, FUSION_V3 = (next(k for k in KERNELS if k.name == f"torch_npu.npu_fusion_attention{v}") for v in ("", "_v3"))
 SDPA = next(k for k in KERNELS if k.name.endswith("scaled_dot_product_attention"))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError
-from collate_npu.proof.located import locate
+from collate_npu.proof.invariance import locate
 
 PAD = 9
 

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 from text import sample_ids
 
 from collate_npu import CollateError
-from collate_npu.proof.measure import Errors, alone
-from collate_npu.proof.noise import MARGIN, TIMES, Yardstick, measure_noise, product_error
+from collate_npu.proof.measure import MARGIN, TIMES, Errors, Yardstick, alone, measure_noise, product_error
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 from collate_npu.tools.audit.case import Audit
 

@@ -6,7 +6,7 @@ from scoring import score, toy
 
 from collate_npu import CollateError
 from collate_npu.proof.conformance import _LEAST, alone, difference, measured
-from collate_npu.proof.noise import MARGIN, TIMES
+from collate_npu.proof.measure import MARGIN, TIMES
 
 LENGTHS = (9, 17, 5, 64)
 

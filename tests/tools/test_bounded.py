@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collate_npu.tools.bounded import bounded
+from collate_npu.tools.named import bounded
 
 resource = pytest.importorskip("resource")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collate_npu import CollateError
-from collate_npu.tools.device import check_device
+from collate_npu.tools.kernels import check_device
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "nonsense", "cuda:99", "npu", "meta", ""])

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 import collate_npu
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.tools.notebook import as_markdown, printed
+from collate_npu.tools.guide import as_markdown, printed
 
 pytestmark = pytest.mark.models
 NOTEBOOKS = sorted((Path(collate_npu.__file__).parent / "guide").glob("*.ipynb"))

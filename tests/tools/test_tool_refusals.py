@@ -115,7 +115,7 @@ def test_what_an_advice_needs_the_extra_installs():
 
 def test_a_device_that_is_advised_is_here():
     torch = pytest.importorskip("torch")
-    from collate_npu.tools.device import check_device
+    from collate_npu.tools.kernels import check_device
 
     words = said(check_device, "nonsense", torch.float32)
     advised = re.search(r"Name a device of this machine: ([\w, ]+)\.", words)[1].split(", ")

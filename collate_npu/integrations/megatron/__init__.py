@@ -16,17 +16,21 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import host_tensor
+from collate_npu.checked import check_model
+from collate_npu.consumers.consumer import say_batch
 from collate_npu.consumers.labels import are_moved
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.consumers.positions import kind_of
-from collate_npu.consumers.routes import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.megatron.experts import real_tokens_alone, router_padding_mask
-from collate_npu.integrations.megatron.multi_token import refuse_crossing, refuse_no_target
+from collate_npu.integrations.megatron.experts import (
+    real_tokens_alone,
+    refuse_crossing,
+    refuse_no_target,
+    router_padding_mask,
+)
 from collate_npu.integrations.megatron.packed import flat_row_offsets, megatron_ranks, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import agreed

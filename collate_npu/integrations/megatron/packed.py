@@ -16,7 +16,7 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.megatron import npu_engine
 from collate_npu.consumers.models import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.integrations.megatron.multi_token import depths
+from collate_npu.integrations.megatron.experts import depths
 from collate_npu.kernels.check import say_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.parallel import ContextParallel

@@ -25,9 +25,14 @@ from collate_npu.consumers.models import needs_mask_2d, text_config
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.swift import guard
-from collate_npu.integrations.swift.masks import TrainerMasks, refuse_layout, segments_from_swift
-from collate_npu.integrations.swift.pooling import get_last_tokens, pooled
+from collate_npu.integrations.swift.masks import (
+    TrainerMasks,
+    get_last_tokens,
+    guarded,
+    pooled,
+    refuse_layout,
+    segments_from_swift,
+)
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.polarity import Polarity
@@ -42,7 +47,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `polarity` is that
     of a custom collator's 4D masks; undeclared, it is proved. A second call takes the place of the first. Undone by
-    `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guard.py`).
+    `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`masks.guarded`).
 
     >>> from collate_npu.integrations import swift  # doctest: +SKIP
     >>> swift.install()  # doctest: +SKIP
@@ -60,7 +65,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
         if debug.asked("COLLATE_NPU_GUARD"):
-            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guard.guarded, ours.masks_of))
+            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, ours.masks_of))
         if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
 

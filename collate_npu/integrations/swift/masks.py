@@ -6,24 +6,27 @@ for routers that get no dense mask to take it from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_tensor
+from collate_npu.arrays import host_array, host_tensor
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
 from collate_npu.consumers.models import needs_mask_2d, recurrent_heads
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.forms import dense
 from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel import ContextParallel, check_recurrent_split, query_rows, split_tensor
+from collate_npu.proof.delivery import guard_first_batch
 from collate_npu.segments import Segments
 
 
@@ -142,3 +145,103 @@ def _model_class(args: Any) -> Any:
 
     loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
     return getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
+
+
+# --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
+# are ms-swift's own, from positions: a sequence begins at every 0, so padding stands in sequences of its own (4.6.0
+# megatron/utils/utils.py:252-281). Positions are padded beside tokens (template/base.py:2131-2168), not always to one width.
+
+_GUARDED: WeakSet[Any] = WeakSet()
+_REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes padding_to a multiple of 2 * cp."
+
+
+def guarded(
+    masks_of: Callable[[Any], TrainerMasks], original: Any, trainer: Any, data: Any, vp_stage: int | None = None
+) -> Any:
+    """In place of a trainer's `_prepare_batch`; `masks_of` its arguments knows its batches."""
+    model = trainer.unwrapped_models[vp_stage or 0]
+    if model in _GUARDED:
+        return original(trainer, data, vp_stage)
+    _GUARDED.add(model)
+    args, cp, given = trainer.args, None, dict(data)
+    prepared = original(trainer, data, vp_stage)
+    if args.padding_free:
+        ranks = args.context_parallel_size if args.cp_partition_mode == "zigzag" else 1
+        segments = flat_segments(given, prepared["packed_seq_params"], ranks)
+        if args.context_parallel_size > 1:  # no mask tells the parts of its layers apart
+            print(f"collate_npu: the offsets of the flat row are those of its {segments.num_sequences} samples")
+            return prepared
+    else:
+        masks = masks_of(args)
+        segments, cp = segments_from_swift(args, given, masks.polarity), masks.cp
+    ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
+    guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
+    return prepared
+
+
+def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
+    """The Segments of a flat row: each real length at the start of its sequence. `data` is what the template sent. The
+    zigzag `ranks` must be able to share it out, and queries and keys have the same offsets, padded and not."""
+    offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
+    others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)
+    tokens = data.get("input_ids")
+    width = (data["position_ids"] if tokens is None else tokens).shape[-1]
+    places_N, parts, lengths = np.diff(offsets), 2 * ranks if ranks > 1 else 1, list(data["seq_lens"])
+    covers = bool(len(places_N)) and offsets[0] == 0 and offsets[-1] == width and bool((places_N > 0).all())
+    fits = len(lengths) <= len(places_N) and all(n <= place for n, place in zip(lengths, places_N))
+    if differ or not fits or not covers or bool((places_N % parts).any()):
+        rule = f"They rise from 0 to the {width} tokens of the row, and leave room for {lengths[:8]}"
+        rule += f", in multiples of {parts}." if parts > 1 else "."
+        raise CollateError(explain("packed_seq_params", str(offsets.tolist())[:80], rule, _REMEDY))
+    ids_S = np.zeros(width, np.int32)
+    for n, (start, length) in enumerate(zip(offsets.tolist(), lengths), start=1):
+        ids_S[start : start + length] = n
+    return Segments(ids_S[None])
+
+
+# --- pooling
+
+
+class PooledBatch(dict[str, Any]):
+    """`model(**batch)` and `batch[key]` give what the model reads: None, or this rank's part; `batch.get` of either mask the
+    whole rows, bool `[B, S]`, True = real: on one rank of several, pooling gathers the output first."""
+
+    def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
+        super().__init__(batch)
+        self._keep = keep
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._keep if key in ("attention_mask", KEEP_KEY) else super().get(key, default)
+
+
+def get_last_tokens(
+    original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
+) -> Any:
+    """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
+    if packed_seq_params is None:
+        ranks = trainer.args.context_parallel_size
+        attention_mask = _whole_rows(attention_mask, output_tensor, ranks).to(output_tensor.device)
+    return original(trainer, output_tensor, packed_seq_params, attention_mask)
+
+
+def _whole_rows(mask: Any, output: Tensor, ranks: int) -> Tensor:
+    B, S = output.shape[0], output.shape[1] * ranks
+    if not isinstance(mask, Tensor) or mask.shape != (B, S):
+        got = "no mask" if mask is None else shape_of(mask)
+        rule = f"A 2D mask of the whole rows names their last tokens; this output has {B} rows of {S} ({ranks} ranks)."
+        remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
+        raise CollateError(explain("get_last_tokens", got, rule, remedy))
+    keep: Tensor = mask != 0
+    if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
+        rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
+        raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
+    return keep
+
+
+def pooled(args: Any, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
+    """The batch as it is for token losses; one that knows its whole rows for every task that pools."""
+    if args.task_type == "causal_lm":
+        return batch
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    return PooledBatch(batch, segments.keep.to(device))

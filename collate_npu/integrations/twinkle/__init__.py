@@ -12,7 +12,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.twinkle.stages import Stages, chunks_of
 from collate_npu.parallel import data_group, gather_objects
-from collate_npu.parallel.groups import is_gloo
+from collate_npu.parallel.layout import is_gloo
 from collate_npu.releases import say_outside
 
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"

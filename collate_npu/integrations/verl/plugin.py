@@ -18,7 +18,7 @@ import sys
 import warnings
 
 from collate_npu.integrations import mindspeed
-from collate_npu.integrations.awaited import once_imported
+from collate_npu.integrations.patching import once_imported
 from collate_npu.integrations.verl import engine, fsdp
 
 

@@ -22,10 +22,9 @@ from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
 from collate_npu.checked import checked
-from collate_npu.kernels.breach import Breach, refuse
-from collate_npu.kernels.fusion_attention import accepted_wrong, refused
-from collate_npu.kernels.fusion_attention.geometry import blocked_scores, query_blocks
-from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall
+from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall, blocked_scores, query_blocks
+from collate_npu.kernels.fusion_attention.rules import breaches, refusals
 from collate_npu.masks.forms import mask_mod, varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -51,7 +50,7 @@ def contract_breaches(
     elif segments is not None:
         follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
-    found = list(_other_sizes(sizes, follow)) or list(refused.breaches(call)) or list(accepted_wrong.breaches(call))
+    found = list(_other_sizes(sizes, follow)) or list(refusals(call)) or list(breaches(call))
     if segments is not None:
         found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
         found += _beside_the_mask(call)
@@ -93,7 +92,7 @@ def check_contract(
         ...
     collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
     [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
-        and token is ignored: full attention, the future included. Pass the compressed mask geometry.triangle(), or
+        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse("npu_fusion_attention", contract_breaches(**locals()))

@@ -17,11 +17,15 @@ from torch.nn.functional import pad
 
 from collate_npu.checked import checked
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.kernels.breach import refuse
-from collate_npu.kernels.fusion_attention import geometry
-from collate_npu.kernels.fusion_attention.accepted_wrong import SKIP_EMPTY_ROWS, compressed_contents
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, AttentionCall, sizes_of
-from collate_npu.kernels.fusion_attention.refused import COMPRESSED, breaches
+from collate_npu.kernels import refuse
+from collate_npu.kernels.fusion_attention.operator_call import (
+    UNLIMITED,
+    AttentionCall,
+    band_leaves_rows_empty,
+    blocked_scores,
+    sizes_of,
+)
+from collate_npu.kernels.fusion_attention.rules import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusals
 
 SOFTMAX_LANES = 8
 """softmax_max and softmax_sum repeat each value this often (torch_npu op_plugin/meta/_meta_registrations.py:2317-2326)."""
@@ -68,7 +72,7 @@ def reference_fusion_attention(
 
 
 def _check(call: AttentionCall) -> None:
-    refuse("npu_fusion_attention refuses", breaches(call))
+    refuse("npu_fusion_attention refuses", refusals(call))
     names = [name for name in ("pse", "sink", "dropout_mask") if call.arguments[name] is not None]
     if names or call.arguments["keep_prob"] != 1:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."
@@ -89,14 +93,14 @@ def _zeroes_empty_rows(call: AttentionCall, n: int) -> bool:
     if call.mode in (5, 6):
         return bool(call.prefix_is_legal and call.prefix and call.prefix[n] == 0 and Q > K)
     shifts = {0: 0, 4: K - Q}
-    return call.mode in shifts and geometry.band_leaves_rows_empty(Q, K, *call.tokens, shifts[call.mode])
+    return call.mode in shifts and band_leaves_rows_empty(Q, K, *call.tokens, shifts[call.mode])
 
 
 def _attend(call: AttentionCall, n: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """`[1, N, Q, D]` in, attention and the softmax's max and sum out; masked scores are the lowest finite number."""
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    masked = geometry.blocked_scores(call, n).to(q.device)
+    masked = blocked_scores(call, n).to(q.device)
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(masked, torch.finfo(q.dtype).min)
     top = scores.detach().amax(-1) if k.shape[2] else scores.new_zeros(scores.shape[:-1])
     total = (scores.detach() - top[..., None]).exp().sum(-1)

@@ -3,7 +3,7 @@
 Imports only torch and numpy, and touches no device it is not given: no kernel is ever called from here.
 """
 
-from collate_npu.kernels.breach import Breach
+from collate_npu.kernels import Breach
 from collate_npu.kernels.gated_delta.arguments import Kernel, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.boundaries import chunk_indices, chunk_offsets, flat_offsets, zero_padding
 from collate_npu.kernels.gated_delta.contract import check_gated_delta_contract, gated_delta_breaches

@@ -2,11 +2,6 @@
 
 Most host code looks at few of its boundaries: lengths given for offsets, a tail that nothing covers, a table of another
 chunk size pass, and other sequences are computed, or memory nobody wrote. Costs some passes over one number a token.
-
-Against the Segments a causal layer is a chain: each token goes on from the state that another one left, and that one must
-be the token before it in its own sequence, or none where it is the first. A kernel's offsets, numbers or mask give one
-chain, the Segments the other; what padding goes on from does not matter. The convolution reads W - 1 tokens back, and each
-must be the right one. A place is row * S + column of the batch.
 """
 
 from __future__ import annotations
@@ -17,23 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from collate_npu.arrays import Array
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError
-from collate_npu.kernels.breach import Breach, refuse
-from collate_npu.kernels.gated_delta import sequence_rules, tensor_rules
+from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels.gated_delta import rules
 from collate_npu.kernels.gated_delta.operator_call import Call
 from collate_npu.kernels.gated_delta.stacks import operator_named
+from collate_npu.kernels.told import Told, by_numbers, by_offsets, places_in, row_starts, why_differs
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.releases import FLA_ZIGZAG
 from collate_npu.segments import Segments
-
-LISTED = 8
-"""Sequences that a message names."""
-NONE = -1
-NOWHERE = -2
-"""What no sequence covers."""
 
 
 @checked
@@ -84,11 +73,11 @@ def check_gated_delta_contract(
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
     """Every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
     call = Call(operator_named(kernel), kwargs, **says)
-    found = list(sequence_rules.breaches(call))
-    if any(breach.rule in sequence_rules.UNREADABLE for breach in found):
+    found = list(rules.boundary_breaches(call))
+    if any(breach.rule in rules.UNREADABLE for breach in found):
         return tuple(found)
-    for rules in (tensor_rules.breaches, tensor_rules.mask_breaches, _ranks, _backward, *call.operator.own):
-        found += rules(call)
+    for each in (rules.tensor_breaches, rules.mask_breaches, _ranks, _backward, *call.operator.own):
+        found += each(call)
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
     return tuple(found)
@@ -147,83 +136,29 @@ def _backward(call: Call) -> Iterator[Breach]:
 
 
 def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
-    """One breach that names the first wrong token of each sequence; read where no other rule is broken."""
-    B, S = segments.shape
-    if (call.B, call.T) in ((B, S), (1, B * S)):
-        places_T = np.arange(B * S)
-    elif (1, segments.num_tokens) == (call.B, call.T):
-        places_T = np.flatnonzero(segments.array)
-    else:
+    """One breach that names the first token that goes on from a wrong one; read where no other rule is broken."""
+    (B, S), told = segments.shape, list(_told(call))
+    if places_in(told[0], segments) is None:
         says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
         remedy = "Pass the B and T of the tensors, and the segments of this batch."
         yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
-        return
-    labels_BS = segments.array.astype(np.int64) + np.arange(B)[:, None] * (S + 1)
-    truth_T = np.where(segments.array > 0, labels_BS, NONE).reshape(-1)[places_T]
-    found = sorted({wrong for steps in _readings(call) for wrong in _differences(steps, truth_T, places_T, S)})
-    if found:
+    elif found := "; ".join(dict.fromkeys(filter(None, (why_differs(each, segments) for each in told)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
-        got = "; ".join([*(text for _, text in found[:LISTED]), *["..."] * (len(found) > LISTED)])
         remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
         remedy += "segments that this call is for."
-        yield Breach("differs-from-segments", where, got, "The segments say otherwise.", remedy, "Segments", silent=True)
+        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments", silent=True)
 
 
-def _readings(call: Call) -> Iterator[list[Array]]:
-    """The rule's chain, the convolution's, or both, as far as the operator has them: for each step back, 1, 2, ..., the
-    token that a token reads there, -1 for none."""
-    at_T = np.arange(call.B * call.T)
-    row_T = at_T // (len(at_T) if call.operator.folds else call.T)
-    keep_BT = tensor_rules.kept(call)
-    real_T = np.ones(len(at_T), bool) if keep_BT is None else keep_BT.reshape(-1)
-    ids_T = call.numbers_BT.reshape(-1) if call.numbers_BT.size else np.zeros(len(at_T), np.int64)
-    mamba, numbered = call.operator.package == "mamba", bool(call.operator.numbers)
+def _told(call: Call) -> Iterator[Told]:
+    """What the rule is told, the convolution, or both, as far as the operator has them."""
+    name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
+    keep_BT, numbered = rules.kept(call), bool(call.operator.numbers)
+    neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
+    rows_T = row_starts(1, total) if call.operator.folds else row_starts(*shape)
+    by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
+    mamba = call.operator.package == "mamba"
     if call.operator.offsets or not numbered or mamba:
-        sequence_T = row_T
-        if call.where:
-            sequence_T = np.searchsorted(np.array(call.offsets[1:]), at_T, side="right")
-            sequence_T = np.where(at_T < call.offsets[-1], sequence_T, NOWHERE)
-        elif mamba:
-            sequence_T = np.cumsum(np.insert((np.diff(ids_T) != 0) | (np.diff(row_T) > 0), 0, False))
-        yield [_previous(np.where(real_T, sequence_T, NOWHERE))]
+        first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
+        yield Told(name, "rule", shape, first_T, neutral_T | left_T)
     if numbered and not mamba:
-        steps = []
-        for back in range(1, call.taps):
-            earlier_T = np.maximum(at_T - back, 0)
-            same_T = (row_T[earlier_T] == row_T) & (ids_T[earlier_T] == ids_T) & real_T[earlier_T] & (at_T >= back)
-            steps.append(np.where(real_T, np.where(same_T, earlier_T, NONE), NOWHERE))
-        yield steps
-
-
-def _previous(sequence_T: Array) -> Array:
-    """The token before each in its own sequence, -1 for the first; of no sequence, what stands there."""
-    order = np.argsort(sequence_T, kind="stable")
-    previous_T = np.full(len(sequence_T), NONE)
-    follows = sequence_T[order][1:] == sequence_T[order][:-1]
-    previous_T[order[1:][follows]] = order[:-1][follows]
-    return np.where(sequence_T < 0, sequence_T, previous_T)
-
-
-def _differences(steps: list[Array], truth_T: Array, places_T: Array, S: int) -> Iterator[tuple[int, str]]:
-    """The first real token of each sequence that goes on from a wrong one, and a sentence on it."""
-    before_T, right_T = _previous(truth_T), np.arange(len(truth_T))
-    seen: set[int] = set()
-    for step_T in steps:
-        right_T = np.where(right_T == NONE, NONE, before_T[right_T])
-        for t in np.flatnonzero((truth_T != NONE) & (step_T != right_T)):
-            if (sequence := int(truth_T[t])) not in seen:
-                seen.add(sequence)
-                yield int(t), _sentence(int(t), int(step_T[t]), int(right_T[t]), places_T, S)
-
-
-def _sentence(token: int, reads: int, right: int, places_T: Array, S: int) -> str:
-    def place(t: int) -> str:
-        return f"({places_T[t] // S}, {places_T[t] % S})"
-
-    at = f"the token at (row, column) {place(token)}"
-    if reads == NOWHERE:
-        return f"{at} belongs to no sequence"
-    if reads == NONE:
-        return f"{at} does not read {place(right)}"
-    wanted = f", not {place(right)}" if right != NONE else ", and is the first of its sequence"
-    return f"{at} reads {place(reads)}{wanted}"
+        yield Told(name, "convolution", shape, by_numbers_T, neutral_T)

@@ -1,6 +1,6 @@
 """What is known of an operator that takes recurrent boundaries, and one call of it as its host code sees it.
 
-One row an operator (`kernels`, `stacks`). Rules are judged for all of them alike (`sequence_rules`, `tensor_rules`,
+One row an operator (`kernels`, `stacks`). Rules are judged for all of them alike (`rules`,
 `contract`): one that stands in `checks` is refused by the operator itself, any other is taken without a word. What is true
 of one family alone, a row names as its `own`.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_tensor, once, whole_number
 from collate_npu.checked import check_fields
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.kernels.breach import Breach
+from collate_npu.kernels import Breach
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed

@@ -16,9 +16,8 @@ from torch import Tensor
 from collate_npu import releases
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.gated_delta.kernels import KERNEL_ROWS, returning
-from collate_npu.kernels.gated_delta.npus import NPU_ROWS
+from collate_npu.kernels import Breach
+from collate_npu.kernels.gated_delta.kernels import KERNEL_ROWS, NPU_ROWS, returning
 from collate_npu.kernels.gated_delta.operator_call import FIELDS, MAX_TAPS, Call, Operator, words
 
 _UNPACKED = "Pass rows padded on the right, or upgrade"

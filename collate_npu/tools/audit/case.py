@@ -16,18 +16,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from collate_npu.checked import check_model
 from collate_npu.consumers.consumer import Case, Model
 from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.given import check_model
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault, listed
-from collate_npu.proof.invariance import Collator, Samples
-from collate_npu.proof.located import Located
-from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, alone, measure, uncached
-from collate_npu.proof.noise import Yardstick, measure_noise
+from collate_npu.proof.invariance import Collator, Located, Samples
+from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure, measure_noise, uncached
 from collate_npu.proof.recording import heard
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import DENSE_ALONE, FLAT, NO_BOUNDARIES, NO_MASK, WAYS, Layout, Subject

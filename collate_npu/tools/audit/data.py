@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.measure import Batch
-from collate_npu.tools.bounded import bounded
+from collate_npu.tools.named import bounded
 from collate_npu.tools.refusals import check_file, refused
 from collate_npu.tools.saved import LOADERS
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from collate_npu.proof.kernel_runs import Run
-from collate_npu.proof.noise import TIMES, Yardstick
+from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
 

@@ -19,16 +19,24 @@ from collate_npu import __version__
 from collate_npu.consumers.models import pattern_of
 from collate_npu.consumers.recurrent_kernels import kernel_calls
 from collate_npu.errors import CollateError, explain, printable
+from collate_npu.proof.invariance import samples_of
 from collate_npu.proof.kernel_rows import KERNELS
 from collate_npu.proof.kernel_runs import runs
-from collate_npu.proof.located import samples_of
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import reference_kernels
-from collate_npu.tools.audit.candidates import DEFAULT, build, candidates, check_named, place_of, resolved_kernels
+from collate_npu.tools.audit.candidates import (
+    DEFAULT,
+    build,
+    candidates,
+    check_named,
+    named_collator,
+    place_of,
+    ready_collators,
+    resolved_kernels,
+)
 from collate_npu.tools.audit.case import DUMPED, Audit
 from collate_npu.tools.audit.data import read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.audit.handover import Layout
-from collate_npu.tools.audit.named_collators import named_collator, ready_collators
 from collate_npu.tools.audit.report import Report, shortened
 from collate_npu.tools.refusals import said
 from collate_npu.tools.saved import RECIPE, batch_of_file

@@ -15,16 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.consumers.routes import shape_said
+from collate_npu.consumers.consumer import shape_said
 from collate_npu.masks.patterns import Pattern
 from collate_npu.tools import paper
 from collate_npu.tools.audit.case import Finding, Whose, size
 from collate_npu.tools.audit.report import KINDS, Report, State, facts, headline, largest, listed, notes, number, shortened
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.paper import put
-from collate_npu.tools.show.attention import attention_of, block_for
 from collate_npu.tools.show.drawing import lines
-from collate_npu.tools.show.sheet import Panel, Sheet
+from collate_npu.tools.show.sheet import Panel, Sheet, attention_of, block_for
 
 MEASURES = {
     "logits": "largest difference of a logit, at a real token, from the same sample alone",

@@ -6,17 +6,45 @@ Nothing here imports torch or rich before a command needs it: `env` explains why
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from inspect import getdoc
 from typing import Annotated, Any
 
-from collate_npu.tools.cli.audit import EXAMPLES as AUDIT_EXAMPLES, audit_command
-from collate_npu.tools.cli.conformance import EXAMPLES as CONFORMANCE_EXAMPLES, conformance_command
+from collate_npu.tools.cli.audit import (
+    AUDIT_EXAMPLES,
+    CONFORMANCE_EXAMPLES,
+    KERNELS_EXAMPLES,
+    audit_command,
+    conformance_command,
+    kernels_command,
+)
 from collate_npu.tools.cli.console import Help, Option, Parser, exit_code_of
-from collate_npu.tools.cli.guide import EXAMPLES as GUIDE_EXAMPLES, guide_command
-from collate_npu.tools.cli.kernels import EXAMPLES as KERNELS_EXAMPLES, kernels_command
-from collate_npu.tools.cli.show import EXAMPLES as SHOW_EXAMPLES, show_command
-from collate_npu.tools.cli.watch import EXAMPLES as WATCH_EXAMPLES, watch_command
+from collate_npu.tools.cli.show import SHOW_EXAMPLES, show_command
+from collate_npu.tools.cli.watch import WATCH_EXAMPLES, watch_command
+from collate_npu.tools.guide import listed, page
+
+GUIDE_EXAMPLES = (
+    "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide ms-swift`\n\n`collate-npu guide errors#polarity`\n\n"
+    "`collate-npu guide masked_select` — the words of an error\n\n`collate-npu guide zh/index`"
+)
+
+
+def guide_command(
+    name: Annotated[list[str] | None, Option("A page, page#section, words of an error; or the list.", ("name",))] = None,
+) -> int:
+    """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
+    text = page(" ".join(name)) if name else listed()
+    if find_spec("rich"):
+        from collate_npu.tools.paper import Page, screen
+
+        if screen().is_terminal:
+            screen().print(Page(text))
+            return 0
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return 0
 
 
 def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", names=("--json",))] = False) -> int:

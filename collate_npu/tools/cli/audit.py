@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from collate_npu.errors import printable
 from collate_npu.tools.cli.console import Option, Side, load
 
-EXAMPLES = (
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from collate_npu.proof.conformance import Conformance
+
+AUDIT_EXAMPLES = (
     "Examples:\n\n"
     "`collate-npu audit` — every hybrid family of the installed transformers, tiny and random\n\n"
     "`collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone\n\n"
@@ -99,3 +105,133 @@ def audit_command(
         with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
             print_report(screen(), report, verbose=verbose)
     return report.exit_code
+
+
+# --- kernels
+
+KERNELS_EXAMPLES = (
+    "Examples:\n\n`collate-npu kernels --device npu` — every operator that is installed, before you train on a card\n\n"
+    "`collate-npu kernels --device npu --operator npu_fusion_attention` — one, in all its forms and layouts\n\n"
+    "`collate-npu kernels` — what runs on a CPU"
+)
+_OPERATOR = "An operator, or a package, for example fla. Repeatable; default: all."
+
+
+def kernels_command(
+    device: Annotated[str, Option("cpu, cuda, npu, or one of several: npu:1.")] = "cpu",
+    operator: Annotated[list[str] | None, Option(_OPERATOR)] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Option("Default: float32 on a CPU, else bfloat16.")
+    ] = None,
+    verbose: Annotated[bool, Option("Why calls were refused, too.", ("--verbose", "-v"))] = False,
+    as_json_: Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))] = False,
+) -> int:
+    """Does each operator compute what our arguments say, on this device?
+
+    Operators of attention and of recurrent layers that are installed are called with this library's masks and boundaries,
+    forward and backward, and compared with each sequence alone in float64. Exit code 0: all right, and something was
+    measured. 1: something is wrong. 2: something named could not be run; without the card, what would run is listed.
+    """
+    load("torch", "rich")
+    from rich.text import Text
+
+    from collate_npu import __version__
+    from collate_npu.tools import kernels
+    from collate_npu.tools.audit.terminal import SIGNS, terms
+    from collate_npu.tools.paper import put, screen
+
+    chosen, in_dtype = kernels.kernels_named(operator or []), kernels.dtype_of(dtype, device)
+    no_card, console = kernels.why_no_card(device, in_dtype), screen(stderr=True)
+    found = []
+    with console.status("") as status:
+        for run in kernels.measured(chosen, device, in_dtype, no_card):
+            found.append(run)
+            status.update(Text(f"{run.operator}: {run.truth}"))
+    code = kernels.exit_code(found, no_card, named=operator or [])
+    if as_json_:
+        settings = {"device": device, "dtype": str(in_dtype).removeprefix("torch."), "collate_npu": __version__}
+        print(json.dumps(kernels.as_json(found, settings, no_card, code), indent=2, allow_nan=False), flush=True)
+        return code
+    sign, style = SIGNS["right" if code == 0 else "wrong" if code == 1 else "unproved"]
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        out = screen()
+        put(out, Text(f"{sign} {kernels.headline(found, no_card, code)}", f"bold {style}"))
+        put(out, terms(kernels.notes(found, no_card, verbose=verbose)), *kernels.tables(found))
+    return code
+
+
+# --- conformance
+
+CONFORMANCE_EXAMPLES = (
+    "Examples:\n\n`collate-npu conformance my_stack.py:run` — batches as the stack makes them\n\n"
+    "`collate-npu conformance my_stack.py:run --layout left --layout packed --pad-id 151643 --vocab-size 151643`\n\n"
+    "`collate-npu conformance my_package.serving:run --seed 7` — the same samples as in a run before"
+)
+RUN = (
+    "module:function or file.py:function. It is called with the samples of one batch, lists of token ids, and returns the "
+    "log-probabilities of the next tokens, one list a sample."
+)
+LAYOUT = "Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout."
+
+
+def conformance_command(
+    run: Annotated[str, Option(RUN, ("run",))],
+    layout: Annotated[list[str] | None, Option(LAYOUT)] = None,
+    vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
+    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.", least=0)] = None,
+    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.", least=0)] = None,
+) -> int:
+    """Does a stack give every token in a batch the log-probability that its sample gets alone?
+
+    Nothing is asked of it but answers: ranks, Ray or a server may stand behind `run`. The table says which batches are
+    wrong, and what the pattern of their errors means. Exit code 0: all is right. 1: a batch is wrong. 2: what was named
+    could not be run, or wrong could not be told from right.
+    """
+    load("torch", "rich")
+    from rich.text import Text
+
+    from collate_npu.proof.conformance import conformance
+    from collate_npu.tools.named import named
+    from collate_npu.tools.paper import put, screen
+
+    asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
+    found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
+    sign, style = ("✔", "green") if found.passed else ("✘", "red")
+    put(
+        screen(),
+        Text(f"{sign} {found.headline}", f"bold {style}"),
+        Text(found.terms, "dim"),
+        Text(),
+        _table(found),
+        Text(f"\n{found.legend}", "dim"),
+    )
+    return 0 if found.passed else 1
+
+
+def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which finds the modules beside it as when it was imported."""
+    from collate_npu.tools.named import theirs
+
+    if isinstance(run, type):  # said of itself: what wraps it is a function
+        return run
+
+    @wraps(run)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        with theirs("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
+            return run(*args, **kwargs)
+
+    return asked
+
+
+def _table(found: Conformance) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    head, *rows = found.table
+    for n, title in enumerate(head):
+        drawn.add_column(title, overflow="fold", justify="right" if n in (3, 4) else "left", no_wrap=n < 5)
+    for each, cells in zip(found.verdicts, rows):
+        drawn.add_row(*(Text(cell, "" if each.right else "red") for cell in cells))
+    return drawn

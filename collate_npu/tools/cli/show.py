@@ -14,7 +14,7 @@ from collate_npu.tools.cli.console import Option, Side, load
 if TYPE_CHECKING:
     from collate_npu.tools.show.sheet import Sheet
 
-EXAMPLES = (
+SHOW_EXAMPLES = (
     "Examples:\n\n`collate-npu show --lengths 3,5 --side left`\n\n"
     "`collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`\n\n"
     "`collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong\n\n"
@@ -49,8 +49,14 @@ def show_command(
     from collate_npu.parallel import ContextParallel
     from collate_npu.tools import saved
     from collate_npu.tools.describe import describe
-    from collate_npu.tools.show.inputs import collated, features_of_data, features_of_lengths, reader_of
-    from collate_npu.tools.show.readers import consumer_panels, rank_panels
+    from collate_npu.tools.show.readers import (
+        collated,
+        consumer_panels,
+        features_of_data,
+        features_of_lengths,
+        rank_panels,
+        reader_of,
+    )
     from collate_npu.tools.show.sheet import sheet_of
 
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from collate_npu.errors import CollateError, printable
 from collate_npu.tools.cli.console import Option, load
 
-EXAMPLES = (
+WATCH_EXAMPLES = (
     "Examples:\n\n`collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`\n\n"
     "`collate-npu watch --stop -- python train.py` — ends the run at the first fault, with exit code 1\n\n"
     "`collate-npu watch --steps 5 --out seen.jsonl -- accelerate launch train.py`"

@@ -18,8 +18,18 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Description
-from collate_npu.tools.show.attention import SIGNS, Cell, Grid, block_for, drawable, row_grid
-from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers, sheet_of
+from collate_npu.tools.show.sheet import (
+    SIGNS,
+    Cell,
+    Grid,
+    Panel,
+    Sheet,
+    block_for,
+    drawable,
+    row_grid,
+    row_of_numbers,
+    sheet_of,
+)
 
 NOTEBOOK = 88
 """Columns of a page in a notebook, which fit beside its prompt: behind an edge nobody looks for tokens."""

@@ -16,8 +16,18 @@ from rich.text import Text
 
 from collate_npu.arrays import Array
 from collate_npu.tools import paper
-from collate_npu.tools.show.attention import SIGNS, Attention, Grid, block_for, drawable, row_grid, sign_of
-from collate_npu.tools.show.sheet import Panel, Sheet, row_of_numbers
+from collate_npu.tools.show.sheet import (
+    SIGNS,
+    Attention,
+    Grid,
+    Panel,
+    Sheet,
+    block_for,
+    drawable,
+    row_grid,
+    row_of_numbers,
+    sign_of,
+)
 
 TITLE = "collate-npu show"
 NAMED = "italic dim"

@@ -6,20 +6,23 @@ No dense mask is built: what a consumer gets is its route, drawn from the Segmen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from collate_npu.arrays import Side
+from collate_npu.collate.collators import PaddingCollator
+from collate_npu.collate.wire import Layout
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.routes import SPELLED, Route
-from collate_npu.errors import CollateError
+from collate_npu.consumers.consumer import SPELLED, Case, Route
+from collate_npu.errors import CollateError, explain
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments
-from collate_npu.tools.show.attention import Attention, attention_of
-from collate_npu.tools.show.sheet import Panel
+from collate_npu.tools.audit.data import encoded, read_rows
+from collate_npu.tools.show.sheet import Attention, Panel, attention_of
 
 
 def consumer_panels(
@@ -75,3 +78,59 @@ def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
     queries = query_rows(S, cp, offsets)
     squares = tuple(attention_of(segments, b, queries=queries) for b in range(B))
     return Panel(heading=f"rank {cp.rank} of {cp.size}", facts=facts, squares=squares, derived=True)
+
+
+# --- inputs
+
+MOST_PLACES = 1 << 28
+"""Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
+
+MOST_TOKENS = 1 << 22
+"""Places of `--lengths`."""
+
+
+def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
+    """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
+    try:
+        rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
+    except ValueError:
+        raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
+    if len(rows) * max(map(sum, rows)) > MOST_TOKENS or min(map(min, rows)) < 0:
+        rule = f"Lengths are 0 or more, and at most {MOST_TOKENS} places are drawn."
+        raise CollateError(explain("--lengths", lengths[:80], rule, "Write shorter ones: a picture shows the same."))
+    return [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
+
+
+def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> list[dict[str, Any]]:
+    """Its first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
+    features = [encoded(row, tokenizer, max_length) for row in read_rows(path)[:rows]]
+    if not any(feature["input_ids"] for feature in features):
+        raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
+    return [{"labels": list(feature["input_ids"]), **feature} for feature in features if feature["input_ids"]]
+
+
+def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
+    """What reads the tokens, if anything does."""
+    if folder is not None:
+        from collate_npu.tools.audit.candidates import load_tokenizer
+
+        return load_tokenizer(folder)
+    from collate_npu.testing import byte_tokenizer
+
+    return byte_tokenizer() if bytes_too else None
+
+
+def collated(
+    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, pad_token_id: int = 0
+) -> dict[str, Any]:
+    """In rows that the ranks can share out, flat ones sequence by sequence."""
+    widest = max(len(feature["input_ids"]) for feature in features)
+    collate = PaddingCollator(
+        pad_token_id=pad_token_id,
+        padding_side=side,
+        padding_free=packed,
+        pad_to_multiple_of=None if ranks is None else ranks.multiple,
+        attention_mask="2d" if len(features) * widest**2 > MOST_PLACES and not packed else "auto",
+        layout=Layout(sequence_multiple=ranks.document_multiple if ranks is not None and ranks.documents else None),
+    )
+    return collate(list(features))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,233 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, whole_number
-from collate_npu.consumers.routes import shape_said
+from collate_npu.checked import check_tokenizer
+from collate_npu.consumers.consumer import shape_said
 from collate_npu.errors import CollateError, explain, shape_of
-from collate_npu.given import check_tokenizer
 from collate_npu.keys import KEEP_KEY, with_role
-from collate_npu.masks.derive import MASK_KEY, derive_segments
+from collate_npu.masks.derive import MASK_KEY, derive_segments, read_bare_mask
 from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.masks.polarity import Bools, MaskValues, Polarity
+from collate_npu.masks.readings import Known, Reading, sequences
 from collate_npu.masks.sources import Sources
+from collate_npu.masks.square import Square, fill_rows, regions_of
 from collate_npu.segments import Segments
-from collate_npu.tools.show.attention import Attention, Cell, attention_of
-from collate_npu.tools.show.faults import MEANS, keys_of_mask, squares_of_mask
+
+
+class Cell(IntEnum):
+    """What a cell of a picture says of its place, or of all places of its block."""
+
+    BLOCKED = 0
+    WHOLE = 1
+    PART = 2
+    TOO_MUCH = 3
+    TOO_LITTLE = 4
+    COUNTED = 5
+    IGNORED = 6
+    ON_PADDING = 7
+
+
+SIGNS: Mapping[Cell, tuple[str, str, str]] = {
+    Cell.WHOLE: ("■", "", "attends, real"),
+    Cell.BLOCKED: ("⬚", "dim", "blocked, padding"),
+    Cell.PART: ("◧", "", "a part of the block"),
+    Cell.TOO_MUCH: ("+", "bold red", "attends and ought not to"),
+    Cell.TOO_LITTLE: ("-", "bold red", "is blocked and ought to attend"),
+    Cell.COUNTED: ("o", "dim", "label counts"),
+    Cell.IGNORED: ("×", "red", "label ignored"),
+    Cell.ON_PADDING: ("!", "bold red", "label on padding"),
+}
+"""Sign, style and meaning: a sign says what a colour says."""
+MOST_PLACES = 1 << 32
+"""Of the squares that are drawn, which takes some seconds."""
+COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "bright_cyan")
+"""Of the sequences of a row, in turn; red is for what is wrong."""
+
+
+def sign_of(cell: int, owner: int = 0, numbered: bool = False) -> tuple[str, str]:
+    """Sign and style; a sequence's number stands for a whole cell where rows hold several."""
+    sign, style, _ = SIGNS[Cell(cell)]
+    if not owner or style:
+        return sign, style
+    return "123456789"[(owner - 1) % 9] if numbered and cell == Cell.WHOLE else sign, COLOURS[(owner - 1) % len(COLOURS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is drawn: cells `[R, C]`, each of a block of places."""
+
+    cells: Array
+    """int8, one of `Cell`."""
+    owner: Array
+    """int32 `[C]`: which sequence of its row the keys of a cell belong to, 0 for none or several."""
+    share: float
+    """The part of the places (not of the cells) that is blocked, or padding; 0 to 1."""
+    wrong: int = 0
+    """Places that ought to be otherwise."""
+
+    def signs(self, r: int, *, numbered: bool = False) -> list[tuple[str, str]]:
+        """One row of cells, each with its style."""
+        return [sign_of(cell, owner, numbered) for cell, owner in zip(self.cells[r].tolist(), self.owner.tolist())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """What each query of row `b` of a batch attends: `rows(low, high)` is bool `[high - low, K]`."""
+
+    b: int
+    shape: tuple[int, int]
+    """`(Q, K)`."""
+    rows: Callable[[int, int], Bools]
+    owner: Array
+    """int32 `[K]`: the sequence of each key, 0 for padding; all 1 where nobody knows."""
+    queries: Array
+    """int64 `[Q]`: the place of each query in the whole row."""
+    ought: Callable[[int, int], Bools] | None = None
+    """What it should be, as `rows`, where that is known and differs."""
+    counts: Bools | None = None
+    """bool `[Q]`: the queries for which that matters; outputs at padding are read by nobody."""
+
+    def grid(self, block: int) -> Grid:
+        """Folded: a cell stands for block * block places."""
+        Q, K = self.shape
+        folded = [self._folded(low, min(low + block, Q), block) for low in range(0, Q, block)]
+        cells = np.array([cells for cells, _, _ in folded], np.int8).reshape(len(folded), -(-K // block))
+        attended, wrong = sum(n for _, n, _ in folded), sum(n for _, _, n in folded)
+        return Grid(cells=cells, owner=one_owner(self.owner, block), share=1 - attended / max(Q * K, 1), wrong=wrong)
+
+    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int, int]:
+        """One row of cells, how many of its places attend, how many of them ought to be otherwise."""
+        seen_QK = self.rows(low, high)
+        count_C = _sums(seen_QK, block)
+        size_C = _sums(np.ones((1, self.shape[1]), bool), block) * (high - low)
+        cells_C = np.where(count_C == 0, Cell.BLOCKED, np.where(count_C == size_C, Cell.WHOLE, Cell.PART))
+        if self.ought is None:
+            return cells_C, int(count_C.sum()), 0
+        matters_Q1 = np.ones((high - low, 1), bool) if self.counts is None else self.counts[low:high, None]
+        ought_QK = self.ought(low, high)
+        little_C = _sums(~seen_QK & ought_QK & matters_Q1, block)
+        much_C = _sums(seen_QK & ~ought_QK & matters_Q1, block)
+        cells_C = np.where(much_C > 0, Cell.TOO_MUCH, np.where(little_C > 0, Cell.TOO_LITTLE, cells_C))
+        return cells_C, int(count_C.sum()), int(much_C.sum() + little_C.sum())
+
+
+def attention_of(
+    segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None, opened: bool = False
+) -> Attention:
+    """As the truth has it: `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
+
+    `opened`: a query that sees no key sees itself, as `masks.forms.open_empty_rows` has it.
+    """
+    S, regions = segments.shape[1], regions_of(segments)[b]
+    places = np.arange(S) if queries is None else queries.numpy()
+
+    def rows(low: int, high: int) -> Bools:
+        out_QK, picked = np.empty((high - low, S), bool), places[low:high]
+        cuts = np.flatnonzero(np.diff(picked) != 1) + 1
+        for part_QK, run in zip(np.split(out_QK, cuts), np.split(picked, cuts)):
+            fill_rows(part_QK, int(run[0]), regions, pattern, True, False)
+        if opened:
+            empty_N = np.flatnonzero(~out_QK.any(axis=1))
+            out_QK[empty_N, picked[empty_N]] = True
+        return out_QK
+
+    return Attention(b=b, shape=(len(places), S), rows=rows, owner=segments.array[b], queries=places)
+
+
+def drawable(squares: Sequence[Attention], most: int) -> int:
+    """How many of them are drawn, and no more than `most`; none where one alone is too large."""
+    Q, K = squares[0].shape
+    return min(most, MOST_PLACES // max(Q * K, 1))
+
+
+def row_grid(ids: Array, block: int) -> Grid:
+    """One row of a batch as a row of cells: `ids` int32 `[S]`, 0 is padding."""
+    row = Attention(b=0, shape=(1, len(ids)), rows=lambda low, high: ids[None] > 0, owner=ids, queries=np.zeros(1))
+    return row.grid(block)
+
+
+def one_owner(ids: Array, block: int) -> Array:
+    """int32 `[C]`: the sequence that all tokens of a block belong to, 0 where it holds none or several."""
+    starts = np.arange(0, len(ids), block)
+    high_C = np.maximum.reduceat(ids, starts)
+    low_C = np.minimum.reduceat(np.where(ids > 0, ids, np.iinfo(np.int32).max), starts)
+    return np.where(low_C == high_C, high_C, 0).astype(np.int32)
+
+
+def block_for(width: int, cells: int) -> int:
+    """The least round number of places a cell must stand for, so that a row of `width` has at most so many cells."""
+    least = -(-width // max(cells, 1))
+    return 1 << max(least - 1, 0).bit_length() if least <= 64 else -(-least // 64) * 64
+
+
+def _sums(values_QK: Bools, block: int) -> Any:
+    """int64 `[C]`: how many places of each block of columns are True."""
+    return np.add.reduceat(np.count_nonzero(values_QK, axis=0), np.arange(0, values_QK.shape[1], block))
+
+
+_BLOCK = 256
+"""Query rows that are compared at once."""
+MEANS: dict[Polarity, str] = {"keep": "True attends", "masked": "True is blocked", "bias": "added to scores"}
+
+
+def keys_of_mask(full: Tensor) -> Bools:
+    """bool `[B, S]`, True = real, of a 2D mask that was refused: as it stands."""
+    values = _values(full)
+    return values.read("bias") if values.declared == "bias" else np.not_equal(values.raw, 0)
+
+
+def squares_of_mask(full: Tensor, B: int, truth: Segments | None) -> tuple[list[Attention], Polarity]:
+    """One for each of the B rows, beside what it ought to be by the `truth`, and the polarity under which less is wrong.
+
+    Rows with places that are wrong come first. Without a truth: a mask that says one thing by itself is not at fault; any
+    other is held against causal attention on the tokens that attend themselves.
+    """
+    values = _values(full)
+    if full.shape[-1] != full.shape[-2] or (truth is not None and truth.shape != (B, full.shape[-1])):
+        polarity = values.declared or "keep"
+        return _squares(Square(values, polarity, B), full, None), polarity
+    polarities: tuple[Polarity, ...] = ("bias",) if values.declared == "bias" else ("keep", "masked")
+    tried = [(polarity, *_judged(full, Square(values, polarity, B), polarity, truth)) for polarity in polarities]
+    polarity, judged, _ = min(tried, key=lambda trial: trial[2])
+    return sorted(judged, key=lambda square: square.grid(_BLOCK).wrong == 0), polarity
+
+
+def _judged(full: Tensor, square: Square, polarity: Polarity, truth: Segments | None) -> tuple[list[Attention], int]:
+    """Each row beside what it ought to be, and how many places are otherwise; padding counts for the choice alone."""
+    reading = _row_alone(full, polarity, square.shape[0])
+    if reading is not None and truth is None:
+        return _squares(square, full, reading.segments), 0
+    pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern
+    known = sequences(square, square.diagonal())[0] if truth is None else truth
+    squares = _squares(square, full, known)
+    beside = [replace(found, ought=attention_of(known, found.b, pattern=pattern).rows) for found in squares]
+    judged = [replace(found, counts=known.array[found.b] > 0) for found in beside]
+    return judged, sum(found.grid(_BLOCK).wrong for found in beside)
+
+
+def _row_alone(full: Tensor, polarity: Polarity, B: int) -> Reading | None:
+    try:
+        return read_bare_mask(host_tensor("attention_mask", full), Known(), polarity=polarity, batch_size=B)
+    except CollateError:
+        return None
+
+
+def _values(full: Tensor) -> MaskValues:
+    """Its numbers; what no mask holds (NaN, 0.5) is read as "not 0"."""
+    held = host_tensor("attention_mask", full)
+    try:
+        return MaskValues(held, None)
+    except CollateError:
+        return MaskValues(held != 0, None)
+
+
+def _squares(square: Square, full: Tensor, known: Segments | None) -> list[Attention]:
+    (B, K), Q = square.shape, int(full.shape[-2])
+    owner_BK = np.ones((B, K), np.int32) if known is None else known.array
+    rows = [partial(square.rows, b) for b in range(B)]
+    return [Attention(b=b, shape=(Q, K), rows=rows[b], owner=owner_BK[b], queries=np.arange(Q)) for b in range(B)]
+
 
 LOST = "\ufffd"
 

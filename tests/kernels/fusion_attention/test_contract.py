@@ -26,9 +26,8 @@ from collate_npu.kernels.fusion_attention import (
     prefix_triangle,
     triangle,
 )
-from collate_npu.kernels.fusion_attention.geometry import outside_band, outside_prefix
-from collate_npu.kernels.fusion_attention.operator_call import LISTS, UNLIMITED, AttentionCall
-from collate_npu.kernels.fusion_attention.refused import COMPRESSED
+from collate_npu.kernels.fusion_attention.operator_call import LISTS, UNLIMITED, AttentionCall, outside_band, outside_prefix
+from collate_npu.kernels.fusion_attention.rules import COMPRESSED
 
 # --- the vendor's cases
 

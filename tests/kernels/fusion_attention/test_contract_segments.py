@@ -18,7 +18,7 @@ from collate_npu.kernels.fusion_attention import (
     check_contract,
     contract_breaches,
     fusion_attention_kwargs,
-    geometry,
+    operator_call,
     triangle,
 )
 from collate_npu.masks import dense
@@ -69,7 +69,7 @@ def test_drawn_calls_pass_and_mutations_compute_the_same_or_are_refused_by_block
         said = verdict(batch, pattern, kwargs, keep_tail, right)
         assert said != "wrong, passed", name
         for size in (1, 7):
-            with mock.patch.object(geometry, "BLOCK_SCORES", size):
+            with mock.patch.object(operator_call, "BLOCK_SCORES", size):
                 assert verdict(batch, pattern, kwargs, keep_tail, right) == said
         if said != "same, passed":
             return

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.geometry import band_leaves_rows_empty, outside_band, outside_prefix
+from collate_npu.kernels.fusion_attention.operator_call import band_leaves_rows_empty, outside_band, outside_prefix
 
 
 def test_the_compressed_masks_are_the_documents() -> None:

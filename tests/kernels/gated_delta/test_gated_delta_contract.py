@@ -142,8 +142,8 @@ def test_the_message_names_tokens_and_releases() -> None:
     with pytest.raises(UnsupportedFormError) as error:
         check_gated_delta_contract(cu(0, 4, 73), segments=PACKED, **ONE)
     assert str(error.value) == (
-        "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) reads (0, 2), and is the first of "
-        "its sequence. The segments say otherwise. Take the boundaries from gated_delta_kwargs(segments, kernel='fla'). Or "
+        "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) goes on from another sequence. "
+        "The segments say otherwise. Take the boundaries from gated_delta_kwargs(segments, kernel='fla'). Or "
         "unpad() the batch and its tensors, or pass the segments that this call is for. (Segments)"
     )
     (breach,) = gated_delta_breaches(BOTH, **ONE | {"kernel": "transformers"}, versions={"transformers": "5.9.1"})

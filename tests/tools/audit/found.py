@@ -1,8 +1,7 @@
 """Reports by hand: what an audit might have found, without a model."""
 
 from collate_npu import Segments
-from collate_npu.proof.measure import Errors
-from collate_npu.proof.noise import Yardstick
+from collate_npu.proof.measure import Errors, Yardstick
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import Report
 

@@ -35,8 +35,9 @@ FILES = [
     ("folder.json", None, "got a folder"), ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
     ("c.json", b'[{"text": "on', "It cannot be read as a table"),
     ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
-    ("a.json", json.dumps(RECORDS).encode(), TWO), ("a.json.gz", gzip.compress(LINES), TWO), ("b.json", LINES, TWO),
-    ("a.csv", b"text\none\ntwo\n", TWO), ("a.csv.gz", gzip.compress(b"text\none\ntwo\n"), TWO), ("a.parquet", RECORDS, TWO),
+    ("a.json", json.dumps(RECORDS).encode(), TWO), ("a.json.gz", gzip.compress(LINES, mtime=0), TWO), ("b.json", LINES, TWO),
+    ("a.csv", b"text\none\ntwo\n", TWO), ("a.parquet", RECORDS, TWO),
+    ("a.csv.gz", gzip.compress(b"text\none\ntwo\n", mtime=0), TWO),
 ]  # fmt: skip
 HELD = [
     ({"messages": SAID}, SAID), ({"conversations": SHARED}, SAID), ({"text": "flattened", "messages": SAID}, SAID),

@@ -17,7 +17,7 @@ from found import MINE, NAN, NOISE, UNSEEN, finding, lacking, raised, refused, r
 from rich.console import Console
 
 from collate_npu.proof.kernel_runs import Run
-from collate_npu.proof.noise import Yardstick
+from collate_npu.proof.measure import Yardstick
 from collate_npu.tools.audit.terminal import page, print_report
 
 WRITTEN, BETWEEN = Path(__file__).with_name("reports.txt"), "\n" + "=" * 30 + " "

@@ -16,8 +16,8 @@ from collate_npu.tools import env
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.handover import WAYS
 from collate_npu.tools.audit.terminal import MEASURES, SUMMED_UP, WHOSE, legend, looked_at, summary, table
-from collate_npu.tools.cli.conformance import _table as of_conformance
-from collate_npu.tools.env.machine import Environment
+from collate_npu.tools.cli.audit import _table as of_conformance
+from collate_npu.tools.env import Environment
 from collate_npu.tools.kernels import LEGEND, tables
 
 REPORT = wide_report()

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("rich")
 from typed import typed
 
-from collate_npu.tools.cli.conformance import _table
+from collate_npu.tools.cli.audit import _table
 
 STACK = """
 import torch

@@ -6,8 +6,7 @@ import pytest
 
 from collate_npu.integrations import trainers
 from collate_npu.releases import DISTRIBUTIONS, TORCH_NPU_STREAMS
-from collate_npu.tools.env.hazards import hazards
-from collate_npu.tools.env.machine import Environment
+from collate_npu.tools.env import Environment, hazards
 
 TORCH = {"torch": "2.13.0+cpu"}
 NPU = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0"}

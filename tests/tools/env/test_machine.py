@@ -8,7 +8,7 @@ import pytest
 import collate_npu
 from collate_npu import releases
 from collate_npu.integrations import trainers
-from collate_npu.tools.env import machine
+from collate_npu.tools import env as machine
 
 ROOT = Path(collate_npu.__file__).parents[1]
 

@@ -20,11 +20,9 @@ from collate_npu.consumers.consumer import consumers
 from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.parallel import query_rows
-from collate_npu.tools.show.attention import SIGNS, Cell, attention_of, row_grid
 from collate_npu.tools.show.drawing import fitted, lines
-from collate_npu.tools.show.faults import squares_of_mask
 from collate_npu.tools.show.readers import consumer_panels, rank_panels
-from collate_npu.tools.show.sheet import escaped, sheet_of
+from collate_npu.tools.show.sheet import SIGNS, Cell, attention_of, escaped, row_grid, sheet_of, squares_of_mask
 
 BLOCKS = st.integers(1, 9)
 

@@ -141,6 +141,12 @@ class Told:
         rank_T: Array = before_T[:-1] - before_T[self.first_T]
         return rank_T
 
+    def counts_from(self, places: Array) -> Array:
+        """The first tokens from there on that count."""
+        at_T = np.where(self.neutral_T, len(self.neutral_T), np.arange(len(self.neutral_T)))
+        found: Array = np.minimum.accumulate(at_T[::-1])[::-1][places]
+        return found
+
     @once
     def begins_T(self) -> Array:
         """bool: tokens that go on from none."""
@@ -268,6 +274,9 @@ def why_differs(told: Told, segments: Segments, empty_T: Array | None = None) ->
         own_T = np.where(own_T > 0, 1, 0)
     rank_T = told.rank_T if told.window is None else np.minimum(told.rank_T, 1)
     wrong_T = lost_T | (real_T & (rank_T != own_T))
+    if told.window is None:  # as many tokens before it, but others
+        starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
+        wrong_T |= real_T & (own_T > 0) & (told.counts_from(told.first_T) != told.counts_from(starts_T))
     if not wrong_T.any():
         return ""
     t = int(np.argmax(wrong_T))

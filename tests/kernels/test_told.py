@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from collate_npu import Segments
-from collate_npu.proof import told
+from collate_npu.kernels import told
 
 NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
 
@@ -93,6 +93,7 @@ def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(s
         ([1, 1, 2, 2], [0, 0, 0, 0], None, "(0, 2) goes on from another sequence"),
         ([1, 0, 2, 2], [0, 0, 0, 0], None, "(0, 2) goes on from another sequence"),
         ([1, 0, 2, 2], [0, 0, 0, 0], [0, 1, 0, 0], "(0, 2) goes on from another sequence"),
+        ([1, 0, 1, 0], [0, 1, 1, 1], None, "(0, 2) goes on from padding"),  # as many tokens, but others
         ([1, 1, 1, 0], [0, 0, 2, 2], None, "(0, 2) does not read the 2 first of its sequence"),
         ([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], "(0, 1) is real, and counts for nothing"),
     ],

@@ -1,7 +1,8 @@
-"""What the operator takes without a word, and then computes something else: refused here, because nothing else will.
+"""Rules of the operator: what it takes without a word, and then computes something else (`breaches`), because nothing else
+refuses that; and of what its own host code refuses (`refusals`) as much as a call could not be read without.
 
-`torch_npu`'s Python, meta and host code check no mask, and CANN's host code checks shapes, never contents. Read only for
-calls that break none of the rules in `refused`. Source tags are explained in `operator_call`.
+`torch_npu`'s Python, meta and host code check no mask, and CANN's host code checks shapes, never contents. Left to the card:
+dtypes, head sizes, bands that cross the scores, settings of dropout. Source tags are explained in `operator_call`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,103 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import shape_of
-from collate_npu.kernels.breach import Breach
-from collate_npu.kernels.fusion_attention import geometry
-from collate_npu.kernels.fusion_attention.operator_call import LISTS, TENSORS, AttentionCall
-from collate_npu.kernels.fusion_attention.refused import COMPRESSED
+from collate_npu.kernels import Breach
+from collate_npu.kernels.fusion_attention.operator_call import (
+    BLOCK_SCORES,
+    DEFAULTS,
+    LISTS,
+    PREFIX_TRIANGLE,
+    RANKS,
+    TENSORS,
+    TRIANGLE,
+    AttentionCall,
+    band_leaves_rows_empty,
+    dense_scores,
+    prefix_triangle,
+    query_blocks,
+    skipped_scores,
+    triangle,
+)
+
+COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIANGLE, 8: TRIANGLE}
+"""The shape of the mask that each compressed sparse mode takes."""
+
+
+def refusals(call: AttentionCall) -> Iterator[Breach]:
+    """The rules this call breaks. Each group builds on the ones before it, so the first that is broken ends the reading."""
+    for group in (_arguments, _sequences, _mask, _sparsity):
+        found = list(group(call))
+        yield from found
+        if found or (group is _sequences and call.atten_mask is None):
+            return  # without a mask every mode and token value is let through, and ignored (T:799, T:4121)
+
+
+def _arguments(call: AttentionCall) -> Iterator[Breach]:
+    for name in sorted(call.given - DEFAULTS.keys()):
+        says, remedy = "npu_fusion_attention has no such argument.", "Its spelling is pre_tockens, next_tockens."
+        yield Breach("argument", name, "an argument", says, remedy, "PD")
+    if call.layout not in tuple(RANKS):
+        says, remedy = f"The layouts are {', '.join(RANKS)}.", "Name the one q, k and v are in."
+        yield Breach("layout", "input_layout", repr(call.layout), says, remedy, "P:743")
+    modes = (0, 1, 2, 3, 4, 6, 7, 8) if call.tnd else (0, 1, 2, 3, 4, 5, 6)
+    if call.mode not in modes:
+        says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, modes))}."
+        remedy = "Use mode 6 for a prefix under TND; 7 and 8 are for TND alone."
+        yield Breach("sparse-mode", "sparse_mode", str(call.mode), says, remedy, "P:772-786, T:768, T:4098")
+    if min(call.N, call.Nkv, call.D) < 1 or call.N % call.Nkv:
+        says = "Query heads are a whole multiple of key heads, and no head is empty."
+        remedy = "Pass head_num as the number of query heads."
+        got = f"{call.N} query heads, {call.Nkv} key heads, of {call.D} elements"
+        yield Breach("heads", "head_num", got, says, remedy, "T:1099")
+    if not call.tnd and any(ends is not None for ends in call.ends):
+        says, remedy = "Length lists are read under layout TND alone.", "Pass input_layout='TND' and packed tensors."
+        source = "P:901-918, A:875; Ascend 950 takes them"
+        yield Breach("lists-outside-tnd", "actual_seq_qlen", f"layout {call.layout}", says, remedy, source)
+
+
+def _sequences(call: AttentionCall) -> Iterator[Breach]:
+    if not call.tnd:
+        return
+    q_ends, kv_ends = call.ends
+    if not q_ends or not kv_ends or len(q_ends) != len(kv_ends):
+        says = "TND needs both lists, not empty and equally long."
+        remedy = "Pass the cumulative ends of the same sequences for query and key, on the host."
+        got = f"{len(q_ends or ())} and {len(kv_ends or ())} ends"
+        yield Breach("tnd-lists", ", ".join(LISTS), got, says, remedy, "P:779, T:1176")
+        return
+    for i, (name, T) in enumerate(zip(LISTS, (call.Tq, call.Tkv))):
+        total = sum(pair[i] for pair in call.lengths)
+        if T is not None and total > T:
+            says, remedy = "Sequences lie inside the packed tensor.", "Build the list from the tensor that is passed."
+            yield Breach("tnd-total", name, f"lengths that add up to {total}, of {T} tokens", says, remedy, "T:1181")
+
+
+def _mask(call: AttentionCall) -> Iterator[Breach]:
+    assert call.atten_mask is not None
+    if tuple(call.atten_mask.shape) not in (shapes := _shapes_of_masks(call)):
+        says = f"sparse_mode {call.mode} takes {' or '.join(str(list(each)) for each in shapes)}: no form for keys alone."
+        remedy = "Use fusion_attention_kwargs, or sparse_mode 0 or 1 with dense(segments, polarity='masked')."
+        yield Breach("mask-shape", "atten_mask", shape_of(call.atten_mask), says, remedy, "T:1511-1571")
+
+
+def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
+    """Shapes the host code takes for a mask, whatever the layout of q, k and v (T:1511-1571)."""
+    Sq, Skv = call.longest
+    shapes: list[tuple[int, ...]] = [(Sq, Skv), (1, 1, Sq, Skv)]
+    shapes += [(len(call.lengths), heads, Sq, Skv) for heads in (1, call.N)]
+    if call.tnd:
+        shapes.append((sum(q for q, _ in call.lengths), sum(kv for _, kv in call.lengths)))
+    if call.mode not in COMPRESSED:
+        return shapes
+    right = COMPRESSED[call.mode]  # a dense mask of this very size passes, too
+    return [right, *(each for each in shapes if len(each) == 4 and each[2:] == right)]
+
+
+def _sparsity(call: AttentionCall) -> Iterator[Breach]:
+    if call.mode == 6 and not call.prefix_is_legal:
+        says, remedy = "Each sequence has a prefix N in [max(0, Skv - Sq), Skv].", "Pass one legal N for each of them."
+        yield Breach("prefix", "prefix", str(call.prefix), says, remedy, "T:780, T:1325-1352, T:4045-4082")
+
 
 MAX_SEQUENCES = 1024
 MAX_PREFIX_ROWS = 32
@@ -44,7 +138,7 @@ def _found(call: AttentionCall) -> Iterator[Breach]:
         if call.mode != 0 or pre < Sq - 1 or after < Skv - 1:
             got = f"None with sparse_mode {call.mode}, pre {pre}, next {after}"
             says = "Without a mask every mode and token is ignored: full attention, the future included."
-            remedy = "Pass the compressed mask geometry.triangle(), or sparse_mode 0 if full attention is meant."
+            remedy = "Pass the compressed mask fusion_attention.triangle(), or sparse_mode 0 if full attention is meant."
             yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
         return
     misread = list(_form(call, mask))
@@ -157,7 +251,7 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
         says = "With B = Sq a [B, S] padding mask reads as one [Sq, Skv] matrix for every row."
         remedy = "Write a shared mask as [1, 1, Sq, Skv], padding as [B, 1, Sq, Skv]."
         yield Breach("rows-or-queries", "atten_mask", got, says, remedy, "T:1551")
-    if shape == geometry.TRIANGLE and torch.equal(atten_mask.cpu().bool(), geometry.triangle()):
+    if shape == TRIANGLE and torch.equal(atten_mask.cpu().bool(), triangle()):
         says = f"The compressed triangle in mode {call.mode} passes at Sq = Skv = 2048 only, as a dense mask."
         remedy = "Pass sparse_mode 2 or 3 with it, or [1, 1, 2048, 2048] if dense is meant."
         yield Breach("compressed-as-dense", "atten_mask", got, says, remedy, "T:1545, T:1551")
@@ -165,7 +259,7 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
 
 def _contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     if atten_mask.dtype == torch.uint8:
-        top = max(int(block.cpu().max()) for block in torch.split(atten_mask.flatten(), geometry.BLOCK_SCORES))
+        top = max(int(block.cpu().max()) for block in torch.split(atten_mask.flatten(), BLOCK_SCORES))
         if top > 1:
             says, remedy = "A uint8 mask holds 0 and 1.", "Pass bool."
             yield Breach("mask-values", "atten_mask", f"values up to {top}", says, remedy, "PD:35")
@@ -180,7 +274,7 @@ def _contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
 
 def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     """The operator uses them unchecked, in blocks that no document describes."""
-    right = geometry.prefix_triangle() if call.mode == 6 else geometry.triangle()
+    right = prefix_triangle() if call.mode == 6 else triangle()
     blocked = atten_mask.cpu().bool().reshape(right.shape)
     if torch.equal(blocked, right):
         return
@@ -190,7 +284,7 @@ def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Bre
     wrong = f"{int((blocked != right).sum())} wrong cells"
     got = next((name for name, form in forms if torch.equal(blocked, form)), wrong)
     says = f"sparse_mode {call.mode} reads its mask as one that is True above the diagonal; contents are never checked."
-    remedy = f"Use geometry.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
+    remedy = f"Use fusion_attention.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
     yield Breach("compressed-contents", "atten_mask", got, says, remedy, "PD:554-606, D")
 
 
@@ -200,13 +294,13 @@ def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
     to_itself: dict[int, list[Tensor]] = {}
     differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
     lengths = call.lengths if differ else call.lengths[:1]  # every distinct part of the mask
-    blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in geometry.query_blocks(Q, K * call.mask_heads))
+    blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in query_blocks(Q, K * call.mask_heads))
     for n, queries in blocks:
-        masked = geometry.dense_scores(call, n, queries)
+        masked = dense_scores(call, n, queries)
         empty += int(masked.all(-1).sum())
         attended[n] = attended.get(n, False) | ~masked.all(-2)
         to_itself.setdefault(n, []).append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
-        if not disagrees and (skipped := geometry.skipped_scores(call, n, queries)) is not None:
+        if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
             disagrees = bool((~masked & skipped).any())
     # In self-attention a query that cannot see itself is padding, and then nobody sees it.
     if (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths):
@@ -231,7 +325,7 @@ def _empty_rows(call: AttentionCall, got: str) -> Iterator[Breach]:
         yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:168, D")
         return
     # A band that leaves rows empty makes the host code switch empty-row handling on by itself (T:624-635).
-    noticed = call.mode == 0 and geometry.band_leaves_rows_empty(*call.longest, *call.tokens)
+    noticed = call.mode == 0 and band_leaves_rows_empty(*call.longest, *call.tokens)
     if call.arguments["inner_precise"] != SKIP_EMPTY_ROWS and not noticed:
         says = "A row with every key blocked gives a mean of V, unless inner_precise=2 makes it 0."
         remedy = "Pass inner_precise=2, or pad on the right and block keys alone."
