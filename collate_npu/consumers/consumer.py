@@ -108,8 +108,8 @@ def cheapest_said(segments: Segments) -> str:
 
 def shape_said(segments: Segments) -> str:
     """`2 rows of 5, one sequence each; padding on the left, 2 of 10 places (20%)`."""
-    B, S = segments.shape
-    sequences = f"{segments.num_sequences} sequences" if segments.packed or segments.empty_rows else "one sequence each"
+    (B, S), N = segments.shape, segments.num_sequences
+    sequences = f"{N} sequence{'s' * (N != 1)}" if segments.packed or segments.empty_rows else "one sequence each"
     padded, where = B * S - segments.num_tokens, _WHERE[segments.padding_side]
     share = f", {padded} of {B * S} places ({100 * padded / max(B * S, 1):.0f}%)" if padded else ""
     return f"{B} row{'s' if B != 1 else ''} of {S}, {sequences}; {where}{share}"
