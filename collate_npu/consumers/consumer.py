@@ -20,8 +20,15 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.arrays import PaddingSide, once
 from collate_npu.consumers import forwards
-from collate_npu.consumers.models import config_of, consumer_of, has_virtual_tokens, needs_mask_2d, pattern_of, text_config
-from collate_npu.consumers.recurrent_kernels import why_boundaries_unread
+from collate_npu.consumers.models import (
+    config_of,
+    consumer_of,
+    has_virtual_tokens,
+    needs_mask_2d,
+    pattern_of,
+    text_config,
+    why_boundaries_unread,
+)
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import Verdict, none_is_exact
@@ -151,6 +158,8 @@ class Model:
     """What its attention layers say they are; None where nobody asked them."""
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
+    half_ahead: bool = False
+    """Do its layers look ahead, and its masks not?"""
     follows_is_causal: bool = False
     """Do masks and kernels both follow what it says?"""
     pooling: forwards.Pooling = ""
@@ -182,11 +191,14 @@ class Model:
         if needs_2d is None and (model is not None or model_type is not None):
             needs_2d = needs_mask_2d(model if model is not None else model_type)
         read: dict[str, Any] = {}
+        attention = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
         asked = consumer_of(model) == "transformers"
         if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
             read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
-            read |= {"follows_is_causal": forwards.follows_is_causal(model)}
+            read |= {"follows_is_causal": forwards.follows_is_causal(model), "half_ahead": forwards.half_ahead(model)}
+            if read["half_ahead"] and attention == "eager":  # which reads masks alone
+                read |= {"half_ahead": False, "pattern": "causal"}
             read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
@@ -200,7 +212,7 @@ class Model:
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",
             needs_mask_2d=needs_2d,
-            attn_implementation=attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa",
+            attn_implementation=attention,
             **read,
         )
 

@@ -95,6 +95,12 @@ def follows_is_causal(model: Any) -> bool:
     return IS_CAUSAL_READ.holds() and handed and _say(_classes(whole), "merge_with_config_defaults")
 
 
+def half_ahead(model: Any) -> bool:
+    """Do its layers look ahead by `use_bidirectional_attention`, and the masks that it makes do not (Gemma, Gemma 2)?"""
+    asked = getattr(config_of(model), "use_bidirectional_attention", None) is True
+    return asked and not _say(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
+
+
 def looks_ahead(model: Any, by: str) -> bool:
     """Do masks that the model makes let tokens see later ones, told by its images or by `token_type_ids`?
 

@@ -144,6 +144,8 @@ def _looks_ahead_by_2d(case: Case) -> bool:
 def _half_causal(case: Case) -> str:
     """Why a call that is not causal is so in part."""
     model, by_call = case.model, case.call.get("is_causal") is False
+    if model.half_ahead and (case.segments.packed or case.segments.num_padding):
+        return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
     if (
         case.pattern.name != "bidirectional"
         or model.pattern == "bidirectional"
@@ -171,11 +173,14 @@ def _masked_flat_row(case: Case) -> bool:
 
 
 def _by_positions(case: Case) -> bool:
-    """Do positions alone tell the sequences of a flat row? Where a router's loss takes no mask that would."""
-    read = case.model.model_type in SPLITS_BY_POSITIONS and case.model.attn_implementation in ("sdpa", "eager")
-    told = case.padding_free and case.restarts and case.segments.packed and case.segments.padding_side == "none"
-    whole = case.pattern == CAUSAL and case.context_parallel is None and case.call.get("past_key_values") is None
-    return read and told and whole and _learns_routing(case) and POSITIONS_SPLIT.holds()
+    """Do positions alone tell the sequences of a flat row? Where a router's loss takes no mask that would, and windows that
+    look ahead have no pattern here."""
+    routed = case.model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and _learns_routing(case)
+    ahead = case.model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and case.model.ask(windows)
+    told = case.segments.shape[0] == 1 and case.restarts and case.segments.packed and case.segments.padding_side == "none"
+    whole = case.context_parallel is None and case.call.get("past_key_values") is None
+    on_it = case.model.attn_implementation in ("sdpa", "eager")
+    return bool(routed or ahead) and on_it and told and whole and POSITIONS_SPLIT.holds()
 
 
 def _learns_routing(case: Case) -> bool:
@@ -338,7 +343,11 @@ _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
     forms=(
-        Form(form="none", reads="None, where it is exact and nobody but the model reads it", when=_by_kernel),
+        Form(
+            form="none",
+            reads="None, where it is exact and nobody but the model reads it",
+            when=lambda case: _by_kernel(case) or (_by_positions(case) and "positions that restart tell its sequences"),
+        ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
         Form(form="block_mask", reads=_FLEX, when=_on("flex_attention")),
         Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),

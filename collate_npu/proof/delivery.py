@@ -59,12 +59,8 @@ class Delivery:
         still = "what padding and other sequences hold moves no real token" * self.asked
         said = "; ".join(filter(None, [self.told, still, unseen, "" if self.alone is None else str(self.alone)]))
         if not self.layers:
-            heard = (
-                "no kernel was heard, and the model was asked"
-                if self.asked
-                else "NOT JUDGED: no kernel was heard that could be"
-            )
-            return f"collate_npu: {heard}: {said}"
+            asked = "no kernel was heard, and the model was asked"
+            return f"collate_npu: {asked if self.asked else 'NOT JUDGED: no kernel was heard that could be'}: {said}"
         which = "every layer" if self.asked and not self.unseen else "these layers" if self.unseen else "every layer heard"
         return f"collate_npu: {which} got what the batch says: {said}"
 
@@ -221,9 +217,7 @@ class _Record:
         answer = ask(self.model, asked[0], self.case, asked[1]) if asked and asks else Asked(unasked="nobody asked")
         if answer.why_wrong:
             rule = "Neither padding nor another sequence moves a real token."
-            remedy = (
-                "No known kernel of it was told wrong: look at this layer's own code, and at what it does with the mask."
-            )
+            remedy = "No known kernel of it was told wrong: look at its own code, and at what it does with the mask."
             raise CollateError(explain("delivery", answer.why_wrong, rule, remedy, more="delivery"))
         layers, told = self.forward.layers(), self._proved()
         if not (told or measured or not answer.unasked or self.forward.cp is not None):

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from collate_npu import Segments, releases
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.recurrent_kernels import kernel_calls
+from collate_npu.consumers.models import kernel_calls
 from collate_npu.consumers.transformers import READ_BY, RUNS_ON, also_told, why_state_runs_on
 from collate_npu.releases import NEWEST, installed
 from collate_npu.testing import hybrid_model_types, tiny_model

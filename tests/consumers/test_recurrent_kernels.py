@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.recurrent_kernels import asks_by_itself, kernel_calls, why_boundaries_unread
+from collate_npu.consumers.models import asks_by_itself, kernel_calls, why_boundaries_unread
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
 

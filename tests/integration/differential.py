@@ -56,7 +56,9 @@ HEADS = {
     "vision": ("ImageTextToText",),
 }
 OPTIONS = ("none", "none", "none", "is_causal", "config.is_causal", "router", "config.router", "use_cache", "cache", "keep")
-OPTIONS += ("embeds", "attentions", "states", "generate", "static", "chunks")
+OPTIONS += ("embeds", "attentions", "states", "generate", "static", "chunks", "config.ahead")
+AHEAD = ("gemma", "gemma2", "gemma3_text")
+"""Families whose layers follow `use_bidirectional_attention`, as of EmbeddingGemma."""
 GENERATE = ("generate", "static", "chunks")
 WRAPPERS = ("none", "none", "none", "checkpointing", "lora", "prefix", "prompt", "p-tuning", "compiled")
 TUNERS = ("prefix", "prompt", "p-tuning")
@@ -122,6 +124,7 @@ def makes_sense(case: Case) -> bool:
         or (case.side == "packed" and "router" in case.option)  # whose groups are the rows
         or (case.kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
         or (case.kind == "encoder-decoder" and case.option == "embeds")
+        or (case.option == "config.ahead" and case.family not in AHEAD)
         or (case.head == "MultipleChoice" and case.option == "embeds")
         or (case.kind == "vision" and case.option not in ("none", "states", "use_cache"))
         or (case.kind == "vision" and (tuned or case.wrapper in ("compiled", *TUNERS) or case.side == "packed"))
@@ -148,12 +151,14 @@ def config_of(family: str):
 
 
 @cache
-def model_of(family: str, head: str, attn: str) -> nn.Module:
+def model_of(family: str, head: str, attn: str, ahead: bool = False) -> nn.Module:
     """A tiny one, honest: a wrong mask shows. Raises whatever transformers raises for a family that does not build so."""
     if family in tiny_vision.MODELS:
         return tiny_vision.vision_model(family)
     config = copy.deepcopy(config_of(family))
     config.num_labels, config.classifier_dropout = 3, 0.0
+    if ahead:
+        config.use_bidirectional_attention = True
     for each in {id(each): each for each in (config, text_config(config))}.values():
         for name, value in vars(each).items():  # in train mode too, a sample has one answer
             if re.search("drop|jitter", name) and isinstance(value, float):
@@ -178,7 +183,7 @@ def model_of(family: str, head: str, attn: str) -> nn.Module:
 
 def wrapped(case: Case) -> nn.Module:
     """The model as its user runs it, and nobody else's."""
-    model = copy.deepcopy(model_of(case.family, case.head, case.attn))
+    model = copy.deepcopy(model_of(case.family, case.head, case.attn, case.option == "config.ahead"))
     text = text_config(model.config)
     if case.option == "config.is_causal":
         text.is_causal = False
@@ -336,11 +341,8 @@ def read(answers, first: int) -> torch.Tensor:
 def targets(case: Case, row) -> int:
     if not isinstance(row.get("labels"), list):
         return 1
-    shifted = (
-        case.head in ("CausalLM", "ImageTextToText")
-        and case.family not in IN_PLACE
-        and case.wrapper not in ("prompt", "p-tuning")
-    )
+    in_place = case.family in IN_PLACE or case.wrapper in ("prompt", "p-tuning")
+    shifted = case.head in ("CausalLM", "ImageTextToText") and not in_place
     return sum(y >= 0 for y in row["labels"][shifted:])
 
 

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithF
 
 from collate_npu import BatchAdapter, PaddingCollator, adapt
 from collate_npu.consumers import leaks
-from collate_npu.consumers.recurrent_kernels import kernel_calls
+from collate_npu.consumers.models import kernel_calls
 from collate_npu.consumers.transformers import READ_BY, RUNS_ON, SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, POSITIONS_SPLIT

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collate_npu.checked import check_model
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.models import needs_mask_2d
-from collate_npu.consumers.recurrent_kernels import PLAIN_TORCH
+from collate_npu.consumers.models import PLAIN_TORCH, needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
