@@ -429,7 +429,8 @@ def peers_misc(session: nox.Session) -> None:
         session.run("pytest", *sorted(named - {fsdp}), env=ENV)
     pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
     put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
-    session.run("pytest", fsdp, env={**ENV, "PYTHONPATH": str(pinned)})
+    # all of it is long, of which a commit draws a third: none may be left
+    session.run("pytest", fsdp, env={**ENV, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
     # torchtitan 0.3.0 has no llama4, and 0.2.2 cannot run its chunked layers
     older = Path(session.create_tmp()).resolve() / "torchtitan-0.2.1"
     put(session, "--no-deps", "--target", str(older), "torchtitan==0.2.1")
