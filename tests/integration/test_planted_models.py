@@ -114,7 +114,7 @@ def said_by(entrance, model):
     return ""
 
 
-@pytest.mark.parametrize("name", some([*FAULTS], 4))
+@pytest.mark.parametrize("name", some([name for name in FAULTS if DENSE != "qwen3_next" or "axis" not in name], 4))
 def test_who_claims_to_see_a_fault_in_a_model_sees_it(name):
     family, plant, claims, layer = FAULTS[name]
     for entrance in claims:
