@@ -144,7 +144,8 @@ def _looks_ahead_by_2d(case: Case) -> bool:
 def _half_causal(case: Case) -> str:
     """Why a call that is not causal is so in part."""
     model, by_call = case.model, case.call.get("is_causal") is False
-    if model.half_ahead and (case.segments.packed or case.segments.num_padding):
+    masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
+    if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
         return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
     if (
         case.pattern.name != "bidirectional"
@@ -173,8 +174,7 @@ def _masked_flat_row(case: Case) -> bool:
 
 
 def _by_positions(case: Case) -> bool:
-    """Do positions alone tell the sequences of a flat row? Where a router's loss takes no mask that would, and windows that
-    look ahead have no pattern here."""
+    """Do positions alone tell the sequences of a flat row? Where a router's loss or windows that look ahead take no mask."""
     routed = case.model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and _learns_routing(case)
     ahead = case.model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and case.model.ask(windows)
     told = case.segments.shape[0] == 1 and case.restarts and case.segments.packed and case.segments.padding_side == "none"

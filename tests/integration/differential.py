@@ -183,9 +183,9 @@ def model_of(family: str, head: str, attn: str, ahead: bool = False) -> nn.Modul
 
 def wrapped(case: Case) -> nn.Module:
     """The model as its user runs it, and nobody else's."""
-    model = copy.deepcopy(model_of(case.family, case.head, case.attn, case.option == "config.ahead"))
+    model = copy.deepcopy(model_of(case.family, case.head, case.attn, case.option.startswith("config.ahead")))
     text = text_config(model.config)
-    if case.option == "config.is_causal":
+    if case.option in ("config.is_causal", "config.ahead, is_causal"):
         text.is_causal = False
     if case.option == "config.router":
         text.output_router_logits = True

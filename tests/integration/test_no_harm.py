@@ -55,6 +55,7 @@ KNOWN = {
     "EmbeddingGemma, packed": {"family": "gemma3_text", "option": "config.ahead", "head": "base", "side": "packed"},
     "a Gemma whose masks do not follow": {"family": "gemma", "option": "config.ahead", "head": "base"},
     "one on eager": {"family": "gemma", "option": "config.ahead", "side": "packed", "attn": "eager"},
+    "one whose masks are told": {"family": "gemma", "option": "config.ahead, is_causal"},
     "a router's loss by the call": {"family": "mixtral", "option": "router"},
     "one by the config": {"family": "qwen3_moe", "option": "config.router"},
     "one padded left": {"family": "mixtral", "option": "router", "side": "left"},
@@ -219,9 +220,8 @@ def test_sound_passes_and_labels_of_its_decoder_are_looked_at():
 def test_wav2vec2_is_as_without_us():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 12}
     sizes |= {"feat_extract_norm": "layer", "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
-    sizes |= {"do_stable_layer_norm": True}
     torch.manual_seed(0)
-    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes)).eval()
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes, do_stable_layer_norm=True)).eval()
     sound, keep = torch.randn(2, 3200), torch.ones(2, 3200).long()
     keep[1, 2000:] = 0
     batch = {"input_values": sound * keep, "attention_mask": keep, "labels": torch.tensor([[3, 4], [5, -100]])}
