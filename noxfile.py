@@ -380,9 +380,13 @@ def peers_swift(session: nox.Session) -> None:
     """ms-swift, mcore-bridge and megatron-core, and what both splits of a batch agree on."""
     install_swift(session, "megatron-core==0.16.1")
     put(session, "--no-deps", "areal==1.0.4", "colorlog", "uvloop", "torchdata", "numba", "llvmlite")
-    swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py"))
+    swift = sorted(str(path) for path in Path("tests/peers").glob("test_swift_*.py") if path.stem != "test_swift_fla")
     names = ("mcore_bridge", "mcore_bridge_packed", "mcore_bridge_cp", "absent", "parallel_peers")
     session.run("pytest", *swift, *(f"tests/peers/test_{name}.py" for name in names), env=ENV)
+    # apart: beside Triton, transformers' own layers take fla's kernels
+    fla = Path(session.create_tmp()).resolve() / "fla"
+    put(session, "--no-deps", "--target", str(fla), "fla-core==0.6.0", "triton==3.7.0")
+    session.run("pytest", "tests/peers/test_swift_fla.py", env={**ENV, "PYTHONPATH": str(fla)}, success_codes=(0, 5))
     # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
     session.run("pytest", "tests/integration/test_packed_hybrids.py", "tests/consumers/test_recurrent_kernels.py", env=ENV)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
@@ -449,6 +453,8 @@ def peers_fla(session: nox.Session) -> None:
     put(session, "--no-deps", "--target", str(older), "fla-core==0.5.2")
     names = ("tests/peers/test_fla.py", "tests/peers/test_fla_ranks.py")
     session.run("pytest", *names, *session.posargs, env={**ENV, "PYTHONPATH": str(older)})
+    ascend = {"PYTHONPATH": str(older), "FLA_KERNELS": "triton_ascend"}  # apart: fla reads once which card there is
+    session.run("pytest", names[0], *session.posargs, env={**ENV, **ascend})
 
 
 @nox.session

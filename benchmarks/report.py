@@ -72,7 +72,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
     """Ways to train on the same rows; `sent` are the bytes of the batches, `memory` what a pass adds at its peak."""
     table = Table(title="step", title_justify="left", title_style="bold", box=None, padding=(0, 1))
     table.add_column("", width=38, no_wrap=True)
-    for name in ("a pass", "tokens/s", "times ours", "sent", "memory"):
+    for name in ("a pass", "tokens/s", "times ours", "padding", "sent", "memory"):
         table.add_column(name, justify="right", width=10)
     for case, lines in groupby(rows, key=lambda row: row["case"]):
         found = list(lines)
@@ -87,7 +87,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
 def _step(seconds: float, facts: dict[str, float], made: int, slower: str = "") -> tuple[str, ...]:
     speed = f"{facts['tokens'] / seconds:,.0f}"
     passed = time(seconds) + (f" ({time(facts['on the device'])} on the device)" if "on the device" in facts else "")
-    return passed, speed, slower, f"{made / 1e6:.2f} MB", f"{facts['peak'] / 1e6:.0f} MB"
+    return passed, speed, slower, f"{facts['padding']:.0%}", f"{made / 1e6:.2f} MB", f"{facts['peak'] / 1e6:.0f} MB"
 
 
 def _add_case(table: Table, case: str, rows: list[dict[str, Any]]) -> None:

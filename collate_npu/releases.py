@@ -132,8 +132,6 @@ class Since:
 
 
 # What transformers does.
-LFM2_MASKED = Since("transformers", "5.0", "convolutions get the 2D mask; 4.57 modeling_lfm2.py:406, 662 skip the 4D one")
-ZAMBA2_MASKED = Since("transformers", "5.0", "the torch path carries the right state; 4.57 modeling_zamba2.py:879 does not")
 POSITIONS_SPLIT = Since("transformers", "5.6", "families with routers hand positions to masking_utils.py; 4.57's do not all")
 IS_CAUSAL_READ = Since("transformers", "5.2", "is_causal of a config or a call decides of masks: masking_utils.py:954")
 BOUNDARIES_READ = Since("transformers", "5.10", "its Gated DeltaNet layers read boundaries: the first that was read")
@@ -164,7 +162,6 @@ FLA_ROWS = Since(
     "its convolution gives wrong weight gradients where offsets come with more than one row: hand over one flat row, as "
     "this library does",
 )
-CONV1D_STATES = Since("causal_conv1d", "1.6.2", "states beside seq_idx: 1.6.1 csrc/causal_conv1d.cpp:175-198")
 FLA_NPU_A2 = Since(
     "fla_npu",
     "26.6.1",
@@ -234,6 +231,4 @@ def _same(name: str, ours: str) -> bool:
 MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")
 MEGATRON_PACKED = Since("megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 ssm/gated_delta_net.py:295 raises")
 MEGATRON_PARALLEL = Since("megatron", "0.18", "and context parallelism: 0.16 core/transformer/transformer_config.py:982-986")
-MINDSPEED_GATED_DELTA = Since("mindspeed", "0.16", "a Gated DeltaNet module: core_r0.16.0 ssm/gated_delta_net.py:592-665")
 MINDSPEED_TRITON_RULE = Since("mindspeed", "0.17", "its own rule: core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355")
-MINDSPEED_PACKED = Since("mindspeed", "0.18", "Megatron's module of its release, which takes packed rows")

@@ -17,9 +17,11 @@ import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.consumers.consumer import consumers
-from collate_npu.consumers.transformers import READ_BY, RUNS_ON
+from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
 from collate_npu.kernels.gated_delta import arguments
 from collate_npu.parallel import layout, recurrent
+from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
 
 PACKAGE = Path(collate_npu.__file__).parent
@@ -59,16 +61,25 @@ def table() -> str:
 
 
 def families() -> str:
-    """The hybrid families in Markdown: which kernels keep the sequences of a flat row apart, or where its state runs on."""
+    """The hybrid families in Markdown, each asked: which kernels keep the sequences of a packed row apart, or would."""
     by: dict[str, list[str]] = {}
-    for name, kernels in READ_BY.items():
-        by.setdefault(re.sub(r"\b(\w*_\w+)", r"`\1`", kernels), []).append(f"`{name}`")
-    rows = [f"| {', '.join(names)} | right, told {kernels} |" for kernels, names in by.items()]
-    why: dict[str, list[str]] = {}
-    for name, reason in RUNS_ON.items():
-        why.setdefault(reason, []).append(f"`{name}`")
-    rows += [f"| {', '.join(names)} | refused: {reason} |" for reason, names in why.items()]
-    return "\n".join(["| family | flat row of several sequences |", "|---|---|", *rows])
+    for name in hybrid_model_types():
+        said = asked(name)
+        by.setdefault(said, []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {said} |" for said, names in sorted(by.items(), key=lambda each: "refused" in each[0])]
+    return "\n".join(["| family | packed rows |", "|---|---|", *rows])
+
+
+def asked(name: str) -> str:
+    try:
+        model = tiny_model(name, vocab_size=99)
+    except ValueError:
+        model = tiny_model(name, vocab_size=99, attn_implementation="eager")
+    if why := why_sequences_mix(model, BatchAdapter, mended=True):
+        return f"refused: {re.sub(r' [(]by .*[)]', '', why)}"
+    kernels = {call.kernel: READS[call.kernel] for call in kernel_calls(model) if call.kernel in MENDS}
+    told = ", ".join(f"`{kernel}` by `{key}`" for kernel, key in sorted(kernels.items()))
+    return f"right under `adapt`; without it where {told} read them"
 
 
 def needed() -> str:

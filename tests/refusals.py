@@ -187,7 +187,7 @@ WORDED = {
     "a row with no tokens": (
         lambda: collate_all(ids([], [1], [])),
         "input_ids: 2 bad rows.\n  row 0: got no tokens\n  row 2: got no tokens\nA row without real tokens has no logits, "
-        "no loss and no last token.\nDrop the samples, or pass layout=Layout(allow_empty=True).",
+        "no loss and no last token.\nDrop the samples, or pass layout=Layout(allow_empty=True) without packing.",
     ),
     "labels of another length": (
         lambda: collate_all(ids([1, 2], [1], [1], labels=[[1], [1], [1, 2]])),
@@ -196,6 +196,10 @@ WORDED = {
     "float ids in lists": (
         lambda: collate_all(ids([1, 2.5], [1], [0.5])),
         "input_ids: 2 bad rows.\n  row 0: got 2.5 at token 1\n  row 2: got 0.5 at token 0\n",
+    ),
+    "float ids in packed rows": (
+        lambda: collate(ids([1], [2, 3], [0.5]), packing=True),
+        "input_ids: 1 bad row.\n  row 2: got 0.5 at token 0\n",
     ),
     "float ids in arrays": (
         lambda: collate_all(ids(torch.tensor([0.5]), [1], np.array([0.5, 1]))),
@@ -254,7 +258,7 @@ DOOR = [
 ]
 """Law 12 at the door: the rows of a batch, the keys it is refused with, the words, and the keys that tell those rows."""
 
-RWKV, INDEXER = ({"config": SimpleNamespace(**more)} for more in ({"model_type": "rwkv"}, INDEXED))
+MOVED, INDEXER = {"model": {"moves": {"left": "it was measured"}}}, {"config": SimpleNamespace(**INDEXED)}
 FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
 ROUTERS = (SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on) for on in (True, False))
 MOE, QUIET = ({"config": router, "needs_2d": True, "pattern": SLIDING} for router in ROUTERS)
@@ -262,7 +266,7 @@ WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0
 FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
 
 ROUTES = [
-    (LEFT, {**RWKV, "needs_2d": True}, "pad right", RIGHT, {**RWKV, "needs_2d": True}, "keep_2d"),
+    (LEFT, MOVED, "pad right", RIGHT, MOVED, "keep_2d"),
     (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
     (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager', or padding_free=True", PACKED, EAGER, "bias"),
     (PACKED, FLASH, "or padding_free=True", FLAT, {**FLASH, "padding_free": True}, "none"),
@@ -308,7 +312,16 @@ def wrapped(batch, features=FEATURES, **settings):
     return wrap_collator(lambda f: batch(f) if callable(batch) else dict(batch), **settings)(features)
 
 
+ANSWERS = [row | {"start_positions": 0, "end_positions": 0} for row in FEATURES]
+PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False}, {"allow_empty": True})]
+"""Samples and settings that go together without packing alone."""
+
 FOLLOWED = [
+    *(
+        (partial(collate, rows, packing=True, **beside), words, partial(collate, rows, **beside))
+        for words, each in (("Leave packing out.", PACKING), ("without packing", [(ANSWERS, {})]))
+        for rows, beside in each
+    ),
     # --- a mask alone
     (
         lambda: derive_segments(UNEXPLAINED),

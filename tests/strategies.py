@@ -144,6 +144,18 @@ def own_ids(sample: dict[str, Any]) -> list[int]:
     return list(sample.get("attention_mask", [1] * L))
 
 
+def marked(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same samples, numbered from 1 under `sample`, and with a number for each token under `place`."""
+    numbered = enumerate(samples, start=1)
+    return [row | {"sample": b, "place": [100 * b + i for i in range(len(row["input_ids"]))]} for b, row in numbered]
+
+
+def standing(samples: list[dict[str, Any]], place_BS: torch.Tensor) -> Segments:
+    """The Segments of marked samples, by where their tokens stand in a batch."""
+    ids = {100 * b + i: 100 * b * (n > 0) + n for b, row in enumerate(samples, start=1) for i, n in enumerate(own_ids(row))}
+    return Segments.from_ids([[ids.get(place, 0) for place in row] for row in place_BS.tolist()])
+
+
 def laid_out(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a PaddingCollator by name, those of its `Layout` in one."""
     own = {field.name for field in fields(Layout)} & settings.keys()

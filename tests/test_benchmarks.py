@@ -127,7 +127,7 @@ def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
     case = step.case("llama", 2, 32, 2)
     found = case.ready()
     assert [one.name for one in found][:2] == ["ours, adapted", "ours, the 2D mask"]
-    assert len(found) == 7
+    assert len(found) == 8
     rows = case.rows({one: [1.0, 1.0, 1.0] for one in found})
     tokens = {facts["tokens"] for row in rows for facts in row.facts}
     assert tokens == {sum(len(row["input_ids"]) for row in step.instruction_rows(2, 32, 2))}

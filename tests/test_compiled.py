@@ -15,6 +15,7 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.outputs import per_sequence
+from collate_npu.releases import MISSING_KERNEL_RAISES
 
 WAYS = {
     "unpad": unpad,
@@ -111,7 +112,7 @@ ALIGNED = {**STATIC, "sequence_multiple": 16}
 FLASH = {"_attn_implementation": "flash_attention_2", "model_type": "qwen3_next"}
 MODELS = {
     "attention alone": SimpleNamespace(layer_types=["full_attention"], **FLASH),
-    "recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH),
+    **({"recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH)} if MISSING_KERNEL_RAISES.holds() else {}),
     "dense mask": SimpleNamespace(layer_types=["full_attention"], model_type="llama"),
 }
 READERS = {"neutral": {}} | {name: {"consumer": "transformers", "model": model} for name, model in MODELS.items()}

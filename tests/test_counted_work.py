@@ -35,6 +35,7 @@ SETTINGS = {
     "right": ({}, 200, 13),
     "left": ({"padding_side": "left", "attention_mask": "2d"}, 200, 12),
     "flat": ({"padding_free": True}, 235, 11),
+    "packed": ({"packing": True, "attention_mask": "2d"}, 195, 25),
     "megatron": ({"consumer": "megatron", "model": SimpleNamespace(layer_types=["linear_attention"])}, 260, 13),
     "transformers": ({"consumer": "transformers", "model": LLAMA, "padding_side": "left"}, 315, 13),
     "transformers, flat": ({"consumer": "transformers", "model": LLAMA, "padding_free": True}, 365, 11),

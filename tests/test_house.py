@@ -13,16 +13,16 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1800, 1250),
-    "masks": (2678, 2400),
+    "ground": (1795, 1250),
+    "masks": (2693, 2400),
     "parallel": (1607, 1450),
-    "kernels": (3526, 1900),
-    "consumers": (2834, 1950),
+    "kernels": (3441, 1900),
+    "consumers": (3290, 1950),
     "collate": (1750, 1500),
-    "proof": (4258, 1900),
-    "integrations": (3351, 3000),
-    "testing": (426, 450),
-    "tools": (4479, 1900),
+    "proof": (4271, 1900),
+    "integrations": (3429, 3000),
+    "testing": (292, 450),
+    "tools": (4275, 1900),
     "tests": (54027, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
@@ -95,13 +95,13 @@ STACKS = ("mindspeed", "swift", "verl", "twinkle", "torchtitan", "axolotl", "lla
 """Not megatron, trl and accelerate: what they read is a form that others read too."""
 ELSEWHERE = {
     "mindspeed": """
-        consumers.adapter consumers.consumer consumers.megatron consumers.transformers consumers.verl
+        consumers.adapter consumers.consumer consumers.megatron consumers.verl
         integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
         integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
         kernels.gated_delta.rules parallel.recurrent releases
         tools.env""",
     "swift": """
-        consumers.megatron consumers.transformers integrations.megatron.mcore_bridge parallel.recurrent
+        consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent
         tools.cli tools.env""",
     "verl": "consumers.consumer",
     "torchtitan": "consumers.adapter consumers.consumer consumers.models kernels.gated_delta.stacks",

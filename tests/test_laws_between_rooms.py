@@ -17,6 +17,7 @@ from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, split_batch, wrap_collator
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
+from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.find import segments_from_batch
 
@@ -33,11 +34,10 @@ EXTRAS = {
 }
 
 
-def truth_of(features, side, multiple=None):
+def truth_of(features, side):
     """The Segments of features by themselves, padded on one side."""
     rows = [strategies.own_ids(feature) for feature in features]
     width = max(map(len, rows))
-    width += -width % (multiple or 1)
     pad = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
     return Segments.from_ids(np.stack([np.pad(row, at) for row, at in zip(rows, pad)]))
 
@@ -51,11 +51,18 @@ def truth_of(features, side, multiple=None):
     st.sampled_from(MODES),
     st.sampled_from([None, 4]),
     st.sampled_from(list(EXTRAS)),
+    st.booleans(),
 )
-def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, multiple, extra):
-    features = [{**feature, **EXTRAS[extra](len(feature["input_ids"]))} for feature in features]
-    collator = PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode, pad_to_multiple_of=multiple)
-    assert segments_from_batch(collator(features)) == truth_of(features, side, multiple)
+def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, multiple, extra, packing):
+    features = [{**feature, **EXTRAS[extra](len(feature["input_ids"]))} for feature in strategies.marked(features)]
+    settings = {
+        "attention_mask": mode,
+        "pad_to_multiple_of": multiple,
+        "packing": packing,
+        "max_length": 9 if packing else None,
+    }
+    batch = PaddingCollator(pad_token_id=7, padding_side=side, keys={**KEYS, "place": TOKENS}, **settings)(features)
+    assert segments_from_batch(batch) == strategies.standing(features, batch["place"])
 
 
 def flat_truth(features, width, each=1):

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def case(family: str, rows: int, width: int, batches: int) -> Case:
     rivals = [
         way("ours, the 2D mask", padded),
         *([way("ours, adapted, rows sorted by length", padded, in_order, adapted=True)] if batches > 1 else []),
-        way("ours, one flat row", flat, flat_row=True),
+        way("ours, adapted, packed rows", partial(packed, width=width), together=True, adapted=True),
+        way("ours, adapted, one flat row", flat, flat_row=True, adapted=True),
         way("transformers Seq2Seq", lambda _: peers.seq2seq("right")),
         way("TRL", lambda _: peers.trl()),
         way("ms-swift template", lambda _: peers.swift("right")),
@@ -98,6 +100,11 @@ def flat(model: Any) -> Work:
     return PaddingCollator(model=model, padding_free=True)
 
 
+def packed(model: Any, *, width: int) -> Work:
+    """Rows of the widest, each of as many samples as fit."""
+    return PaddingCollator(peers.tokenizer("right"), model=model, packing=True, max_length=width)
+
+
 def dense(_: Any) -> Work:
     """The 2D mask times a triangle, as a collator of one's own makes it: True attends."""
     collate = peers.seq2seq("right")
@@ -105,16 +112,19 @@ def dense(_: Any) -> Work:
 
 
 def steps_of(
-    family: str, collating: Collating, samples: Sequence[Sample], rows: int, *, adapted: bool = False, flat_row: bool = False
-) -> Work:
-    """A pass over the rows; the first one measures what it takes, behind a step that nobody counts."""
+    family: str, collating: Collating, samples: Sequence[Sample], rows: int, *, adapted: bool = False,
+    flat_row: bool = False, together: bool = False,
+) -> Work:  # fmt: skip
+    """A pass over the rows, `together` in one batch; the first one measures what it takes, behind a step that nobody
+    counts."""
     model = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=_attention(flat_row))
     for name, value in FAMILIES[family].items():
         setattr(model.config, name, value)
-    collate, model = collating(model), model.to(DEVICE)
+    model = model.to(DEVICE)
     if adapted:
         adapt(model)
-    loader = DataLoader(samples, batch_size=rows, collate_fn=collate)  # type: ignore[arg-type]
+    collate, together = collating(model), together and len(samples) > rows
+    loader = DataLoader(samples, batch_size=len(samples) if together else rows, collate_fn=collate)  # type: ignore[arg-type]
     _step(model, next(iter(loader)))
     taken: dict[str, float] = {}
 
@@ -122,6 +132,7 @@ def steps_of(
         if taken:
             return _pass(model, loader, {})
         taken["tokens"] = sum(len(sample["input_ids"]) for sample in samples)
+        taken["padding"] = 1 - taken["tokens"] / sum(batch["input_ids"].numel() for batch in loader)
         before = _peak_begins()
         done = _pass(model, loader, taken)
         taken["peak"] = _peak() - before

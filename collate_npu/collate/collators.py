@@ -8,7 +8,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from math import lcm
@@ -21,7 +21,7 @@ from torch import Tensor
 from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.checked import check_fields, check_return_tensors, check_tokenizer
 from collate_npu.collate.features import Features, Samples, read_features
-from collate_npu.collate.padding import Rows, concatenate_values, flatten_rows, pad_rows, stack_values
+from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.consumers.labels import behind_padding
@@ -53,13 +53,15 @@ class PaddingCollator(Emitter):
     * `layout`: how rows are laid out, and what transformers' collators cannot be told.
     * `padding`: True to the longest row; "max_length"; widths, `(4096, 8192)`, of which the narrowest that fits is taken;
       False for rows of one length.
-    * `max_length`: the longest row; a longer one raises, nothing is cut. The width, with `padding="max_length"`.
+    * `packing`: several samples a row, by best fit decreasing, in rows of `max_length`, else of the longest sample.
+    * `max_length`: the longest row; a longer one raises, nothing is cut. With `padding="max_length"`, the width.
     * `pad_to_multiple_of`: of which the width is a multiple.
     * `pad_token_id`: what padding holds; default: the tokenizer's.
     * `padding_side`: "left" or "right"; default: the tokenizer's, else right.
     * `return_tensors`: "pt", as transformers' collators take it.
 
-    The first label of every sequence is ignored, because alone nothing predicts it.
+    The first label of every sequence is ignored, because alone nothing predicts it. Packed samples stand in a row in the
+    order of the batch, and rows in the order of their first samples; images and what is one value a sample, `[N]`, follow.
 
     >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
     >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
@@ -76,6 +78,7 @@ class PaddingCollator(Emitter):
     model: InitVar[Any] = None
     _: KW_ONLY
     padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
+    packing: bool = False
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     pad_token_id: int | None = None
@@ -99,6 +102,12 @@ class PaddingCollator(Emitter):
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
         self._settle(model)
+        beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
+        beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
+        if self.packing and any(beside.values()):
+            got = "True beside " + ", ".join(name for name, asked in beside.items() if asked)
+            rule = "Packed rows are padded, hold several samples each and none without a token, and no decoder parts them."
+            raise CollateError(explain("packing", got, rule, "Leave packing out."))
         if self.layout.sequence_multiple and not self._attends.causal:
             rule = f"Padding behind a sequence is in the sequence for kernels, and {self._attends} attention looks ahead."
             remedy = "Leave it out; pad_to_multiple_of pads the row behind all of them."
@@ -112,6 +121,7 @@ class PaddingCollator(Emitter):
         if return_tensors is not None:
             check_return_tensors(return_tensors)
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
+        _check_max_length(self, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns
         return shipped(self._finished(batch, segments, padding_free=self.padding_free, counted=made))
@@ -119,28 +129,33 @@ class PaddingCollator(Emitter):
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     side: Side = collator.padding_side or "right"
-    width = _width(collator, samples.lengths)
-    if side == "left" and min(samples.lengths) < width and {"start_positions", "end_positions"} & {*samples.columns}:
-        rule = "start_positions and end_positions are places of a row, and padding before its tokens moves them."
-        raise CollateError(explain("start_positions", "left padding", rule, "Pass padding_side='right'."))
-    shorter = [b for b, length in enumerate(samples.lengths) if length < width]
+    lengths, ids = samples.lengths, samples.segment_ids
+    width = _width(collator, lengths)
+    moved = "packed rows" if collator.packing else "left padding" if side == "left" and min(lengths) < width else ""
+    if moved and {"start_positions", "end_positions"} & {*samples.columns}:
+        rule = "start_positions and end_positions are places of a row, and what stands before its tokens moves them."
+        raise CollateError(explain("start_positions", moved, rule, "Pass padding_side='right', without packing."))
+    shorter = [b for b, length in enumerate(lengths) if length < width]
     if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
         raise behind_padding(shorter)
-    batch = _laid_out(collator, samples, samples.columns, partial(pad_rows, width=width, side=side))
-    filled = samples.segment_ids is None
-    if samples.segment_ids is None:
-        segments = of_lengths([[n] for n in samples.lengths], width, side)
+    alone = [[b] for b in range(len(lengths))]
+    rows = best_fit(lengths, min(width, collator.max_length or width)) if collator.packing else alone
+    slots = Slots.of(rows, lengths, width, side)
+    batch = _laid_out(collator, samples, samples.columns, slots)
+    if ids is None:
+        segments = of_lengths([[lengths[b] for b in row] for row in rows], width, side)
     else:
-        segments = Segments.from_ids(pad_rows("attention_mask", samples.segment_ids, width=width, side=side))
-    told = collator._adapter is None or collator._tells_positions(side == "left")
+        apart = [np.where(row > 0, row + np.int64(b * width), 0) for b, row in enumerate(ids)]  # numbered anew in each row
+        segments = Segments.from_ids(lay_rows("attention_mask", apart, slots=slots))
+    told = collator._adapter is None or collator._tells_positions(side == "left" or collator.packing)
     if told and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
         return batch, segments
     # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
-    if not filled:  # what a sample's own mask calls padding has its label still
+    if ids is not None:  # what a sample's own mask calls padding has its label still
         batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
-    elif segments.padding_side not in ("none", "right"):
+    elif segments.packed or segments.padding_side not in ("none", "right"):
         labels_BS = batch["labels"].numpy()
         for b, start, _ in segments.spans:
             if start:
@@ -148,12 +163,11 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     return batch, segments
 
 
-def _laid_out(
-    collator: PaddingCollator, samples: Samples, columns: Mapping[str, Rows], lay: Callable[..., Tensor]
-) -> dict[str, Any]:
-    """Each key as one tensor, what has one value a token by `lay`: positions of several axes `[axes, L]` too."""
+def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str, Rows], slots: Slots) -> dict[str, Any]:
+    """Each key as one tensor, what has one value a token in its slots: positions of several axes `[axes, L]` too."""
     batch: dict[str, Any] = {}
     fills = _fills(collator)
+    lay: Any = partial(lay_rows, slots=slots)
     for key, column in columns.items():
         kind = samples.kinds[key]
         if kind == "tokens":
@@ -164,26 +178,26 @@ def _laid_out(
             rows = [np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1)) for row in column]
             batch[key] = lay(key, Rows(rows), whole=True).movedim(-1, 0).contiguous()
         elif kind == "vision":
-            batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit)
+            batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit, order=slots.order)
         elif kind == "targets":
-            batch[key] = torch.as_tensor(np.stack([np.asarray(row, np.float32) for row in column]))
+            batch[key] = torch.as_tensor(np.stack([np.asarray(column[b], np.float32) for b in slots.order]))
         else:
-            batch[key] = stack_values(column)
+            batch[key] = stack_values([column[b] for b in slots.order])
     return batch
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     """One row of real tokens; what padding does in the samples is left out, alignment comes at the end or is placed."""
-    ids, lengths, columns = samples.segment_ids, samples.lengths, samples.columns
+    ids, lengths, held, columns = samples.segment_ids, samples.lengths, samples.lengths, samples.columns
     if ids is not None:
         lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
+        held = [int((row > 0).sum()) for row in ids]
         by_token = {key: column for key, column in columns.items() if samples.kinds[key] in ("tokens", "axes")}
         real = {key: Rows(np.asarray(row)[..., i > 0] for row, i in zip(column, ids)) for key, column in by_token.items()}
         columns = columns | real
-    _check_max_length(collator, samples.lengths)
     places, width = _places(collator, lengths)
     written = width if places is None else sum(lengths)
-    batch = _laid_out(collator, samples, columns, partial(flatten_rows, width=written))
+    batch = _laid_out(collator, samples, columns, Slots.of([range(len(held))], held, written))
     segments = of_lengths([lengths], written)
     if places is not None:
         batch, segments = place_documents(batch, segments, places, keys=with_fills(collator.keys, _fills(collator)))
@@ -220,7 +234,6 @@ def _fills(collator: PaddingCollator) -> dict[Any, float]:
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
-    _check_max_length(collator, lengths)
     if collator.padding is False and len(set(lengths)) > 1:
         rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
         raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
@@ -237,7 +250,7 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
     if isinstance(collator.padding, tuple):
         widths: list[int] = sorted(-(-width // multiple) * multiple for width in collator.padding)
         return next((width for width in widths if width >= longest), widths[-1])
-    fixed = collator.max_length if collator.padding == "max_length" else None
+    fixed = collator.max_length if collator.packing or collator.padding == "max_length" else None
     return -(-(fixed or longest) // multiple) * multiple
 
 
@@ -257,7 +270,8 @@ def _check_padding(collator: PaddingCollator) -> None:
             whole_number(name, value, least=int(name != "pad_token_id"))
             if name in own and not collator.padding_free:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
-                raise CollateError(explain(name, repr(value), rule, "Leave it out, or set padding_free=True."))
+                remedy = "Leave it out, or set padding_free=True without packing."
+                raise CollateError(explain(name, repr(value), rule, remedy))
     if collator.padding_side not in ("left", "right"):
         rule = "Padding goes to one side."
         raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))

@@ -1,4 +1,4 @@
-"""Padding: ragged rows to one tensor of one width, or to one flat row.
+"""Padding: ragged rows to one tensor: a sample a row, several by best fit, or one flat row.
 
 Each key is one buffer, allocated by numpy (huge pages where the system has them) and written once. Lists of ints go through
 `struct`, which checks each value for free and is several times faster than `torch.tensor(list)`.
@@ -9,31 +9,27 @@ Legend: B batch rows, S width, T tokens, F trailing dimensions of a token's valu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import methodcaller
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor, renumber
+from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
-from collate_npu.masks.offsets import parted_by_positions
-from collate_npu.segments import Segments
 
 Row = Sequence[Any] | Array | Tensor
 Filler = float | Literal["last"]
 """What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
-_ARRAYS, _TENSORS, _INTS = {np.ndarray}, {Tensor}, {int}
+_ARRAYS, _INTS = {np.ndarray}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
-_NUMPY = methodcaller("numpy")
 _KINDS = {True: set("ib"), False: set("ibf")}
 """Kinds of dtype that need no second look, for whole numbers and for others."""
 STRUCT_LIMIT = 1 << 14
@@ -96,37 +92,97 @@ class Rows(list[Any]):
 def on_host(key: str, values: Sequence[Any]) -> Rows:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
     types = set(map(type, values))
-    plain = types == _TENSORS
-    if types <= _LISTS or types == _ARRAYS or not (plain or any(issubclass(kind, Tensor) for kind in types)):
+    if not any(issubclass(kind, Tensor) for kind in types):
         return Rows.of(values)
     try:
-        if plain:
-            return Rows(map(_NUMPY, values))
-        return Rows([row.numpy() if isinstance(row, Tensor) else row for row in values])
+        return Rows(
+            map(Tensor.numpy, values)
+            if types == {Tensor}
+            else [row.numpy() if isinstance(row, Tensor) else row for row in values]
+        )
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
         return Rows([host_array(key, row) if isinstance(row, Tensor) else row for row in values])
+
+
+class Slots(NamedTuple):
+    """Where the tokens of each sample go in a batch `[B, S]`."""
+
+    order: Sequence[int]
+    """The samples as they stand there, row by row."""
+    starts: Sequence[int]
+    """The place of each sample's first token, counted through all rows."""
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], lengths: Sequence[int], width: int, side: Side = "right") -> Slots:
+        """Of the samples of each row, which stand side by side, padding on one side of them."""
+        starts = [0] * len(lengths)
+        for at, row in enumerate(rows):
+            end = at * width
+            for b in row:
+                starts[b], end = end, end + lengths[b]
+            for b in row if side == "left" else ():
+                starts[b] += (at + 1) * width - end
+        return cls([b for row in rows for b in row], starts, (len(rows), width))
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """The samples of each row of `room` tokens, by best fit decreasing: longest first, each into the row with the least room
+    that holds it. Samples of a row stand as in the batch, and rows by their first sample.
+
+    >>> best_fit([1, 7, 5, 4], 10)
+    [[0, 2, 3], [1]]
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # sorted: how much room, and in which row
+    for b in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        at = bisect_left(free, (lengths[b], 0))
+        if at == len(free):
+            free.append((room, len(rows)))
+            rows.append([])
+        left, row = free.pop(at)
+        rows[row].append(b)
+        insort(free, (left - lengths[b], row))
+    return sorted(map(sorted, rows))
 
 
 def pad_rows(
     key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: Filler = 0, whole: bool = False
 ) -> Tensor:
-    """Rows of `[length, ...F]` to `[B, width, ...F]`, padded with `fill` on one side. Inverse of `unpad` with the lengths.
+    """Rows of `[length, ...F]` to `[B, width, ...F]`, padded on one side. Inverse of `unpad` with the lengths."""
+    rows = Rows.of(rows)
+    slots = Slots.of([[b] for b in range(len(rows))], rows.lengths, width, side)
+    return lay_rows(key, rows, slots=slots, fill=fill, whole=whole)
+
+
+def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, whole: bool = False) -> Tensor:
+    """Rows of `[length, ...F]`, each in its slot of `[B, S, ...F]`, with `fill` in between.
 
     int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
-    rows = Rows.of(rows)
-    starts = [*range(0, len(rows) * width, width)] if width else [0] * len(rows)
-    if side == "left":
-        starts = [start + width - length for start, length in zip(starts, rows.lengths)]
-    laid = _laid(key, rows, starts, len(rows) * width, fill, whole)
-    return torch.from_numpy(laid.reshape(len(rows), width, *laid.shape[1:]))
-
-
-def flatten_rows(key: str, rows: Sequence[Row], *, width: int, fill: Filler = 0, whole: bool = False) -> Tensor:
-    """Rows of `[length, ...F]` to one row `[1, width, ...F]`, one after another, `fill` in the tail."""
-    rows = Rows.of(rows)
-    starts = list(accumulate(rows.lengths, initial=0))[:-1]
-    return torch.from_numpy(_laid(key, rows, starts, width, fill, whole)[None])
+    rows, total = Rows.of(rows), slots.shape[0] * slots.shape[1]
+    _check_size(key, total, fill)
+    packs = whole and rows.lists
+    at_once = packs or (rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths))
+    arrays: Sequence[Any] = rows if at_once else _arrays(key, rows, whole)
+    shape = (total,) if at_once else (total, *_trailing(key, arrays))
+    out, end = np.empty(shape, _dtype(rows.flat if at_once else {row.dtype for row in arrays if len(row)}, whole)), 0
+    try:
+        for b in slots.order:
+            start, row = slots.starts[b], arrays[b]
+            if end != start:
+                out[end:start] = _beside(out[:end], row) if fill == "last" else fill
+            end = start + rows.lengths[b]
+            if packs:
+                _pack(out.data, start, row)
+            elif end > start:
+                out[start:end] = row
+    except struct.error:
+        bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
+        rule = f"{key} holds whole numbers of at most 64 bits."
+        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
+    out[end:] = _beside(out[:end]) if fill == "last" else fill
+    return torch.from_numpy(out.reshape(*slots.shape, *out.shape[1:]))
 
 
 def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
@@ -140,48 +196,11 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
     if found == lengths:
         return
     bad = [(b, f"{n} values beside {length} input_ids") for b, (n, length) in enumerate(zip(found, lengths)) if n != length]
-    longer = key.startswith("attention_mask") and any(found[b] > lengths[b] for b, _ in bad)
-    rule = "A mask is as long as its row." if longer else f"{key} has one value for each token of its row."
+    rule = f"{key} has one value for each token of its row."
     remedy = "Cut or build both together, before collation."
     if key.endswith("routed_experts") and all(found[b] == lengths[b] - 1 for b, _ in bad):
         remedy = "A rollout routes all but its last token: repeat the last value once where the sample is built."
     raise CollateError(explain_rows(key, bad, rule, remedy))
-
-
-def _laid(key: str, rows: Rows, starts: list[int], total: int, fill: Filler, whole: bool) -> Array:
-    """`[total, ...F]` with each row at its start, `fill` in between."""
-    _check_size(key, total, fill)
-    if whole and rows.lists:
-        return _packed(key, rows, starts, np.empty(total, np.int64), fill)
-    at_once = rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths)
-    arrays = rows if at_once else _arrays(key, rows, whole)
-    shape = (total,) if at_once else (total, *_trailing(key, arrays))
-    out, end = np.empty(shape, _dtype(rows.flat if at_once else {row.dtype for row in arrays if len(row)}, whole)), 0
-    for start, length, row in zip(starts, rows.lengths, arrays):
-        if end != start:
-            out[end:start] = _beside(out[:end], row) if fill == "last" else fill
-        end = start + length
-        if length:
-            out[start:end] = row
-    out[end:] = _beside(out[:end]) if fill == "last" else fill
-    return out
-
-
-def _packed(key: str, rows: Rows, starts: list[int], out: Array, fill: Filler) -> Array:
-    """The same of lists of whole numbers."""
-    memory, end = out.data, 0
-    try:
-        for start, length, row in zip(starts, rows.lengths, rows):
-            if end != start:
-                out[end:start] = _beside(out[:end], row) if fill == "last" else fill
-            end = start + length
-            _pack(memory, start, row)
-    except struct.error:
-        bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
-        rule = f"{key} holds whole numbers of at most 64 bits."
-        raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
-    out[end:] = _beside(out[:end]) if fill == "last" else fill
-    return out
 
 
 def _beside(before: Array, after: Sequence[Any] = ()) -> Any:
@@ -272,119 +291,17 @@ def stack_values(values: Sequence[Any]) -> Any:
     return list(values) if array.dtype == object else torch.as_tensor(array)  # an int beyond 64 bits
 
 
-def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0) -> Tensor:
-    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw).
+def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order: Sequence[int] | None = None) -> Tensor:
+    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw), in this order.
 
     A value of rank `unit` is one image or clip, and becomes a row of its own.
     """
     held = {b: value for b, value in enumerate(values) if value is not None}
     tensors = {b: value if isinstance(value, Tensor) else host_tensor(key, value) for b, value in held.items()}
+    ordered = [tensors[b] for b in (order or range(len(values))) if b in tensors]
     try:
-        return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in tensors.values()])
+        return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in ordered])
     except RuntimeError as error:
         rows = [(b, shape_of(tensor)) for b, tensor in tensors.items()]
         rule = f"Vision values of a batch are joined on their first dimension ({str(error).splitlines()[0]})."
         raise CollateError(explain_rows(key, rows, rule, "Give all samples the same trailing shape.")) from None
-
-
-# --- own masks: which tokens of a sample are real, by its own mask, packing ids and `seq_lengths`, which must agree
-
-
-def joined_segment_ids(rows: Sequence[Array]) -> Array:
-    """Segment ids of samples one after another in one row: their sequences are numbered on."""
-    before = np.cumsum([0, *(row.max(initial=0) for row in rows)])
-    return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(rows, before)])
-
-
-def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions: Sequence[Any] = ()) -> list[Array] | None:
-    """Segment ids `[L]` of each sample by the keys of its truth, numbered 1, 2, ... in order; None where every sample is one
-    sequence without holes. Positions `[L]` that restart part what nothing else parts."""
-    told = _told(columns, lengths)
-    parted = told is not None and any(row.max(initial=0) > 1 for row in told)
-    if parted or [len(row) if rank_of(row) == 1 else -1 for row in positions] != lengths:
-        return told
-    width = max(lengths)
-    real = [np.ones(n, np.int32) for n in lengths] if told is None else told
-    known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
-    found = parted_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
-    return told if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
-
-
-def _told(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
-    masks = [key for key in columns if key != "seq_lengths"]
-    if all(_all_real(columns[key], lengths) for key in masks):
-        masks = []
-    sources = {key: _mask_ids(key, columns[key], lengths) for key in masks}
-    if "seq_lengths" in columns:
-        sources["seq_lengths"] = _lengths_ids(columns["seq_lengths"], lengths)
-    if not sources:
-        return None
-    _check_agreement(sources)
-    rows = [np.stack(row) for row in zip(*sources.values())]
-    ids = [np.where((row > 0).all(axis=0), row.max(axis=0), 0) for row in rows]
-    numbered_BS = renumber(pad_rows("attention_mask", ids, width=max(lengths, default=0)).numpy())
-    return [row[:n].astype(np.int32) for row, n in zip(numbered_BS, lengths)]
-
-
-def _all_real(column: list[Any], lengths: list[int]) -> bool:
-    """Ones throughout, as tokenizers emit them, say what the lengths say."""
-    for row, length in zip(column, lengths):
-        if isinstance(row, (list, tuple)):
-            try:
-                if not row.count(1) == len(row) == length:
-                    return False
-            except (RuntimeError, ValueError):  # an array in the list is not one number
-                return False
-        elif not (isinstance(row, (np.ndarray, Tensor)) and row.shape == (length,) and bool((row == 1).all())):
-            return False
-    return True
-
-
-def _check_agreement(sources: Mapping[str, list[Array]]) -> None:
-    """Masks must call the same tokens real; packing ids and lengths must part the sample at the same places."""
-    masks = [name for name in sources if name != "seq_lengths"]
-    parting = [n for n, rows in sources.items() if n == "seq_lengths" or any(ids.max(initial=0) > 1 for ids in rows)]
-    for names, differ, got, rule in (
-        (masks, _other_tokens, "another mask", "Both masks of a sample say which of its tokens are real."),
-        (parting, _other_parts, "other sequences", "Packing ids and seq_lengths part a sample at the same places."),
-    ):
-        for name in names[1:]:
-            pairs = enumerate(zip(sources[names[0]], sources[name]))
-            if bad := [(b, f"{got} than {names[0]}") for b, (ids, others) in pairs if differ(ids, others).any()]:
-                raise CollateError(explain_rows(name, bad, rule, "Keep one of them."))
-
-
-def _other_tokens(ids: Array, others: Array) -> Any:
-    return (ids > 0) != (others > 0)
-
-
-def _other_parts(ids: Array, others: Array) -> Any:
-    real = (ids > 0) & (others > 0)
-    return (np.diff(ids[real]) != 0) != (np.diff(others[real]) != 0)
-
-
-def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
-    """A sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
-    if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
-        rule = "A sample's own mask is [L], one number for each token."
-        raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
-    check_lengths(key, column, lengths)
-    arrays = [host_array(key, row) for row in column]
-    if wrong := [(b, f"values {np.unique(row)[:6].tolist()}") for b, row in enumerate(arrays) if not _is_ids(row)]:
-        rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
-        raise CollateError(explain_rows(key, wrong, rule, "Convert additive masks with (mask == 0) first."))
-    return [row.astype(np.int32) for row in arrays]
-
-
-def _is_ids(row: Array) -> bool:
-    return not row.size or (row.dtype.kind in "iubf" and bool((row >= 0).all() and (row == row.astype(np.int32)).all()))
-
-
-def _lengths_ids(column: list[Any], lengths: list[int]) -> list[Array]:
-    parts = [np.atleast_1d(host_array("seq_lengths", row)) for row in column]
-    counts = [part.ndim == 1 and (part.dtype.kind in "iu" or not part.size) for part in parts]
-    fits = [ok and all(0 <= m <= n for m in part) and part.sum() == n for ok, part, n in zip(counts, parts, lengths)]
-    if bad := [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]:
-        rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
-        raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
-    return [np.repeat(np.arange(1, len(part) + 1, dtype=np.int32), part.astype(np.int64)) for part in parts]

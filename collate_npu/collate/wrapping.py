@@ -16,8 +16,8 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, Side
 from collate_npu.checked import check_batch, check_collator, check_fields, check_return_tensors
-from collate_npu.collate.features import sample_segment_ids
-from collate_npu.collate.padding import joined_segment_ids, pad_rows
+from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
+from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.collate.wire import Emitter, Layout, with_offsets
 from collate_npu.consumers.adapter import has_choices
@@ -99,7 +99,8 @@ class WrappedCollator(Emitter):
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
-        if not flat and "position_ids" not in whole and self._tells_positions(_pads_left(self.inner)):
+        left = getattr(getattr(self.inner, "tokenizer", None), "padding_side", None) == "left"  # as transformers' collators
+        if not flat and "position_ids" not in whole and self._tells_positions(left):
             whole |= {"position_ids": segments.position_ids}
         out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
@@ -135,11 +136,6 @@ class WrappedCollator(Emitter):
 
 wrap_collator = WrappedCollator
 """The name to call it by."""
-
-
-def _pads_left(inner: Any) -> bool:
-    """Does a collator of transformers? Its tokenizer decides."""
-    return getattr(getattr(inner, "tokenizer", None), "padding_side", None) == "left"
 
 
 @dataclass(frozen=True, slots=True)

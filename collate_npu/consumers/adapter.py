@@ -21,13 +21,23 @@ from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import attention_windows, consumer_of, recurrent_heads, text_config, unwrap, windows
+from collate_npu.consumers.models import (
+    attention_windows,
+    consumer_of,
+    known_config,
+    recurrent_heads,
+    text_config,
+    unwrap,
+    windows,
+)
 from collate_npu.consumers.moving import moved
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
+from collate_npu.consumers.probe import why_rows_move, why_sequences_mix
+from collate_npu.consumers.recurrent import why_boundaries_unread
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.find import agreed, check_known
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows, rows_told
 from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.polarity import Polarity, check_polarity
@@ -35,11 +45,12 @@ from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
-from collate_npu.releases import MEGATRON_PARALLEL
+from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
 
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels of a transformers model read of a flat row."""
+_DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _BOTH_SIDES = Pattern.of("bidirectional")
 AT_MODEL: dict[int, Segments] = {}
 """Of each thread in which an adapted model runs, what its batch said: proof asks, where None took the mask's place."""
@@ -104,6 +115,8 @@ class BatchAdapter:
         self.shifted = False if labels_shifted is None and moves else labels_shifted
         self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
+        if isinstance(model, torch.nn.Module) and self.consumer.counts_positions and consumer_of(model) == "transformers":
+            self._ask(model)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """What the caller says that attention sees; None: as the model says at each call."""
         self.pattern = self._seen({}) or CAUSAL
@@ -111,6 +124,34 @@ class BatchAdapter:
         self.at_model = False
         """As `Case.at_model`; `adapt` sets it."""
         self._check()
+
+    @property
+    def _asks(self) -> bool:
+        """Must a transformers model still be asked what its recurrent layers read?"""
+        return self.consumer.counts_positions and bool(self.model.needs_mask_2d) and self.model.boundaries_unread is None
+
+    def _ask(self, model: Any) -> None:
+        """Ask what moves its tokens: padding, and other sequences of a row."""
+        moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
+        if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else nobody can be asked
+            try:
+                forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
+                moves = why_rows_move(model, BatchAdapter, *forms, attention=attention)
+            except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
+                why = f"no tiny copy of it runs that could be asked ({type(error).__name__})"
+                moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
+        self.model = replace(self.model, moves=moves)
+        if isinstance(model, torch.nn.Module) and self._asks:
+            unread = moves["flat"] and (why_boundaries_unread(model) or moves["flat"])
+            self.model = replace(self.model, boundaries_unread=unread)
+
+    def _ask_config(self) -> None:
+        """Whether the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
+        unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
+        if MISSING_KERNEL_RAISES.holds():
+            config, attention = known_config(self.model.named), self.model.attn_implementation
+            unread = why_sequences_mix(config, BatchAdapter, attention=attention, mended=True)
+        self.model = replace(self.model, boundaries_unread=unread)
 
     def _check(self) -> None:
         by_2d = self.consumer.keeps_mask_2d == "recurrent"
@@ -189,16 +230,17 @@ class BatchAdapter:
             return {key: _unflattened(value, shape) for key, value in out.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         if self.model.labels == "decoder":
-            check_decoder(sources)
+            check_decoder(sources, self.model.model_type)
         labels = labels_for(sources, segments, self.label_rule(sources), self.shifted)
+        if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
+            padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.routed(sources | labels if labels else sources, segments, padding_free), segments
 
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
         own = self.model.ask(own_patterns) if makes_masks else ()
-        decoder = self.model.labels == "decoder"
-        seen = sources | {"labels": None} if decoder else sources  # of as many tokens perhaps, but others
+        seen = sources | {"labels": None} if self.model.labels == "decoder" else sources  # of other tokens
         pattern = self._seen(sources) if makes_masks else self.declared
         segments = agreed(seen, polarity=polarity, pattern=pattern, padding_free=padding_free, own=own)
         sources.counted = seen.counted
@@ -213,8 +255,7 @@ class BatchAdapter:
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
         """What the head does with labels: as its class tells, else by whether attention looks ahead in this call."""
-        seen = self._seen(call)
-        return self.model.labels or ("places" if seen is not None and seen.name == "bidirectional" else "next")
+        return self.model.labels or ("places" if getattr(self._seen(call), "name", "") == "bidirectional" else "next")
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
@@ -243,6 +284,8 @@ class BatchAdapter:
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
         """As `render`, of what is known to be a batch and its Segments."""
+        if self.model.model_type == "prophetnet":
+            check_decoder(sources, "prophetnet")
         case, batch = self._case(segments, padding_free, sources), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
@@ -257,9 +300,14 @@ class BatchAdapter:
             pad_token_id = text_config(case.model.config).pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
-            out |= {key: value for key, value in _offsets(sources, segments, device).items() if out.get(key) is None}
+            out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            _drop_unread(out, alone=case.padding_free and not segments.packed and bool(self.model.boundaries_unread))
+            _drop_unread(
+                out,
+                alone=case.padding_free
+                and not segments.packed
+                and (bool(self.model.boundaries_unread) or self.model.keeps_apart),
+            )
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
         chosen = self._route(case)
@@ -288,6 +336,11 @@ class BatchAdapter:
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
+        several = segments.packed or segments.padding_side != "none"
+        if several and not self.model.moves and self.model.model_type and self.consumer.counts_positions:
+            self._ask(known_config(self.model.named))
+        if flat and segments.packed and self._asks and self.model.model_type:
+            self._ask_config()
         known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
         return Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
 
@@ -306,9 +359,12 @@ class BatchAdapter:
             if self.context_parallel is not None:
                 rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
-            return block_mask(
-                segments, pattern=case.pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes
-            )
+            return self._blocks(segments, case.pattern, device)
+        if chosen.form == "mapping" and self.model.attn_implementation == "flex_attention":
+            return {
+                kind: segments.keep.to(device) if pattern is None else self._blocks(segments, pattern, device)
+                for kind, pattern in self.consumer.patterns(case).items()
+            }
         eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
         polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
         keep = None if case.padding_free else segments.keep.to(device)
@@ -317,6 +373,9 @@ class BatchAdapter:
             for kind, pattern in self.consumer.patterns(case).items()
         }
         return masks if chosen.form == "mapping" else masks[""]
+
+    def _blocks(self, segments: Segments, pattern: Pattern, device: torch.device) -> Any:
+        return block_mask(segments, pattern=pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes)
 
     def _dense(self, segments: Segments, polarity: Polarity, pattern: Pattern, device: torch.device) -> Tensor:
         cp = self.context_parallel
@@ -370,6 +429,7 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
         out.pop(key, None)
 
 
-def _offsets(sources: Sources, segments: Segments, device: torch.device) -> dict[str, Any]:
-    told = offsets_of(segments, places_of(sources, segments))
+def _offsets(sources: Sources, case: Case, device: torch.device) -> dict[str, Any]:
+    flat = case.padding_free
+    told = offsets_of(case.segments, places_of(sources, case.segments)) if flat else rows_told(case.segments)
     return {key: told[key].to(device) if isinstance(told[key], Tensor) else told[key] for key in _FLAT_KEYS}

@@ -20,15 +20,8 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.arrays import PaddingSide, once
 from collate_npu.consumers import forwards
-from collate_npu.consumers.models import (
-    config_of,
-    consumer_of,
-    has_virtual_tokens,
-    needs_mask_2d,
-    pattern_of,
-    text_config,
-    why_boundaries_unread,
-)
+from collate_npu.consumers.models import config_of, consumer_of, has_virtual_tokens, needs_mask_2d, pattern_of, text_config
+from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import Verdict, none_is_exact
@@ -152,8 +145,6 @@ class Model:
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
     """The position of a sequence's first token."""
-    reads_dense: bool = True
-    """Does it take a dense mask as it is?"""
     pattern: PatternName | None = None
     """What its attention layers say they are; None where nobody asked them."""
     config_is_causal: Any = field(default=None, repr=False)
@@ -171,8 +162,13 @@ class Model:
     virtual_tokens: bool = False
     """Does a tuner of PEFT put tokens of its own before each row, behind our back?"""
     boundaries_unread: str | None = None
-    """Which functions of its recurrent layers cannot read where a sequence of a flat row begins, and why; "" where all can,
-    None where no transformers module was there to be asked: a config does not know what this process resolved."""
+    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can, None where nobody asked
+    (the adapter does) or no module was there: a config does not know which kernels this process resolved."""
+    keeps_apart: bool = False
+    """Was it adapted, so that its recurrent layers keep the sequences of any row apart?"""
+
+    moves: Mapping[str, str] = field(default_factory=dict)
+    """Why rows of a form (probe.py) do not come out as their sequences do alone; a form that nobody asked is not there."""
 
     _asked: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -195,14 +191,15 @@ class Model:
         asked = consumer_of(model) == "transformers"
         if asked or type(config).__module__.startswith("transformers."):
             read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
-            read |= {"reads_dense": forwards.reads_dense_mask(model), "pattern": pattern_of(model)}
+            read |= {"pattern": pattern_of(model)}
             read |= {"follows_is_causal": forwards.follows_is_causal(model), "half_ahead": forwards.half_ahead(model)}
             if read["half_ahead"] and attention == "eager":  # which reads masks alone
                 read |= {"half_ahead": False, "pattern": "causal"}
             read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
             read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
             read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
-            read |= {"boundaries_unread": why_boundaries_unread(model)} if asked and needs_2d else {}
+            if asked and needs_2d and keeps_apart(model):
+                read |= {"boundaries_unread": "", "keeps_apart": True}
         if not asked and needs_2d and isinstance(model, torch.nn.Module):
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         if isinstance(model, torch.nn.Module):
@@ -414,7 +411,8 @@ def consumer_named(name: str | Consumer) -> Consumer:
 def _packed_rows(case: Case) -> str:
     if case.padding_free or not (case.segments.packed and case.recurrent):
         return ""
-    return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
+    rows = [b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]
+    return "" if case.model.keeps_apart else f"rows {rows} hold several sequences"
 
 
 PACKED_RECURRENT = Refusal(

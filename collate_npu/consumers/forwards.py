@@ -1,5 +1,4 @@
-"""What the forward of a transformers model reads: positions, and how it counts its own; dense masks; and which token its
-head pools.
+"""What the forward of a transformers model reads: positions, and how it counts its own; and which token its head pools.
 
 Told by the model's own code: the signature of its forward, and what its modeling file calls. Of a config this imports
 that file. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
@@ -46,38 +45,12 @@ def position_rule(model: Any) -> PositionRule:
     return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
 
 
-def counts_places(model: Any) -> bool:
-    """Does it add learned or sinusoidal positions by place (BART's line, LED, Pegasus-X), and take no others? Not where they
-    are counted from the ids (modeling_m2m_100.py, modeling_fsmt.py), or rotated, so that distances alone count."""
-    if not (is_transformers(unwrap(model)) or type(config_of(model)).__module__.startswith("transformers.")):
-        return False
-    classes = _classes(unwrap(model))
-    other = _say(classes, "def create_position_ids_from_input_ids", "def make_positions", "def apply_rotary")
-    return (
-        position_rule(model) == "none" and not other and _say(classes, "PositionalEmbedding(", "self.position_embeddings(")
-    )
-
-
 def first_position(model: Any) -> int:
     """The position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
     config = text_config(config_of(model))
     if config.model_type in ("nystromformer", "yoso", "mra", "mpnet"):
         return 2  # whatever the pad id is: modeling_nystromformer.py:60, _yoso.py:239, _mra.py:477, _mpnet.py:61
     return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
-
-
-def reads_dense_mask(model: Any) -> bool:
-    """Does the model take a dense mask [B, 1, S, S] as it is: bool, True = attended, on sdpa; additive on eager?
-
-    So do those that build theirs with transformers' masking_utils.py (:833-846), and before 5.0 with the helper below. Of
-    the others most raise, and some read it the other way round in silence (XGLM, MPT in 4.57: 1 = attended, on eager).
-    """
-    # ALiBi (modeling_bloom.py:87), dropped tokens (modeling_esm.py), chunks (modeling_longformer.py), a pooled mask
-    # (modeling_canine.py) are computed from it as [B, S]; a dense one raises there.
-    read_2d_too = ("bloom", "canine", "esm", "imagegpt", "longformer", "tipsv2_text_model")
-    if getattr(config_of(model), "model_type", "") in read_2d_too:
-        return False
-    return _say(_classes(unwrap(model)), "masking_utils", "_prepare_4d_causal_attention_mask_with_cache_position")
 
 
 def follows_is_causal(model: Any) -> bool:
@@ -93,6 +66,11 @@ def follows_is_causal(model: Any) -> bool:
     calls = [re.search(rf"self\.{name}\((.*?)\n\s*\)", _code(cls), re.S) for cls, name in layers]
     handed = all("**" in call[1] for call in calls if call)
     return IS_CAUSAL_READ.holds() and handed and _say(_classes(whole), "merge_with_config_defaults")
+
+
+def calls(model: Any, kernel: str) -> bool:
+    """Does a modeling file of it call a kernel of this name?"""
+    return _say(_classes(unwrap(model)), f'"{kernel}"')
 
 
 def half_ahead(model: Any) -> bool:

@@ -46,7 +46,7 @@ def labels_for(
     return out
 
 
-def check_decoder(sources: Sources) -> None:
+def check_decoder(sources: Sources, model_type: str) -> None:
     """Raise where the labels of an encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start
     token stands before the padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
     if sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
@@ -54,13 +54,15 @@ def check_decoder(sources: Sources) -> None:
     read_BT = sources.array("labels") >= 0
     if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
         raise behind_padding(bad)
+    if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):
+        rule = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
+        raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], rule, "Batch labels of one length."))
 
 
 def behind_padding(rows: Sequence[int]) -> CollateError:
-    bad = [(b, "padding before its labels") for b in rows]
     rule = "A decoder makes its tokens of the labels, and attends what stands before them; no mask says that it is padding."
     remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
-    return CollateError(explain_rows("labels", bad, rule, remedy))
+    return CollateError(explain_rows("labels", [(b, "padding before its labels") for b in rows], rule, remedy))
 
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, moved: bool | None) -> Array:

@@ -1,91 +1,20 @@
-"""Where padding reaches the tokens of a transformers model although its mask is right, and why: to be refused, in a word.
-
-Measured on every hybrid family, and every causal and masked family that builds tiny, of transformers 5.23 and 4.57.1.
-"""
+"""Where padding or another sequence changes the tokens of a transformers model by its sizes, which a tiny copy (probe.py)
+has not: windows, the budget of an indexer, the width of sparse blocks, rotary frequencies."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
-from collate_npu.consumers.forwards import counts_places
-from collate_npu.consumers.models import config_of, layer_kinds, needs_mask_2d, text_config, windows
-from collate_npu.releases import LFM2_MASKED, ZAMBA2_MASKED, Since
+from collate_npu.consumers.models import config_of, text_config, windows
 
-MODELS_IGNORING_MASK: dict[str, tuple[Since | None, str]] = {
-    "recurrent_gemma": (None, "its recurrent block takes a mask and never reads it (modeling_recurrent_gemma.py:414)"),
-    "rwkv": (None, "its forward takes attention_mask and only warns that it is unused (modeling_rwkv.py:547)"),
-    "xlstm": (None, "its forward has no attention_mask (modeling_xlstm.py)"),
-    "lfm2": (LFM2_MASKED, "its convolutions get the 4D causal mask and skip it (4.57 modeling_lfm2.py:406, 662)"),
-    "zamba2": (ZAMBA2_MASKED, "its torch path carries the wrong state from chunk to chunk (4.57 modeling_zamba2.py:879)"),
-}
-"""Model type -> (the release that masks its recurrent layers, or None; why earlier ones do not)."""
-
-
-def why_padding_leaks(model: Any, where: Literal["right", "left", "holes"], *, longest: int = sys.maxsize) -> str:
-    """Why padding after, before or between the tokens of a row changes them; "" where a right 2D mask keeps it out.
-
-    `model` is a module or a config, `longest` the longest row with its holes: a window that no row fills is not cut
-    short by one. Not told here: positions (`position_rule`), and the mask of a single row before transformers 5.15.
-    """
-    config = config_of(model)
-    text = text_config(config)
-    names = {getattr(config, "model_type", ""), getattr(text, "model_type", ""), *layer_kinds(text)}
-    recurrent = needs_mask_2d(text)
-    tables = [_MIXING]
-    reasons = []
-    if where != "right":
-        ignoring = {name: why for name, (mended, why) in MODELS_IGNORING_MASK.items() if not (mended and mended.holds())}
-        tables += [ignoring, _COUNTING_PLACES]
-        reasons += [_bias_leak(text) if recurrent else ""]
-        reasons += [_NO_POSITIONS if counts_places(model) else ""]
-    if where == "holes":
-        tables += [_COUNTING_HOLES]
-        sizes = [size for size in windows(text) if size < longest]
-        reasons += [HOLE_IN_A_STATE if recurrent else "", _CUT.format(sizes[0]) if sizes else ""]
-    listed = (why for table in tables for name, why in table.items() if name in names)
-    return next(listed, "") or next(filter(None, reasons), "")
-
-
-def _bias_leak(config: Any) -> str:
-    """Masked tokens enter these projections as zeros and leave them as the bias; behind the scan one does no harm."""
-    harmless = "mamba_proj_bias" if getattr(config, "model_type", "") == "nemotron_h" else ""
-    fields = (name for name in _PROJECTION_BIASES if getattr(config, name, False) is True and name != harmless)
-    leak = "with {}=True the projection into its recurrent layers turns masked padding into its bias"
-    return next(map(leak.format, fields), "")
-
-
-# mamba, mamba2, falcon_mamba, nemotron_h; bamba, falcon_h1, granitemoehybrid, jamba, zamba; lfm2, lfm3; zamba2. The bias of
-# the convolution alone (use_conv_bias, mamba_conv_bias) is masked again behind it (5.23 modeling_mamba.py:375, 431).
-_PROJECTION_BIASES = ("use_bias", "mamba_proj_bias", "conv_bias", "add_bias_linear")
 HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
-_CUT = "its window of {} counts places, those of a hole included"
 
-# By model type or kind of layer, transformers 5.23.
-_MIXING = {
-    "canine": "it convolves neighbouring characters, padding or not (modeling_canine.py:187)",
-    "convbert": "it convolves neighbouring tokens, padding or not (modeling_convbert.py:191)",
-    "cpmant": "it tells padding by the id 0 alone (modeling_cpmant.py:605)",
-    "fnet": "its Fourier transform runs over the whole width (modeling_fnet.py:145)",
-    "funnel": "it pools every two places into one (modeling_funnel.py:253)",
-    "mobilebert": "its embeddings take in the neighbours of a token, padding or not (modeling_mobilebert.py:123)",
-    "nystromformer": "its landmarks are means over the whole width (modeling_nystromformer.py:182)",
-    "prophetnet": "the offsets of its second stream are counted from the width (modeling_prophetnet.py:44)",
-    "yoso": "its attention hashes and convolves the whole width (modeling_yoso.py:347)",
-}
-_COMPRESSES = "it compresses every few places into one key, padding or not (modeling_deepseek_v4.py:419-431)"
-_CAPACITY = "its experts take tokens by place up to their capacity, padding too (modeling_{}.py)"
-_COUNTING_PLACES = {
-    "switch_transformers": _CAPACITY.format("switch_transformers"),
-    "nllb-moe": _CAPACITY.format("nllb_moe"),
-    "compressed_sparse_attention": _COMPRESSES,
-    "heavily_compressed_attention": _COMPRESSES,
-    "minimax_m3_sparse": "its indexer compares places with positions (modeling_minimax_m3_vl.py:567)",
-}
-_NO_POSITIONS = "its positions are places, and its forward takes no position_ids"
-_DISTANCE = "the distance between two tokens is counted in places, those of a hole included"
-_COUNTING_HOLES = dict.fromkeys(("gpt_neo", "mpnet", "mpt", "roformer", "ultrabert", "xlnet"), _DISTANCE)
+
+def why_holes_cut(config: Any, longest: int) -> str:
+    """Why padding between tokens cuts a window short; "" where no row, of `longest` places with its holes, fills one."""
+    sizes = [size for size in windows(text_config(config)) if size < longest]
+    return f"its window of {sizes[0]} counts places, those of a hole included" if sizes else ""
 
 
 def width_dependence(model: Any) -> int | None:

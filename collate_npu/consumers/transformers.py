@@ -13,84 +13,34 @@ from typing import Any
 import torch
 
 from collate_npu import debug
-from collate_npu.consumers import leaks
+from collate_npu.consumers import forwards, leaks
 from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.models import attention_windows, layer_masks, text_config, windows
-from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.consumers.models import attention_windows, known_config, layer_masks, text_config, windows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import (
-    IS_CAUSAL_READ,
-    KERNELS_TOLD,
-    MISSING_KERNEL_RAISES,
-    POSITIONS_SPLIT,
-    SINGLE_ROW_MASKED,
-    installed,
-)
-
-_GATED_DELTA = "causal_conv1d_fn by seq_idx, chunk_gated_delta_rule by cu_seq_lens_q"
-KDA = "causal_conv1d_fn by seq_idx, chunk_kda by cu_seqlens"
-"""The layer hands its keywords on as they are, and the kernel drops `cu_seq_lens_q` (modeling_kimi_linear.py:683-705): so
-the batch says it under both names."""
-_MAMBA2 = "causal_conv1d_fn and mamba_chunk_scan_combined by seq_idx"
-_CONVOLUTION = "causal_conv1d_fn by seq_idx"
-READ_BY: Mapping[str, str] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"), _GATED_DELTA),
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), KDA),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), _MAMBA2),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION),
-}
-"""Family -> the kernels of its recurrent layers, and the key of the batch that tells each where a sequence begins."""
-
-_SELECTIVE = "selective_scan_fn of mamba-ssm takes no boundaries"
-_UNTOLD = "{} calls its short convolutions without the seq_idx that these would read"
-_PLAIN = "{} is plain torch and knows no boundary"
-RUNS_ON: Mapping[str, str] = {
-    "mamba": _SELECTIVE,
-    "falcon_mamba": _SELECTIVE,
-    "jamba": _SELECTIVE,
-    "zamba": _SELECTIVE,
-    "mamba2": "Mamba2Model takes no seq_idx, which its kernels would read (modeling_mamba2.py:905-912)",
-    "glm5_next_text": "Glm5NextTextIndexer chooses among all earlier places of the row, whatever its chunk_kda is told "
-    "(modeling_glm5_next.py:891)",
-    "inkling_text": f"{_UNTOLD.format('InklingAttention')} (modeling_inkling.py:231, 587)",
-    "inkling2_text": f"{_UNTOLD.format('Inkling2SlidingAttention')} (modeling_inkling2.py:449), and "
-    f"{_PLAIN.format('Inkling2DynamicShortConvolution')}",
-    "lfm3": f"{_PLAIN.format('the convolution of Lfm3ShortConv')}: it has 7 taps, and causal-conv1d takes 2 to 4 "
-    "(modeling_lfm3.py:299)",
-    "minimax": f"{_PLAIN.format('MiniMaxLightningAttention')} (modeling_minimax.py:125); fla's chunk_lightning_attn, which "
-    "takes cu_seqlens, is not called",
-    "zaya": f"{_PLAIN.format('ZayaCCAProjection')} (modeling_zaya.py:143)",
-    "recurrent_gemma": f"{_PLAIN.format('the convolution before RecurrentGemmaRglru')} (modeling_recurrent_gemma.py:454)",
-    "rwkv": "rwkv_linear_attention takes no boundaries, and the shift before it neither (modeling_rwkv.py:206)",
-    "xlstm": "its mLSTM layers take no boundaries (modeling_xlstm.py)",
-}
-"""Family -> the layer or kernel in which the state of a flat row runs on; no release up to 5.23 tells it."""
+from collate_npu.releases import IS_CAUSAL_READ, POSITIONS_SPLIT, installed
 
 
-def why_state_runs_on(case: Case) -> str:
+def _state_runs_on(case: Case) -> str:
     """Why a recurrent layer computes a flat row wrong although it is told its offsets: its state runs from one sequence into
     the next, for lack of a question in its code, or of a kernel that reads the answer."""
-    if not (case.padding_free and case.recurrent and case.segments.packed):
+    if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
-    family = case.model.model_type
-    if not family:
-        return "nobody said which model it is"
-    if family not in READ_BY:
-        return f"in {family}, {RUNS_ON.get(family, 'of which nothing is known here')}"
-    if case.model.config is not None and getattr(text_config(case.model.config), "ple_layer_ids", None):
-        return f"in {family}, {_PLAIN.format('each layer of ple_layer_ids')} (modeling_qwen4_exp.py:1074, 1208)"
-    if case.model.boundaries_unread != "" and not KERNELS_TOLD.holds():
-        hidden = "nobody can see what its recurrent layers ask for, and in most they do not ask"
-        return f"before transformers {KERNELS_TOLD} {hidden}"
-    if case.model.boundaries_unread is None and not MISSING_KERNEL_RAISES.holds():
-        return f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, and a config does not tell"
-    return case.model.boundaries_unread or ""
+    return (case.model.boundaries_unread or "") if case.model.model_type else "nobody said which model it is"
 
 
-def also_told(case: Case) -> tuple[str, ...]:
-    """Under which other names its kernels read `cu_seq_lens_q`."""
-    return ("cu_seqlens",) if READ_BY.get(case.model.model_type) == KDA else ()
+def _also_told(case: Case) -> tuple[str, ...]:
+    """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so the batch says it under both
+    names (modeling_kimi_linear.py:683-705)."""
+    return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.ask(_calls_kda) else ()
+
+
+def _calls_kda(config: Any) -> bool:
+    try:
+        return forwards.calls(known_config(config), "chunk_kda")
+    except CollateError:  # a config of a class of somebody's
+        return False
 
 
 SPLITS_BY_POSITIONS = frozenset((
@@ -161,9 +111,15 @@ def _half_causal(case: Case) -> str:
 
 def _needs_dense(case: Case) -> str:
     """Why a 2D mask does not say everything. On a flat row offsets say it to flash kernels."""
-    if _by_2d(case) or (case.padding_free and not _masked_flat_row(case)):
+    if _by_2d(case) or _rows_by_offsets(case) or (case.padding_free and not _masked_flat_row(case)):
         return ""
     return "the row holds several sequences" if case.segments.packed else f"attention is {case.pattern}"
+
+
+def _rows_by_offsets(case: Case) -> str:
+    """Flash attention takes rows one behind the other where it is given all four keys (flash_attention_forward)."""
+    told = case.model.keeps_apart and case.segments.packed and not case.padding_free
+    return "offsets of all rows tell the sequences" if told and "flash" in case.model.attn_implementation else ""
 
 
 def _masked_flat_row(case: Case) -> bool:
@@ -232,14 +188,11 @@ def _leak(case: Case) -> str:
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
-        return str(case.model.ask(leaks.why_padding_leaks, "left" if case.inside else "right"))
-    why = leaks.why_padding_leaks(case.model.named, "holes", longest=case.segments.longest_span)
-    return why or (leaks.HOLE_IN_A_STATE if case.recurrent else "")
-
-
-def _one_row_inside(case: Case) -> bool:
-    alone = case.recurrent and not case.padding_free and case.inside and case.segments.shape[0] == 1
-    return alone and not SINGLE_ROW_MASKED.holds()
+        one = "one" if case.segments.shape[0] == 1 and "one" in case.model.moves else "left"
+        return case.model.moves.get(one if case.inside else "right", "")
+    if case.recurrent:
+        return leaks.HOLE_IN_A_STATE
+    return case.model.moves.get("holes", "") or leaks.why_holes_cut(case.model.named, case.segments.longest_span)
 
 
 def _width(case: Case) -> str:
@@ -302,7 +255,7 @@ def _lost_window(case: Case) -> str:
 
 def _unreadable(case: Case) -> str:
     implementation, why = case.model.attn_implementation, _needs_dense(case)
-    reads = ("sdpa", "eager") if case.recurrent else ("sdpa", "eager", "flex_attention")
+    reads = ("sdpa", "eager") if case.recurrent and not case.model.keeps_apart else ("sdpa", "eager", "flex_attention")
     return f"{why}, on {implementation}" if why and implementation not in reads else ""
 
 
@@ -326,8 +279,7 @@ def _unplaced(case: Case) -> str:
     counts places counts those of a sequence before the tokens as those of padding."""
     if not case.segments.packed or case.recurrent or case.model.config is None:
         return ""
-    own = "" if case.model.reads_dense else "it builds its own masks"
-    return case.model.ask(leaks.why_padding_leaks, "left") or own
+    return case.model.moves.get("left", "")
 
 
 def _looks_ahead(case: Case) -> str:
@@ -339,6 +291,13 @@ def _looks_ahead(case: Case) -> str:
     return own if any(told[by] for by in case.model.looks_ahead) else ""
 
 
+def _reads_offsets(case: Case) -> bool:
+    """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
+    told = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
+    return case.segments.packed and (told or (case.padding_free and not _masked_flat_row(case)))
+
+
+_ADAPT = "call adapt(model) before a collator is made of it, which keeps packed sequences apart where that can be done"
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
@@ -346,24 +305,26 @@ TRANSFORMERS = Consumer(
         Form(
             form="none",
             reads="None, where it is exact and nobody but the model reads it",
-            when=lambda case: _by_kernel(case) or (_by_positions(case) and "positions that restart tell its sequences"),
+            when=lambda case: (
+                _by_kernel(case)
+                or _rows_by_offsets(case)
+                or (_by_positions(case) and "positions that restart tell its sequences")
+            ),
         ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
-        Form(form="block_mask", reads=_FLEX, when=_on("flex_attention")),
+        Form(form="block_mask", reads=_FLEX, when=lambda case: "" if case.recurrent else _on("flex_attention")(case)),
         Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
         Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers of families that read no offsets, of unknown models, without the kernels that "
-            "read them, as on every NPU (a model is asked; with a config alone nothing is looked at, and transformers "
-            f"{MISSING_KERNEL_RAISES} and later raise at the first forward), and of configs before {MISSING_KERNEL_RAISES}",
-            when=why_state_runs_on,
+            of="flat rows on recurrent layers that do not keep their sequences apart: a module is asked on a tiny copy, a "
+            "config whether its layers hand boundaries on; under adapt(model) they are kept apart where that can be done",
+            when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
-            remedy="Give each sequence its own row (padding_free=False). An unknown model, or a config: pass model=. A "
-            "missing kernel, on CUDA: install flash-linear-attention and causal-conv1d (mamba layers: mamba-ssm). Packed "
-            "rows on an NPU: Megatron trainers alone (ms-swift, MindSpeed).",
+            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}. An unknown model, or a config: pass "
+            "model=.",
             more="packed-recurrent",
         ),
         Refusal(
@@ -379,13 +340,8 @@ TRANSFORMERS = Consumer(
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="Where it mixes neighbouring places, batch sequences of one length, one a row. Else pad right, and drop "
-            "the tokens of a hole from the sample; padding_free=True does both, where taken.",
-        ),
-        Refusal(
-            of=f"one row padded left on recurrent layers before {SINGLE_ROW_MASKED}",
-            when=_one_row_inside,
-            rule=f"Before {SINGLE_ROW_MASKED} transformers drops the mask of a single row in recurrent layers.",
-            remedy="Pad right, drop the padding of a single row, batch at least two rows, or upgrade transformers.",
+            "the tokens of a hole from the sample; padding_free=True does both, where taken. Before transformers 5.15 a row "
+            "alone loses its mask in recurrent layers: batch two.",
         ),
         Refusal(
             of="padding on models whose choice of keys depends on the width (indexers with few heads, block-sparse "
@@ -395,10 +351,7 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
             "attention_type='original_full'.",
         ),
-        replace(
-            PACKED_RECURRENT,
-            remedy="Give each sequence its own row; with CUDA kernels for convolution and scan also padding_free=True.",
-        ),
+        replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
             of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
             when=_pooled,
@@ -435,7 +388,7 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="dense masks and packed rows on models that take neither, or whose images see both sides",
             when=lambda case: (
-                _unplaced(case) or _looks_ahead(case) or ("" if case.model.reads_dense else _needs_dense(case))
+                _unplaced(case) or _looks_ahead(case) or (_needs_dense(case) and case.model.moves.get("packed", ""))
             ),
             rule="This model cannot be told where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
@@ -460,9 +413,8 @@ TRANSFORMERS = Consumer(
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
     uncached=_by_positions,  # masking_utils.py:876
-    # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart
-    reads_offsets=lambda case: case.padding_free and case.segments.packed and (case.recurrent or not _masked_flat_row(case)),
-    offsets_also=also_told,
+    reads_offsets=_reads_offsets,
+    offsets_also=_also_told,
     patterns=patterns_by_kind,
     here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",

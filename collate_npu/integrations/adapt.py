@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from threading import get_ident
 from typing import Any, cast
@@ -17,14 +18,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from collate_npu.arrays import host_array
 from collate_npu.checked import check_model
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
 from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
-from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, text_config, unwrap
+from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.recurrent import mend
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -37,7 +39,7 @@ Kept = tuple[tuple[Any, ...], dict[str, Any]]
 class Adapted:
     """What `adapt` put on a model: `.remove()` takes it off, and so does the end of `with adapt(model):`."""
 
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+    def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
@@ -73,14 +75,14 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     check_model(model)
     say_outside("transformers")
     inside: dict[int, _Door] = {}
-    handles: list[RemovableHandle] = []
+    handles: list[Any] = []
     places = _places(model, settings)
-    for n, module in enumerate(places):
-        door = _Door(module, settings, inside, places[:n])
+    doors = [_Door(module, settings, inside, places[:n]) for n, module in enumerate(places)]
+    for module, door in zip(places, doors):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
     handles += [pooler.register_forward_pre_hook(_first_real) for pooler in poolers(model)]
-    return Adapted(handles)
+    return Adapted([*handles, *doors])
 
 
 class _Door:
@@ -91,6 +93,11 @@ class _Door:
         self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Door], outer: list[nn.Module]
     ) -> None:
         self.settings, self.inside, self.outer = settings, inside, outer
+        asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
+        self.mixed = why_sequences_mix(module, BatchAdapter, **asked) if _recurrent(module) else ""
+        """Why the recurrent layers behind it do not keep the sequences of a row apart, even mended."""
+        self.keeps_apart = _recurrent(module) and not self.mixed
+        self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
         self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
         self.lora = self._has_lora()
@@ -98,15 +105,27 @@ class _Door:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         if get_ident() in self.inside:
             return None
+        if self.keeps_apart and self.mended is None:
+            self.mended = mend(module)
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward by itself, and no hook of the model runs."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
         through = _eager(type(self)._through) if "torch._dynamo" in sys.modules else type(self)._through
         return cast("Kept | None", through(self, module, args, kwargs))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy mends the layers where it is."""
+        return {**vars(self), "mended": None}
+
     def _has_lora(self) -> bool:
         """Did PEFT put layers into the model (tuners_utils.py:323)?"""
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
+
+    def remove(self) -> None:
+        """Put back what was mended."""
+        if self.mended is not None:
+            self.mended.remove()
+        self.keeps_apart, self.mended = False, None
 
     def leave(self, *_: Any) -> None:
         if self.inside.get(get_ident()) is self:  # a backbone that returns may be called again
@@ -118,7 +137,7 @@ class _Door:
         mended = None
         if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
             if self.adapter.model.labels == "decoder":  # sound, or what an encoder made of the prompt
-                check_decoder(batch)
+                check_decoder(batch, self.adapter.model.model_type)
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)
         elif (ranks := sharing_ranks()) > 1:
@@ -153,7 +172,15 @@ class _Door:
     def _made(self, module: nn.Module) -> BatchAdapter:
         made = BatchAdapter(module, **self.settings)
         made.at_model = True
+        if self.mixed and made.model.boundaries_unread:
+            made.model = replace(made.model, boundaries_unread=self.mixed)
+        if self.keeps_apart:
+            made.model = replace(made.model, keeps_apart=True, boundaries_unread="")
         return made
+
+
+def _recurrent(module: nn.Module) -> bool:
+    return is_transformers(unwrap(module)) and needs_mask_2d(module)
 
 
 def _first_real(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

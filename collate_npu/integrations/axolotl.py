@@ -1,7 +1,7 @@
 """axolotl 0.19.0: one line of its YAML, `plugins: [collate_npu.integrations.axolotl.CollatePlugin]`.
 
 Whatever collator axolotl chose is wrapped in `post_trainer_create` (train.py:607); the trainers of `rl:` make rows behind
-theirs, so there each forward is looked at.
+theirs, so there each forward is looked at, and so it is where a recurrent model packs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
             for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
                 adapt(model)
             return
+        packs = cfg.sample_packing or cfg.eval_sample_packing
+        if packs and needs_mask_2d(trainer.model) and not _is_patched(trainer.model):
+            adapt(trainer.model)
         for name, packs in (("data_collator", cfg.sample_packing), ("eval_data_collator", cfg.eval_sample_packing)):
             if (inner := getattr(trainer, name, None)) is not None:
                 setattr(trainer, name, _wrapped(inner, trainer.model, bool(packs)))

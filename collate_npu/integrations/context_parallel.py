@@ -23,7 +23,8 @@ from torch import Tensor
 from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.consumer import say_batch
-from collate_npu.consumers.models import asks_by_itself, config_of, needs_mask_2d, text_config, windows
+from collate_npu.consumers.models import config_of, needs_mask_2d, text_config, windows
+from collate_npu.consumers.recurrent import asks_by_itself
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.find import segments_from_batch

@@ -8,19 +8,17 @@ of `testing` have every call judged, integrations and the adapter theirs with CO
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from types import NoneType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
-from collate_npu.kernels.fusion_attention.operator_call import LISTS, sizes_of
+from collate_npu.kernels.fusion_attention.operator_call import sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
 from collate_npu.kernels.gated_delta.rules import rows_and_tokens
@@ -66,8 +64,7 @@ def call_breaches(
     if name.rpartition(".")[2] in ATTENTION:
         sizes = sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
         tail = segments is not None and sizes.get("Tq") == segments.array.size != segments.num_tokens
-        breaches = contract_breaches(arguments, **sizes, segments=segments, pattern=pattern, keep_tail=tail)
-        return (*_schema(name.rpartition(".")[2], arguments), *breaches)
+        return contract_breaches(arguments, **sizes, segments=segments, pattern=pattern, keep_tail=tail)
     found = rows_and_tokens(operator_named(name), by_own_names(arguments))
     if found is None and segments is not None:
         found = segments.shape
@@ -76,20 +73,6 @@ def call_breaches(
         raise CollateError(explain(name, f"{', '.join(arguments)}", rule, remedy))
     sizes_said = dict(zip(("B", "T"), found or ())) | {"training": torch.is_grad_enabled()} | says
     return gated_delta_breaches(arguments, kernel=name, segments=segments, **sizes_said)
-
-
-def _schema(name: str, arguments: Mapping[str, Any]) -> Iterator[Breach]:
-    """What the two attention operators take otherwise, or one of them not at all."""
-    own = name == ATTENTION[1]
-    source = "op-plugin 517f2e7 op_plugin_functions.yaml:6231, 6249"
-    kind, says = (Tensor, "It is a tensor.") if own else ((list, tuple), "It is a list of ints.")
-    for each in LISTS:
-        if not isinstance(arguments.get(each), (kind, NoneType)):
-            remedy = f"Take it from fusion_attention_kwargs(segments, operator={name!r})."
-            yield Breach("schema", each, f"a {type(arguments[each]).__name__}", f"{name}: {says}", remedy, source)
-    for each in ("dropout_mask", "seed", "offset"):
-        if own and each in arguments:
-            yield Breach("schema", each, "an argument", f"{name} has none of this name.", f"Leave {each} out.", source)
 
 
 def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -300,6 +300,21 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     return told | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
 
 
+def rows_told(segments: Segments) -> dict[str, Any]:
+    """The same of rows `[B, S]` as they are, one behind the other: each run, of padding too, is one of their sequences.
+
+    >>> told = rows_told(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
+    >>> told["cu_seq_lens_q"].tolist(), told["seq_idx"].tolist()
+    ([0, 2, 3, 4, 5, 8], [[0, 0, 1, 2], [3, 4, 4, 4]])
+    """
+    begins_BS = np.diff(segments.array, axis=1, prepend=-1) != 0
+    starts = [*np.flatnonzero(begins_BS).tolist(), begins_BS.size]
+    physical, longest = torch.tensor(starts, dtype=torch.int32), int(np.diff(starts).max())
+    told = {"cu_seq_lens_q": physical, "cu_seq_lens_k": physical.clone(), "max_length_q": longest, "max_length_k": longest}
+    ids_BS = (begins_BS.reshape(-1).cumsum() - 1).reshape(begins_BS.shape)
+    return told | {"seq_idx": torch.from_numpy(ids_BS.astype(np.int32))}
+
+
 # --- places: how much of a flat row each sequence takes up
 
 

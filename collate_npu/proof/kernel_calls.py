@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import shape_of
+from collate_npu.kernels import packed_rows
 from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
 from collate_npu.kernels.gated_delta.rules import rows_and_tokens
@@ -76,8 +77,20 @@ def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) 
         (first_T, left_T), by = by_offsets(call.offsets, B * T), call.where
     elif call.numbers_BT.size:
         first_T, by = by_numbers(call.numbers_BT), row.numbers
+    elif (emptied_BT := _emptied(given)) is not None and bool(emptied_BT.any()):
+        first_T, by = by_numbers(emptied_BT.cumsum(1).cpu().numpy()), "the decay"
     neutral_T = _neutral(row, given, first_T) | left_T
     return Told(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
+
+
+def _emptied(given: Mapping[str, Any]) -> Tensor | None:
+    """bool `[B, T]`: where a decay empties the state of every head, as packed rows without a kernel do."""
+    g, dt, A = (given.get(name) for name in ("g", "dt", "A"))
+    if isinstance(g, Tensor) and g.ndim > 2 and not g.is_meta:
+        return (g == -packed_rows.RESET).flatten(2).all(-1)
+    if isinstance(dt, Tensor) and isinstance(A, Tensor) and not dt.is_meta:
+        return (dt.float() * A.float().abs() >= 0.999 * packed_rows.RESET).all(-1)
+    return None
 
 
 def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.checked import check_model
-from collate_npu.consumers.models import READS, KernelCall, kernel_calls, unwrap
+from collate_npu.consumers.models import unwrap
+from collate_npu.consumers.recurrent import READS, KernelCall, kernel_calls
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
 from collate_npu.kernels.check import call_breaches, knows, named

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.proof.kernel_rows import KERNELS, Kernel
 from collate_npu.proof.kernel_runs import Run, interpreted, runs
 from collate_npu.tools.audit.report import WORDS, finite, listed, number
+from collate_npu.tools.paper import ruled
 from collate_npu.tools.refusals import did_you_mean, refused
 
 
@@ -133,12 +133,8 @@ def tables(found: Sequence[Run]) -> Iterator[Text | Table]:
     for (operator, version), same in groupby((run for run in found if run.truth), lambda run: (run.operator, run.version)):
         told = list(same)
         yield Text(f"\n{operator} {version or '(not installed)'}", "bold")
-        drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
         titles = ["forward", "backward", "passes"] if any(run.forward is not None for run in told) else []
-        drawn.add_column("truth", overflow="fold")
-        drawn.add_column("form", overflow="fold")
-        for title in (*titles, ""):
-            drawn.add_column(title, justify="right", no_wrap=True)
+        drawn = ruled("truth", "form", numbers=(*titles, ""))
         for _, runs_of_row in groupby(told, _alike):
             row = list(runs_of_row)
             numbers = [row[0].forward, row[0].backward, row[0].passes] if titles else []

@@ -1,16 +1,17 @@
 """Paper: what the tools draw, on a terminal or in a file.
 
-Drawn by rich, whose recorder also gives HTML and SVG. Files load nothing.
+Drawn by rich, whose recorder also gives HTML. Files load nothing.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
@@ -22,7 +23,6 @@ from collate_npu.errors import CollateError, explain, printable
 
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
-ENDINGS = (".svg", ".html", ".txt")
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
 PAGE = """<!DOCTYPE html>
@@ -58,6 +58,16 @@ def put(console: Console, *drawn: Text | Table) -> None:
             console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
 
 
+def ruled(*titles: str, numbers: Iterable[str] = ()) -> Table:
+    """An empty table with these columns, and behind them those of numbers."""
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
+    for title in titles:
+        drawn.add_column(title, overflow="fold")
+    for title in numbers:
+        drawn.add_column(title, justify="right", no_wrap=True)
+    return drawn
+
+
 class _Folded(TableElement):
     """A table whose long names go on in the next line: rich would cut them, and a reader has to type them."""
 
@@ -89,34 +99,14 @@ def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
-def check_place(path: Path) -> None:
-    """Refuse a file that could not be written, before anything is read or measured for it; and a link, behind which another
-    file would be."""
+def check_place(path: Path, ending: str = "") -> None:
+    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
+    file would be; and a name that ends otherwise."""
+    if not path.name.endswith(ending):
+        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
     if path.is_symlink():
         raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
     if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
         got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
         raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
-
-
-def check_figure(path: Path) -> None:
-    """Refuse an ending that names no figure too."""
-    if path.suffix not in ENDINGS:
-        rule = f"Figures are written as {', '.join(ENDINGS)}."
-        raise CollateError(explain(str(path), repr(path.suffix), rule, "End the name with one of them."))
-    check_place(path)
-
-
-def save(path: Path, title: str, lines: Sequence[Text]) -> None:
-    """Write lines by the ending of the name."""
-    check_figure(path)
-    path.write_bytes(written(lines, title, path.suffix).encode())
-
-
-def written(lines: Sequence[Text], title: str, ending: str) -> str:
-    """The same as the text of a `.html`, `.svg` or `.txt`."""
-    console = recorder()
-    put(console, *lines)
-    if ending == ".svg":  # without the fonts that it would load
-        return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title, theme=THEME), flags=re.S)
-    return page(console, title) if ending == ".html" else console.export_text()

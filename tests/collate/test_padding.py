@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import strategies
@@ -16,11 +14,8 @@ from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, round_
 from collate_npu.keys import KEYS, SAMPLE
 
 
-def pad_rows(key, rows, lay=padding.pad_rows, **settings):
-    return lay(key, rows, whole=KEYS.get(key, SAMPLE).whole, **settings)
-
-
-flatten_rows = partial(pad_rows, lay=padding.flatten_rows)
+def pad_rows(key, rows, **settings):
+    return padding.pad_rows(key, rows, whole=KEYS.get(key, SAMPLE).whole, **settings)
 
 
 whole_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4)
@@ -67,19 +62,11 @@ def test_arrays_and_tensors_keep_their_dtype_and_their_trailing_dimensions(segme
         assert not padded[~segments.keep].any()
 
 
-@given(whole_rows, st.integers(0, 3))
-def test_flat_rows_stand_one_after_another(rows, extra):
-    flat = [n for row in rows for n in row]
-    out = flatten_rows("labels", rows, width=len(flat) + extra, fill=-100)
-    assert out.tolist() == [flat + [-100] * extra]
-
-
 @pytest.mark.parametrize("length", [STRUCT_LIMIT - 1, STRUCT_LIMIT, STRUCT_LIMIT + 1, 3 * STRUCT_LIMIT + 5])
 def test_lists_longer_than_one_packing_call(length):
     row = list(range(length))
     padded = pad_rows("input_ids", [row, [1]], width=length + 2, side="left", fill=-1)
     assert padded[0].tolist() == [-1, -1, *row]
-    assert flatten_rows("input_ids", [[9], row], width=length + 1).tolist() == [[9, *row]]
 
 
 def test_whole_number_keys_are_int64_whatever_held_them():
@@ -105,18 +92,17 @@ def test_round_up(value, multiple, rounded):
 
 
 @pytest.mark.parametrize(
-    ("rows", "right", "left", "flat"),
+    ("rows", "right", "left"),
     [
-        ([[1, 2], [3]], [[1, 2, 2], [3, 3, 3]], [[1, 1, 2], [2, 2, 3]], [[1, 2, 3, 3]]),
-        ([[], [5]], [[5, 5, 5], [5, 5, 5]], [[0, 0, 0], [0, 0, 5]], [[5, 5, 5, 5]]),
+        ([[1, 2], [3]], [[1, 2, 2], [3, 3, 3]], [[1, 1, 2], [2, 2, 3]]),
+        ([[], [5]], [[5, 5, 5], [5, 5, 5]], [[0, 0, 0], [0, 0, 5]]),
     ],
 )
 @pytest.mark.parametrize("made", [list, lambda row: np.array(row, np.int64)])
-def test_padding_may_hold_what_the_token_beside_it_does(rows, right, left, flat, made):
+def test_padding_may_hold_what_the_token_beside_it_does(rows, right, left, made):
     held = [made(row) for row in rows]
     for side, told in (("right", right), ("left", left)):
         assert padding.pad_rows("routed_experts", held, width=3, side=side, fill="last", whole=True).tolist() == told
-    assert flatten_rows("routed_experts", held, width=4, fill="last").tolist() == flat
 
 
 def test_a_batch_has_at_most_so_many_places(monkeypatch):
@@ -150,10 +136,9 @@ def test_a_batch_has_at_most_so_many_places(monkeypatch):
         ("labels", [[[1], [1, 2]], [1]], "row 0: got nested lists of unequal length"),
     ],
 )
-@pytest.mark.parametrize("layout", [pad_rows, flatten_rows])
-def test_what_is_no_number_is_refused(layout, key, rows, told):
+def test_what_is_no_number_is_refused(key, rows, told):
     with pytest.raises(CollateError) as raised:
-        layout(key, rows, width=9)
+        pad_rows(key, rows, width=9)
     assert str(raised.value).startswith(f"{key}: ")
     assert told in str(raised.value)
 

@@ -7,7 +7,7 @@ import strategies
 import torch
 from hypothesis import given
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.collate.wire import Emitter, with_offsets
 from collate_npu.errors import UnsupportedFormError
@@ -92,24 +92,15 @@ def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_settings_that_contradict_each_other(mode):
-    if mode in ("auto", "omit"):
-        collator(attention_mask=mode, consumer="verl")
-    else:
-        with pytest.raises(CollateError, match="decides the form of its mask"):
-            collator(attention_mask=mode, consumer="verl")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_decides_the_form_as_its_consumer_does(mode):
+@pytest.mark.parametrize("told", [{"consumer": "verl"}, {"model_type": "qwen3_next"}])
+def test_the_consumer_and_a_model_decide_the_form_of_the_mask(mode, told):
     """Beside a model "4d" was taken, and another form sent."""
     pytest.importorskip("transformers")
-    made = Emitter(attention_mask=mode)
     if mode in ("auto", "omit"):
-        made._settle(None, "qwen3_next")
+        wrap_collator(lambda rows: {}, attention_mask=mode, **told)
     else:
         with pytest.raises(CollateError, match="decides the form of its mask"):
-            made._settle(None, "qwen3_next")
+            wrap_collator(lambda rows: {}, attention_mask=mode, **told)
 
 
 @pytest.mark.parametrize("mode", ["3d", None])

@@ -49,6 +49,7 @@ LEARNS, MIXTRAL = config(output_router_logits=True), {"model_type": "mixtral"}
 RECURRENT = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_mask_2d": True}
 UNREAD = {"config": None, "needs_mask_2d": True}
 TRAINED = {"config": LEARNS, **MIXTRAL, "padding_free": True}
+APART = {"keeps_apart": True}
 NEXT, FREE = {"model_type": "qwen3_next"}, {"padding_free": True}
 FLASH, FLEX, EAGER = ({"attn_implementation": f"{kernel}"} for kernel in ("flash_attention_2", "flex_attention", "eager"))
 MINE = {"attn_implementation": "my_kernel"}
@@ -57,9 +58,8 @@ SPARSE = {"config": config(attention_type="block_sparse", num_random_blocks=1, b
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
-FOURIER = {"config": config(model_type="fnet"), "model_type": "fnet"}
+LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
 DOUBLE = {"dtype": torch.float64, **EAGER}
-BIASED = {"config": config(model_type="qwen3_next", layer_types=["linear_attention", "full_attention"], use_bias=True)}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
 NO_2D = "refused.*rows \\[0\\] hold several sequences"
@@ -91,8 +91,10 @@ TABLE = [
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
     # models that mix tokens, see ahead, pool, or read floats
-    ("refused.*Fourier", PACKED, FOURIER), ("refused.*Fourier", LEFT, FOURIER), ("keep_2d", EQUAL, FOURIER),
-    ("refused.*its own masks", PACKED, {"reads_dense": False}), ("keep_2d", RIGHT, {"reads_dense": False}),
+    ("refused.*measured", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
+    *(("refused.*its own masks", rows, {"moves": {"packed": "its own masks"}, **more}) for rows, more in (
+        (PACKED, {}), (LEFT, SLIDING))),
+    ("refused.*it was measured", PACKED, {**LEAKS, "config": config()}),
     *(("refused.*image's tokens", PACKED, {**by, "call": {key: 1}}) for by, key in (
         (IMAGES, "pixel_values"), (TYPES, "token_type_ids"))),
     *(("keep", PACKED, {**IMAGES, "call": call}) for call in ({}, {"token_type_ids": 1})),
@@ -114,24 +116,21 @@ TABLE = [
     *(("keep_2d", LEFT, kernel) for kernel in (EAGER, FLEX, FLASH, MINE)),
     ("refused", LEFT, {"consumer": "torchtitan", **RECURRENT, **SLIDING}),
     ("refused.*no config", LEFT, {**UNREAD, **SLIDING}),
-    ("keep_2d", RIGHT, {**BIASED, "needs_mask_2d": True}), ("refused.*use_bias", LEFT, {**BIASED, "needs_mask_2d": True}),
     # releases of transformers
-    *((form, ALONE_LEFT, {**RECURRENT, "version": version}) for version, form in (
-        ("4.57.1", "refused"), ("5.14.1", "refused"), ("5.15.0", "keep_2d"))),
+    *((form, ALONE_LEFT, {**RECURRENT, "moves": {"one": why}}) for why, form in (
+        ("it was measured", "refused.*it was measured"), ("", "keep_2d"))),
     *(("keep_2d", *case) for version in ("4.57.1", "5.15.0") for case in (
         (ALONE, {**RECURRENT, "version": version}), (LEFT, {**RECURRENT, "version": version}),
         (ALONE_LEFT, {"version": version}))),
-    *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "version": version}) for version, forms in (
-        ("4.57.1", ("refused", "refused")), ("5.19.0", ("refused", "refused")), ("5.20.0", ("mapping", "none")))
+    *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
+        ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
       for form, kernel in zip(forms, ({}, FLASH))),
-    *(("refused", FLAT, {**RECURRENT, **FREE, **FLASH, **named}) for named in ({}, {"model_type": "jamba"})),
+    ("refused.*nobody said", FLAT, {**RECURRENT, **FREE, **FLASH}),
+    # and rows, where it was adapted: what attention takes, and the 2D mask
+    *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
+      for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),
     ("keep", FLAT, FREE), ("none", FLAT, {**FREE, **FLASH}), ("none", ONE, {**RECURRENT, **FREE}),
     ("none", FLAT, {"consumer": "megatron", **RECURRENT, **FREE}),
-    *((form, LEFT, {**UNREAD, "model_type": name}) for name, form in (
-        ("rwkv", "refused"), ("xlstm", "refused"), ("recurrent_gemma", "refused"), ("lfm2", "keep_2d"))),
-    *(("refused.*pad right", LEFT, {**UNREAD, "model_type": name, "version": "4.57.1"}) for name in ("rwkv", "lfm2")),
-    ("keep_2d", RIGHT, {**UNREAD, "model_type": "rwkv"}),
-    ("masked", LEFT, {**UNREAD, "model_type": "rwkv", "consumer": "megatron"}),
 ]  # fmt: skip
 
 
@@ -158,16 +157,6 @@ def test_a_flat_row_may_carry_state_where_nobody_said():
 def test_a_kernel_is_said_where_the_config_names_it(fields):
     model = Model(config=None if fields is None else config(**fields), attn_implementation="eager")
     assert ("eager" in model.said) == bool(fields)
-
-
-def test_a_config_is_asked_once_for_each_side():
-    """What right padding does to a model says nothing of the left; one that is asked again answers as before."""
-    model = Model(**BIASED, needs_mask_2d=True, model_type="qwen3_next")
-    right, left = (Case(segments=segments, model=model) for segments in (RIGHT, LEFT))
-    for _ in range(2):
-        assert CONSUMERS["transformers"].route(right).form == "keep_2d"
-        with pytest.raises(UnsupportedFormError, match="use_bias"):
-            CONSUMERS["transformers"].route(left)
 
 
 @pytest.mark.parametrize("installed", [True, False])

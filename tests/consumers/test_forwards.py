@@ -8,7 +8,7 @@ from torch import nn
 from collate_npu import CollateError
 from collate_npu.consumers import forwards
 from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.forwards import first_position, label_rule, looks_ahead, pooling, position_rule, reads_dense_mask
+from collate_npu.consumers.forwards import first_position, label_rule, looks_ahead, pooling, position_rule
 
 pytest.importorskip("transformers")
 Base = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils", "main_input_name": "input_ids"})
@@ -62,14 +62,6 @@ def test_positions_are_read_where_a_forward_names_them_and_counted_as_its_file_t
     assert first_position(model(Reads, model_type="mpnet")) == 2
 
 
-def test_a_dense_mask_is_read_by_those_that_build_theirs_with_the_common_code(source):
-    source("from ...masking_utils import create_causal_mask")
-    assert reads_dense_mask(model(Reads))
-    assert not reads_dense_mask(model(Reads, model_type="bloom"))
-    source("attention_mask.unsqueeze(1)")
-    assert not reads_dense_mask(model(Reads))
-
-
 def test_a_config_that_no_class_of_transformers_reads_asks_for_the_model():
     with pytest.raises(CollateError, match="Pass the model itself"):
         position_rule(SimpleNamespace(model_type="mine"))
@@ -95,11 +87,8 @@ def test_a_module_of_transformers_is_asked_all_of_it_and_a_stranger_nothing(sour
     made = model(Reads)
     made.is_causal = True
     read = Model.of(made, needs_2d=True)
-    assert (read.positions, read.reads_dense, read.pattern) == ("axes", True, "causal")
-    assert "no function that is known" in read.boundaries_unread
-    assert Model.of(made, needs_2d=False).boundaries_unread is None
-    source("")
-    assert not Model.of(made, needs_2d=False).reads_dense
+    assert (read.positions, read.pattern) == ("axes", "causal")
+    assert read.boundaries_unread is None  # the adapter asks
     stranger = nn.Linear(1, 1)
     assert "not transformers'" in Model.of(stranger, needs_2d=True).boundaries_unread
     assert Model.of(stranger, needs_2d=False) == Model(config=stranger, needs_mask_2d=False, dtype=stranger.weight.dtype)

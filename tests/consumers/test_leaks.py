@@ -1,47 +1,22 @@
-"""What configs alone tell of leaks; the real models are in tests/integration/test_leak_sweep.py."""
+"""What sizes in a config tell of leaks; the real models are in tests/integration/test_leak_sweep.py."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from collate_npu import releases
-from collate_npu.consumers.leaks import rope_limit, sparse_from, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu.consumers.leaks import rope_limit, sparse_from, why_holes_cut, why_lengths_clash, width_dependence
 
 
 def config(**fields):
     return SimpleNamespace(**({"model_type": "mine"} | fields))
 
 
-GDN = {"layer_types": ["linear_attention", "full_attention"]}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-PLACES = {
-    "no reason": ({}, "", "", ""), "recurrent": (GDN, "", "", "decays"),
-    "a bias": (GDN | {"use_bias": True}, "", "use_bias", "use_bias"),
-    "a bias of attention": ({"use_bias": True, "layer_types": ["full_attention"]}, "", "", ""),
-    "a bias behind": (GDN | {"mamba_proj_bias": True, "model_type": "nemotron_h"}, "", "", "decays"),
-    "an indexer": ({"layer_types": ["minimax_m3_sparse", "full_attention"]}, "", "indexer", "indexer"),
-    "a window": (WINDOW, "", "", "window of 8"), "fnet": ({"model_type": "fnet"}, "Fourier", "Fourier", "Fourier"),
-    "experts": ({"model_type": "nllb-moe"}, "", "capacity", "capacity"),
-    "rwkv": ({"model_type": "rwkv"}, "", "unused", "unused"), "mpt": ({"model_type": "mpt"}, "", "", "distance"),
-    "a text part": ({"text_config": config(**GDN, conv_bias=True)}, "", "conv_bias", "conv_bias"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "right", "left", "holes"), PLACES.values(), ids=PLACES)
-def test_each_reason_belongs_to_its_places(fields, right, left, holes):
-    for where, expected in {"right": right, "left": left, "holes": holes}.items():
-        why = why_padding_leaks(config(**fields), where)
-        assert (expected in why) if expected else why == ""
 
 
 def test_a_hole_cuts_a_window_short_where_a_row_is_longer():
-    assert [bool(why_padding_leaks(config(**WINDOW), "holes", longest=n)) for n in (8, 9)] == [False, True]
-
-
-def test_a_fault_that_a_release_mended_is_looked_up_by_release(monkeypatch):
-    for release, leaks_there in (("4.57.1", True), ("5.0.0", False), ("5.23.0", False)):
-        monkeypatch.setitem(releases._FOUND, "transformers", release)
-        assert bool(why_padding_leaks(config(model_type="lfm2"), "left")) == leaks_there
+    assert [why_holes_cut(config(**WINDOW), n)[:15] for n in (8, 9)] == ["", "its window of 8"]
+    assert why_holes_cut(config(), 9) == ""
 
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}

@@ -8,8 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.models import asks_by_itself, kernel_calls, why_boundaries_unread
+from collate_npu.consumers.recurrent import asks_by_itself, kernel_calls, why_boundaries_unread
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
 
@@ -56,19 +55,6 @@ def test_a_kernel_that_does_not_take_the_key_does_not_do():
     model = tiny_model("jamba", vocab_size=99)
     with reference_kernels(model):
         assert why_boundaries_unread(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
-
-
-@pytest.mark.skipif(KERNELS_TOLD.holds(), reason="later releases are asked")
-def test_older_releases_are_not_known_to_read_boundaries():
-    model = tiny_model("qwen3_next", vocab_size=99)
-    assert kernel_calls(model) == ()
-    assert Model.of(model).boundaries_unread == why_boundaries_unread(model) != ""
-
-
-def test_a_config_is_not_asked():
-    model = tiny_model("qwen3_next", vocab_size=99)
-    assert Model.of(model.config).boundaries_unread is None
-    assert Model.of(tiny_model("qwen3", vocab_size=99)).boundaries_unread is None
 
 
 class Wrapped(torch.nn.Module):

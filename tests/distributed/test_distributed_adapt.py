@@ -7,7 +7,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen3_next", "padded left"), ("qwen3", "padded left"), ("qwen3", "packed")]
+    ("family", "layout"),
+    [("qwen3_next", "padded left"), ("qwen3_next", "packed"), ("qwen3", "padded left"), ("qwen3", "packed")],
 )
 @pytest.mark.parametrize("first", ["adapt", "wrapper"])
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])

@@ -25,7 +25,8 @@ from torch import nn
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.consumers.models import text_config
-from collate_npu.testing import _make_honest, _quiet, hybrid_model_types, left_out, tiny_config
+from collate_npu.consumers.tiny import make_honest, quiet
+from collate_npu.testing import hybrid_model_types, left_out, tiny_config
 
 VOCAB, PAD, WINDOW = 61, 60, 6
 LARGE = 20e6
@@ -136,7 +137,7 @@ def makes_sense(case: Case) -> bool:
 
 @cache
 def config_of(family: str):
-    with _quiet():
+    with quiet():
         if family in FAMILIES["encoder-decoder"]:
             known = transformers.CONFIG_MAPPING[family]().to_dict()
             sizes = {name: size for name, size in SEQ2SEQ_SIZES.items() if known.get(name)}
@@ -164,17 +165,17 @@ def model_of(family: str, head: str, attn: str, ahead: bool = False) -> nn.Modul
             if re.search("drop|jitter", name) and isinstance(value, float):
                 setattr(each, name, 0.0)
     Auto = getattr(transformers, "AutoModel" if head == "base" else f"AutoModelFor{head}")
-    with _quiet(), torch.device("meta"):
+    with quiet(), torch.device("meta"):
         size = sum(p.numel() for p in Auto.from_config(copy.deepcopy(config)).parameters())
     assert size < LARGE, "it is not tiny"
-    with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
             model = Auto.from_config(config, attn_implementation=attn).float().eval()
         except ValueError:  # a family without it, or without attention
             config._attn_implementation = "eager"
             model = Auto.from_config(config).float().eval()
-        _make_honest(model, 5.0)
+        make_honest(model, 5.0)
         for part in model.modules():
             if isinstance(part, nn.Embedding) and part.weight.requires_grad:
                 part.weight.normal_(std=0.3)
@@ -441,7 +442,7 @@ class SkippedError(Exception):
 def judged(case: Case) -> dict[str, tuple[str, str]]:
     """Door -> ("right", "wrong" or "refused", and why): also of plain transformers, under "plain"."""
     rows, found = samples_of(case), {}
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         try:
             model = wrapped(case)
@@ -465,7 +466,7 @@ def judged(case: Case) -> dict[str, tuple[str, str]]:
             try:
                 found[door] = (verdict(through(door, case, model, batch, rows, case.side), wanted), "")
             except CollateError as error:
-                found[door] = ("refused", str(error))
+                found[door] = ("refused", f"{case.family}: {error}")
             except Exception as error:
                 found[door] = ("raised", f"{type(error).__name__}: {error}")
     return found
@@ -476,7 +477,8 @@ REASONS = {
     "falcon follows is_causal in part": "its layers do not hand the keyword on, and mask by hand; their code does not tell",
     "follow its text config alone": "right on eager alone, by a keyword that does nothing there",
     "stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids",
-    "experts take tokens by place": "whether padding takes an expert's last place depends on the router's choices of a step",
+    "makes its tokens of the labels": "generate reads none, and a trainer computes their loss beside it",
+    "^nllb-moe: .*padding moves a sequence": "whether padding takes an expert's place depends on the router's choices",
 }
 """Refusals of runs that are right without us: what they say, and why they stay."""
 

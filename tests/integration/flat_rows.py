@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from collate_npu import PaddingCollator, Segments
+from collate_npu.segments import of_keep
 from collate_npu.testing import tiny_model
 
 PAD = 256
@@ -59,7 +60,7 @@ def outcome(model, batches):
     model.zero_grad()
     found, start = [], 0
     for batch, at in batches:
-        logits = model(**{"use_cache": False} | without(batch, "labels")).logits[0, at]
+        logits = model(**{"use_cache": False} | without(batch, "labels")).logits.flatten(0, 1)[at]
         drawn = torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(1)) / logits.shape[1] ** 0.5
         torch.sin(logits @ drawn + torch.arange(start, start + len(at))).sum().backward()  # each place weighs otherwise
         found.append(logits.detach())
@@ -82,14 +83,22 @@ def errors(model, batch, truth, at=None):
 
 
 def by_offsets(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **_):
-    """Causal attention of `[1, H, T, D]`, sequence by sequence; empty ones are passed over, a tail is not written."""
-    groups = query.shape[1] // key.shape[1]
+    """Causal attention of `[B, H, T, D]`, rows one behind the other, by sequences; empty ones are passed over, a tail is
+    not written. As flash attention reads it: a row each where nothing is told."""
+    (B, _, T, _), groups = query.shape, query.shape[1] // key.shape[1]
     every = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-    ends = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
-    spans = [(a, b) for a, b in pairwise(ends) if b > a]
-    parts = [sdpa(*(x[:, :, a:b] for x in every), is_causal=True, scale=scaling) for a, b in spans]
-    unwritten = query.new_full((*query.shape[:2], query.shape[2] - ends[-1], value.shape[-1]), torch.nan)
-    return torch.cat([*parts, unwritten], 2).transpose(1, 2), None
+    every = [x.transpose(0, 1).flatten(1, 2)[None] for x in every]
+    spans, ends = [(b * T, b * T + T) for b in range(B)], [B * T]
+    if attention_mask is not None:
+        spans = [(b * T + a, b * T + e) for b, a, e in of_keep(attention_mask.bool().numpy()).spans]
+    elif cu_seq_lens_q is not None:
+        ends = cu_seq_lens_q.tolist()
+        spans = [(a, b) for a, b in pairwise(ends) if b > a]
+    out = torch.zeros(1, query.shape[1], B * T, value.shape[-1], dtype=query.dtype)
+    out[:, :, ends[-1] :] = torch.nan
+    for a, b in spans:
+        out[:, :, a:b] = sdpa(*(x[:, :, a:b] for x in every), is_causal=True, scale=scaling)
+    return out[0].transpose(0, 1).unflatten(0, (B, T)), None
 
 
 AttentionInterface.register(BY_OFFSETS, by_offsets)

@@ -32,7 +32,7 @@ from collate_npu.collate.wire import _warn_of_neutral_form  # noqa: E402
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
 from collate_npu.parallel import ContextParallel  # noqa: E402
-from collate_npu.releases import MISSING_KERNEL_RAISES  # noqa: E402
+from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 from collate_npu.tools.show import picture  # noqa: E402
 
@@ -235,6 +235,15 @@ def worst(model, **batch):
     return float((unpad(model(**batch).logits, LEFT) - alone).abs().max())
 
 
+def flat_worst(model, tokenizer):
+    """The same of what the remedy for packed rows makes."""
+    alone = torch.cat([model(input_ids=torch.tensor([sample["input_ids"]])).logits[0] for sample in SAMPLES])
+    made = mended("packed-recurrent", model=model, tokenizer=tokenizer)
+    logits = model(**made["collator"](SAMPLES)).logits[0]
+    made["handle"].remove()
+    return float((logits - alone).abs().max())
+
+
 RIGHT, WRONG = 1e-4, 0.5
 
 
@@ -275,6 +284,7 @@ def test_row_positions(tokenizer):
     assert worst(gpt2, **batch) < RIGHT
 
 
+@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 boundaries are not handed on")
 def test_row_packed_recurrent(hybrid, tokenizer):
     batch = transformers.DataCollatorWithFlattening()(SAMPLES)
     del batch["labels"]
@@ -282,7 +292,7 @@ def test_row_packed_recurrent(hybrid, tokenizer):
         alone = hybrid(input_ids=torch.tensor([SAMPLES[1]["input_ids"]])).logits[0]
         assert float((hybrid(**batch).logits[0, 6:] - alone).abs().max()) > WRONG
     assert "goes on from another sequence" in refused("packed-recurrent", CollateError, model=hybrid, batch=batch)
-    assert worst(hybrid, **mended("packed-recurrent", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
+    assert flat_worst(hybrid, tokenizer) < RIGHT
 
 
 @torch.no_grad()
@@ -495,7 +505,7 @@ def test_packed_rows_are_refused_by_the_model_too(hybrid, tokenizer):
     flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SAMPLES)
     del flat["labels"]
     says("packed-recurrent", ValueError, lambda: hybrid(**flat))
-    assert worst(hybrid, **mended("packed-recurrent", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)) < RIGHT
+    assert flat_worst(hybrid, tokenizer) < RIGHT
 
 
 def test_row_shard_width(tokenizer):

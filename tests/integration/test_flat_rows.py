@@ -1,9 +1,7 @@
 """A flat row on real models: each sequence keeps its own logits, or the row is refused, by us or by transformers itself."""
 
 import copy
-import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import wraps
 from itertools import pairwise
 
@@ -14,15 +12,15 @@ from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import BY_OFFSETS, PAD, RIGHT, alone, built, errors, ours, places, samples
+from hybrids import EXACT
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, PaddingCollator, adapt
-from collate_npu.consumers import leaks
-from collate_npu.consumers.models import kernel_calls
-from collate_npu.consumers.transformers import READ_BY, RUNS_ON, SPLITS_BY_POSITIONS
+from collate_npu.consumers import adapter
+from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, POSITIONS_SPLIT
-from collate_npu.testing import hybrid_model_types, kernels, reference_kernels, tiny_config
+from collate_npu.testing import kernels, reference_kernels, tiny_config
 
 C = 4
 SAMPLES = samples((6, 1, 5, 8))
@@ -88,9 +86,9 @@ def test_attention_that_counts_places_takes_no_flat_row(name, monkeypatch):
     for key, value in COUNTING[name].items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(UnsupportedFormError, match=r"cannot be told where a sequence begins: (its indexer|it compresses)"):
+    with pytest.raises(UnsupportedFormError, match="begins: padding moves a sequence"):
         ours(model)(SAMPLES)
-    monkeypatch.setattr(leaks, "_COUNTING_PLACES", {})
+    monkeypatch.setattr(adapter, "why_rows_move", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
     assert errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))[0] > 1e-3  # what would come of it
 
 
@@ -105,39 +103,7 @@ def test_an_indexer_picks_among_the_keys_of_its_sequence(name):
     assert max(errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))) < RIGHT
 
 
-@pytest.mark.parametrize("name", hybrid_model_types())
-def test_recurrent_families_refuse_a_flat_row_here(name):
-    """Without kernels that read offsets nothing keeps the state apart: we say so where the model is known."""
-    with pytest.raises(UnsupportedFormError, match="padding_free=False"):
-        ours(buildable(name))(SAMPLES)
-
-
 NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
-UNMEASURED = {
-    "qwen4_exp_text": "its indexer reads a dense mask: test_packed_hybrids.py (modeling_qwen4_exp.py:718)",
-    "xlstm": "its own code fails beside a cache of another batch size (modeling_xlstm.py)",
-}
-
-
-@NEWER
-@pytest.mark.parametrize("name", sorted(set(hybrid_model_types()) - set(UNMEASURED)))
-def test_the_families_taken_are_those_that_reference_kernels_make_right(name):
-    """Attention by offsets stands for a flash kernel, so that nothing but recurrent layers can mix the sequences; glm5_next
-    takes none, for its indexer makes masks of its own."""
-    model = buildable(name, "sdpa" if name == "glm5_next" else BY_OFFSETS)
-    family = model.config.get_text_config().model_type
-    taken = family in READ_BY
-    with reference_kernels(model) if kernel_calls(model) else nullcontext():
-        adapter = BatchAdapter(model, padding_free=True, attn_implementation="flash_attention_2")
-        flat = DataCollatorWithFlattening()(SAMPLES)
-        if not taken:
-            with pytest.raises(UnsupportedFormError, match=re.escape(f"in {family}, {RUNS_ON[family]}")):
-                adapter(flat)
-            adapter.model = replace(adapter.model, boundaries_unread="", model_type="kimi_linear")  # told in every way
-        batch, truth = adapter(flat), alone(model, SAMPLES)
-        assert batch["attention_mask"] is None
-        assert (errors(model, batch, truth)[0] < RIGHT) if taken else (errors(model, batch, truth)[0] > 0.1)
-        assert errors(model, {**batch, "seq_idx": None}, truth)[0] > 0.1
 
 
 @NEWER
@@ -180,14 +146,14 @@ def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
 @pytest.mark.parametrize("name", rotating([*sorted(SPLITS_BY_POSITIONS), "granitemoehybrid"]))
 def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refused(name, attn):
     """Of 127 tokens windows show; a cache that was asked for would turn the positions off."""
-    if name not in CONFIG_MAPPING or (name in READ_BY and not KERNELS_TOLD.holds()):
+    if name not in CONFIG_MAPPING or (name in EXACT and not KERNELS_TOLD.holds()):
         pytest.skip("not in this release")
     try:
         model = copy.deepcopy(built(name, attn))
     except ValueError as error:
         pytest.skip(str(error))
     row = samples((127, 1, 1, 17))
-    with reference_kernels(model) if name in READ_BY else nullcontext():
+    with reference_kernels(model) if name in EXACT else nullcontext():
         truth = alone(model, row)
         model.config.output_router_logits = True
         if name == "granitemoehybrid" or not POSITIONS_SPLIT.holds():

@@ -1,4 +1,4 @@
-"""Where padding reaches the tokens of a hybrid model: `why_padding_leaks` and `width_dependence` against real models."""
+"""Where padding reaches the tokens of a model: what its tiny copy and its sizes say, against the model itself."""
 
 import inspect
 from functools import cache
@@ -10,20 +10,14 @@ pytest.importorskip("transformers")
 from tiny_text import place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import testing
-from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, why_padding_leaks, width_dependence
+from collate_npu import BatchAdapter, Segments, UnsupportedFormError, testing
+from collate_npu.consumers import tiny
+from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, width_dependence
 from collate_npu.consumers.models import text_config
 from collate_npu.releases import installed, numbers
 
 VOCAB = 257
 TOLERANCE, POWER = 1e-4, 1e-2
-BIAS = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "zamba"), "mamba_proj_bias"),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), "use_bias"),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv_bias"),
-    "zamba2": "add_bias_linear",
-}
-HARMLESS = {"qwen3_next": "attention_bias", "nemotron_h": "mamba_proj_bias", "mamba2": "use_conv_bias"}
 
 
 @cache
@@ -34,15 +28,25 @@ def hybrid(model_type, turned=""):
         setattr(text_config(config), turned, not getattr(text_config(config), turned))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = testing._build(config, "sdpa").float().eval()
-        testing._make_honest(model, 5.0)
+        model = testing.build(config, "sdpa").float().eval()
+        testing.make_honest(model, 5.0)
         for name, parameter in model.named_parameters():
             if name.endswith("bias") and "dt" not in name and not parameter.any():
                 parameter.normal_(std=0.5)
     return model
 
 
+def said(model, keep):
+    """Why rows like these are refused."""
+    try:
+        BatchAdapter(model, consumer="transformers").route(Segments.from_keep(keep))
+    except UnsupportedFormError as error:
+        return str(error)
+    return ""
+
+
 def moved(model, where):
+    """By how much padding moves logits, and which places are real."""
     rows = samples(11, 20)
     ids, keep = place(rows[:1] if where == "holes" else rows, where)
     if where == "holes":  # a second row, whole: before 5.15 recurrent layers drop the mask of a single one
@@ -51,16 +55,15 @@ def moved(model, where):
     ids = ids.where(keep > 0, VOCAB - 1)
     takes = "position_ids" in inspect.signature(model.forward).parameters
     given = {"position_ids": (keep.cumsum(1) - 1).clamp(min=0)} if takes else {}
-    return worst(model, rows, ids, keep, **given)
+    return worst(model, rows, ids, keep, **given), keep
 
 
 LEFT_OUT = testing.left_out()
 FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
 CASES = [(name, "") for name in FAMILIES]
-CASES += [case for table in (BIAS, HARMLESS) for case in table.items() if case[0] in FAMILIES]
+CASES += [(name, field) for name in FAMILIES for field, on in vars(text_config(CONFIG_MAPPING[name]())).items()
+          if "bias" in field and isinstance(on, bool)]  # fmt: skip
 OLD = numbers(installed("transformers")) < (5, 0)
-EXACT_BEFORE = {"mamba", "falcon_mamba", "jamba", "zamba"}
-"""4.57 masks them behind the projection; when that changed is not known, so both are refused."""
 
 
 @pytest.mark.parametrize("where", ["left", "holes"])
@@ -70,12 +73,10 @@ def test_padding_leaks_where_it_is_said_to(name, turned, where):
         model = hybrid(name, turned)
     except ValueError as error:  # no sdpa
         pytest.skip(str(error))
-    why, error = why_padding_leaks(model, where), moved(model, where)
-    if name in EXACT_BEFORE and turned and where == "left" and OLD:
-        assert why
-    else:
-        assert (error > POWER) if why else (error < TOLERANCE), (error, why)
-    assert why == why_padding_leaks(model.config, where)
+    error, keep = moved(model, where)
+    why = said(model, keep)
+    assert (error > POWER) if why else (error < TOLERANCE), (error, why)
+    assert why == said(model.config, keep)
 
 
 @pytest.mark.parametrize("where", ["left", "right", "holes"])
@@ -85,7 +86,7 @@ def test_dense_families_leak_where_it_is_said_to(name, where):
     rows = samples(12, 15)
     ids, keep = place(rows, where)
     given = {} if name in ("mpnet", "funnel") else {"position_ids": (keep.cumsum(1) - 1).clamp(min=0)}
-    why, error = why_padding_leaks(model, where), worst(model, rows, ids, keep, **given)
+    why, error = said(model, keep), worst(model, rows, ids, keep, **given)
     assert (error > POWER) if why else (error < TOLERANCE), (error, why)
 
 
@@ -93,8 +94,8 @@ def test_a_window_that_no_row_fills_is_not_cut_short_by_a_hole():
     model, rows = text_model("mistral"), samples(4, 5)
     ids, keep = place(rows, "holes", hole=1)
     assert worst(model, rows, ids, keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0)) < TOLERANCE
-    assert why_padding_leaks(model, "holes", longest=5) == ""
-    assert why_padding_leaks(model, "holes", longest=7)
+    assert said(model, keep) == ""
+    assert "window" in said(model, place(samples(9, 5), "holes", hole=1)[1])
 
 
 INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CONFIG_MAPPING]
@@ -105,7 +106,7 @@ INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CON
 def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
     """Beyond its budget, appended real tokens move earlier logits as padding does: scores of exactly zero tie."""
     fields = {"index_topk": 8, "index_n_heads": heads} | ({"index_kpool": 4} if name == "glm5_next" else {})
-    monkeypatch.setitem(testing._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
+    monkeypatch.setitem(tiny._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
     errors = {length: [] for length in (8, 24)}
     for seed in range(3):
         model = testing.tiny_model(name, vocab_size=VOCAB, seed=seed)

@@ -74,6 +74,7 @@ KNOWN = {
     "Pegasus-X": {**SEQ2SEQ, "family": "pegasus_x", "side": "left", "attn": "eager"},
     "T5, its labels left": {**SEQ2SEQ, "family": "t5", "labels_side": "left"},
     "MT5": {**SEQ2SEQ, "family": "mt5", "labels_side": "left", "side": "left"},
+    "ProphetNet": {**SEQ2SEQ, "family": "prophetnet"},
     "BART generates, its source left": {**SEQ2SEQ, "family": "bart", "side": "left", "option": "generate"},
 }
 

@@ -6,26 +6,26 @@ Every sequence gives the logits and the gradients it gives alone, or the row is 
 import pytest
 import torch
 from rotation import rotating
-from strategies import laid_out
+from strategies import laid_out, marked
 
 pytest.importorskip("transformers")
 from flat_rows import FORGOTTEN, PAD, RIGHT, ROWS, WRONG, alone, built, errors, ours, places, samples, without
+from hybrids import EXACT, GATED_DELTA, KDA
 from transformers import DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
-from collate_npu.consumers.transformers import KDA, READ_BY
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.keys import KEYS, TOKENS
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES
-from collate_npu.testing import hybrid_model_types, reference_kernels, tiny_config
+from collate_npu.testing import reference_kernels, tiny_config
 
 pytestmark = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
 LOUD = MISSING_KERNEL_RAISES.holds()
 """Does transformers itself raise where a kernel that is told is missing?"""
 FILLS = {"input_ids": PAD, "labels": -100, "position_ids": 0}
-TAKEN = sorted(set(READ_BY) & set(hybrid_model_types()))
-TWO_KEYS = [name for name in TAKEN if "cu_seq" in READ_BY[name]]
+TWO_KEYS = [name for name in EXACT if name in GATED_DELTA + KDA]
 """Gated DeltaNet and KDA: the convolution reads `seq_idx`, the rule offsets."""
-ONE_KEY = [name for name in TAKEN if name not in TWO_KEYS]
+ONE_KEY = [name for name in EXACT if name not in TWO_KEYS]
 """Mamba-2 and convolutions alone: both read `seq_idx`, and the dense mask keeps attention apart."""
 LAYOUTS = (
     {"pad_to_multiple_of": 16},
@@ -54,6 +54,24 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
             for batch in (ours(model)(features), other(features)):
                 at = places(batch, features)
                 assert max(errors(model, batch, truth, at)) < RIGHT, row
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_every_sample_of_packed_rows_is_as_alone(name, side):
+    model, features = built(name), marked(samples(ROWS["shorter than the taps"]))
+    truth, lengths = alone(model, features), [len(row["place"]) - 1 for row in features]
+    ids = [torch.tensor([row["input_ids"]]) for row in features]
+    learned = sum(model(own, labels=own).loss * n for own, n in zip(ids, lengths) if n) / sum(lengths)
+    handle = adapt(model)
+    settings = {"packing": True, "max_length": 8, "padding_side": side, "keys": {**KEYS, "place": TOKENS}}
+    batch = PaddingCollator(pad_token_id=PAD, model=model, **settings)(features)
+    place_T = batch.pop("place").flatten()
+    at = [int((place_T == place).nonzero()) for row in features for place in row["place"]]
+    assert batch["input_ids"].shape == (2, 8)
+    assert max(errors(model, without(batch, "sample"), truth, torch.tensor(at))) < RIGHT
+    assert torch.isclose(model(**without(batch, "sample")).loss, learned, atol=RIGHT)
+    handle.remove()
 
 
 def test_adapt_reads_one_row_with_offsets_as_flat_beside_a_mask_of_ones():
@@ -86,62 +104,6 @@ def test_each_forgotten_boundary_is_seen(name):
         assert min(errors(model, batch | {"attention_mask": None, "use_cache": True}, truth)) > WRONG  # attention runs on
 
 
-@pytest.mark.parametrize("missing", ["fla", "causal_conv1d"])
-@pytest.mark.parametrize("name", TWO_KEYS)
-def test_a_missing_kernel_is_refused_where_the_model_is_known(name, missing):
-    """What would come of it: from 5.20 on transformers raises, but not for `cu_seq_lens_q` alone; before, never."""
-    model, features = built(name), samples(ROWS["short"])
-    with reference_kernels(model):
-        truth, batch = alone(model, features), ours(model)(features)
-    with reference_kernels(model, without=(missing,)):
-        for collate in (ours(model), theirs(model)):
-            with pytest.raises(UnsupportedFormError, match=f"without the package {missing}[.]") as caught:
-                collate(features)
-            assert "Give each sequence its own row (padding_free=False)" in str(caught.value)
-        for what, keys in {"both": (), **FORGOTTEN}.items():
-            told = without(batch, *keys)
-            loud = told.keys() & {"seq_idx", "cu_seqlens"} or (missing == "fla" and "cu_seq_lens_q" in told)
-            if LOUD and loud:
-                with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-                    model(**without(told, "labels"))
-            else:
-                assert min(errors(model, told, truth)) > WRONG, what
-        padded = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(features)  # the remedy
-        keep = padded["attention_mask"] > 0
-        logits = model(**without(padded, "labels")).logits[keep].detach()
-        assert float((logits - truth[0]).abs().max()) < RIGHT
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_a_config_does_not_tell_which_kernels_are_here(name):
-    """From 5.20 on transformers asks them itself; before, nobody would."""
-    model, features = built(name), samples(ROWS["short"])
-    collate = PaddingCollator(pad_token_id=PAD, model=model.config, consumer="transformers", padding_free=True)
-    if not LOUD:
-        with pytest.raises(UnsupportedFormError, match="a config does not tell"):
-            collate(features)
-        return
-    batch = collate(features)
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        model(**without(batch, "labels"))
-    with reference_kernels(model):
-        assert max(errors(model, batch, alone(model, features))) < RIGHT
-
-
-def test_kernels_are_put_back():
-    model = built("qwen3_next")
-    ask = lambda: BatchAdapter(model).model.boundaries_unread  # noqa: E731
-    before = ask()
-    with reference_kernels(model):
-        with reference_kernels(model, without=("fla",)):
-            assert "without the package fla" in ask()
-        assert ask() == ""
-        with pytest.raises(RuntimeError, match="mine"), reference_kernels(model):
-            raise RuntimeError("mine")
-        assert ask() == ""
-    assert ask() == before != ""
-
-
 def test_delivery_tells_that_a_kernel_is_missing_or_told_of_other_sequences():
     """transformers before 5.20 runs on without a kernel; later ones raise while the check runs the model."""
     model, features = built("qwen3_5_text"), samples(ROWS["short"])
@@ -156,7 +118,7 @@ def test_delivery_tells_that_a_kernel_is_missing_or_told_of_other_sequences():
         check_delivery(model, batch)
 
 
-@pytest.mark.parametrize("name", [name for name in TAKEN if READ_BY[name] == KDA])
+@pytest.mark.parametrize("name", [name for name in EXACT if name in KDA])
 def test_kimis_delta_rule_reads_a_name_of_its_own(name):
     """The layer hands it `cu_seq_lens_q`, and it takes `cu_seqlens`: the batch has both."""
     model, features = built(name), samples(ROWS["short"])
@@ -173,14 +135,14 @@ def test_kimis_delta_rule_reads_a_name_of_its_own(name):
             check_delivery(model, batch | {"cu_seqlens": other}, segments=truth)
 
 
-@pytest.mark.skipif("qwen4_exp_text" not in TAKEN, reason="not in this release")
+@pytest.mark.skipif("qwen4_exp_text" not in EXACT, reason="not in this release")
 def test_embeddings_of_n_grams_read_no_boundary():
     """They run over the row in qwen4_exp's PLE layers: refused where the config has any, and measured without us."""
     config = tiny_config("qwen4_exp_text", vocab_size=PAD + 1)
     config.ple_layer_ids, config.number_of_conv_states, config.ngram_vocab_size_base = [1], 3, 64
     model, features = type(built("qwen4_exp_text"))(config).eval(), samples(ROWS["short"])
     with reference_kernels(model):
-        with pytest.raises(UnsupportedFormError, match="each layer of ple_layer_ids is plain torch"):
+        with pytest.raises(UnsupportedFormError, match="another sequence of its row moves a sequence"):
             ours(model)(features)
         batch = ours(built("qwen4_exp_text"))(features)
         assert min(errors(model, batch, alone(model, features))) > 1e-3

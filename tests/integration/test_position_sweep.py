@@ -13,9 +13,8 @@ pytest.importorskip("transformers")
 from tiny_text import PAD, apart, logits_of, place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import CollateError, PaddingCollator
-from collate_npu.consumers.forwards import first_position, position_rule, reads_dense_mask
-from collate_npu.consumers.models import attention_windows, pattern_of
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, UnsupportedFormError
+from collate_npu.consumers.forwards import first_position, position_rule
 
 TOLERANCE, POWER = 1e-4, 0.1
 ABSOLUTE = ["gpt2", "opt", "gpt_bigcode", "xglm", "biogpt"]
@@ -31,6 +30,16 @@ family = pytest.mark.parametrize(
     ("name", "causal", "rule"), CASES, ids=[f"{n}-{'causal' if c else 'masked'}" for n, c, _ in CASES]
 )
 model_of = cache(text_model)
+
+
+def reads_dense_mask(model):
+    """Does it say so, asked with packed rows?"""
+    adapter = BatchAdapter(model, consumer="transformers")
+    try:
+        adapter.route(Segments.from_lengths([[2, 3]]))
+    except UnsupportedFormError:
+        return False
+    return True
 
 
 def zero_based(keep):
@@ -66,88 +75,26 @@ def test_positions_by_place_are_wrong_on_left_padding(name):
     assert worst(model, rows, ids, keep) > POWER
 
 
-def flat(model, rows, rule):
-    lengths = [len(row) for row in rows]
-    starts = torch.cat([torch.full((n,), start) for n, start in zip(lengths, torch.tensor([0, *lengths]).cumsum(0))])
-    positions = torch.arange(sum(lengths)) - starts + first_position(model)
-    return torch.cat(rows)[None], {} if rule == "none" else {"position_ids": positions[None]}, starts
-
-
-def dense(model, starts, positions, *, causal=True):
-    """One mask for each kind of layer: sequences apart, causal or not, windows counted inside the sequence."""
-    assert pattern_of(model) in (None, "causal" if causal else "bidirectional")
-    places = torch.arange(len(starts))
-    keep = starts[:, None] == starts[None]
-    keep = keep.tril() if causal else keep
-    masks = {}
-    for kind, window in attention_windows(model).items():
-        seen = keep
-        if window is not None and kind == "chunked_attention":
-            seen = keep & (positions[:, None] // window == positions[None] // window)
-        elif window is not None:
-            seen = keep & ((places[:, None] - places[None]).abs() < (window if causal else window + 1))
-        masks[kind] = seen[None, None]
-    if model.config._attn_implementation == "eager":
-        low = torch.finfo(torch.float32).min
-        masks = {kind: torch.zeros(seen.shape).masked_fill(~seen, low) for kind, seen in masks.items()}
-    return masks.get("", masks)
-
-
 def flat_error(model, rows, ids, **given):
     return apart(model, rows, logits_of(model, ids, **given)[0].split([len(row) for row in rows]))
 
 
-@family
-def test_a_flat_row_is_right_with_a_dense_mask_for_each_kind_of_layer(name, causal, rule):
-    model, rows = model_of(name, causal=causal), samples(9, 12)
-    if not reads_dense_mask(model):
-        pytest.skip("it takes no dense mask")
-    ids, given, starts = flat(model, rows, rule)
-    masks = dense(model, starts, torch.arange(len(starts)) - starts, causal=causal)
-    for cached in (False, True) if causal else (False,):
-        assert flat_error(model, rows, ids, attention_mask=masks, use_cache=cached, **given) < TOLERANCE
+# --- by the collator
 
 
-def test_positions_alone_do_not_keep_a_flat_row_apart_where_a_cache_is_made():
-    """masking_utils.py looks for packed positions only `if past_key_values is None`, and `use_cache` is on by default."""
-    model, rows = model_of("llama", causal=True), samples(9, 12)
-    ids, given, _ = flat(model, rows, "places")
-    assert flat_error(model, rows, ids, use_cache=False, **given) < TOLERANCE
-    assert flat_error(model, rows, ids, use_cache=True, **given) > POWER
-
-
-@pytest.mark.parametrize("name", ["opt", "biogpt", "xlm-roberta"])
-def test_positions_alone_never_reach_the_mask_of_these(name):
-    model, rows = model_of(name, causal=True), samples(9, 12)
-    ids, given, _ = flat(model, rows, position_rule(model))
-    assert flat_error(model, rows, ids, **given) > POWER
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
-def test_one_dense_mask_takes_the_window_away(name):
-    model, rows = model_of(name, causal=True), samples(12)
-    keep = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
-    assert flat_error(model, rows, rows[0][None], attention_mask=keep) > POWER
-
-
-# --- encoders, by the collator: they attend both ways, and half of them count from `padding_idx + 1` over the ids themselves
-
-
-def collated(model, rows, **settings):
-    collate = PaddingCollator(pad_token_id=PAD, pattern="bidirectional", model=model, **settings)
+def collated(model, rows, causal, **settings):
+    pattern = None if causal else "bidirectional"
+    collate = PaddingCollator(pad_token_id=PAD, pattern=pattern, model=model, **settings)
     return collate([{"input_ids": row.tolist()} for row in rows])
 
 
-encoder = pytest.mark.parametrize("name", [name for name in MASKED if name in CONFIG_MAPPING])
-
-
-@encoder
+@family
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_of_the_collator(name, side):
-    model = model_of(name, causal=False)
+def test_padded_rows_of_the_collator(name, causal, rule, side):
+    model = model_of(name, causal=causal)
     for lengths in ((5, 12, 1), (1,), (7,)):
         rows = samples(*lengths)
-        batch = collated(model, rows, padding_side=side)
+        batch = collated(model, rows, causal, padding_side=side)
         ids, keep = place(rows, side)
         assert torch.equal(batch.pop("input_ids"), ids)
         assert worst(model, rows, ids, keep, **batch) < TOLERANCE
@@ -159,18 +106,23 @@ def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(set
     model, rows = model_of("roberta", causal=False), [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
     if "padding_free" in settings and not reads_dense_mask(model):
         pytest.skip("4.57's builds its own masks: a flat row is refused, as the next test says")
-    positions = collated(model, rows, **settings)["position_ids"].flatten().tolist()
+    positions = collated(model, rows, False, **settings)["position_ids"].flatten().tolist()
     padding = [PAD] * (len(positions) - 6)
     assert positions == [PAD + 1, PAD, PAD + 2, PAD + 3, *padding, PAD + 1, PAD + 2]
 
 
-@encoder
-def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name):
-    """transformers finds packed positions for causal masks alone, so that a dense mask is what keeps these apart."""
-    model, rows = model_of(name, causal=False), samples(5, 12, 1)
-    if reads_dense_mask(model):
-        batch = collated(model, rows, padding_free=True)
-        assert flat_error(model, rows, batch.pop("input_ids"), **batch) < TOLERANCE
-    else:
+@family
+def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name, causal, rule):
+    """Each kind of layer has its mask: windows are counted inside the sequence. Positions alone say it to nobody whose cache
+    is made (masking_utils.py:876), and never to an encoder."""
+    model, rows = model_of(name, causal=causal), samples(9, 12, 1)
+    if not reads_dense_mask(model):
         with pytest.raises(CollateError):
-            collated(model, rows, padding_free=True)
+            collated(model, rows, causal, padding_free=True)
+        return
+    batch = collated(model, rows, causal, padding_free=True)
+    ids = batch.pop("input_ids")
+    for cached in (False, True) if causal else (False,):
+        assert flat_error(model, rows, ids, **{**batch, "use_cache": cached}) < TOLERANCE
+    told = {key: value for key, value in batch.items() if key == "position_ids"}
+    assert flat_error(model, rows, ids, **told, use_cache=causal) > POWER

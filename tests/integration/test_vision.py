@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
-from collate_npu.testing import _make_honest
+from collate_npu.consumers.tiny import make_honest
 
 TOLERANCE, POWER = 1e-4, 0.1
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -100,7 +100,7 @@ def test_images_that_see_both_sides_are_not_packed():
         eoi_token_index=58,
     )
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
-    _make_honest(model, 5.0)
+    make_honest(model, 5.0)
     text, image = [9, 10, 11], [5, 57, *[59] * 4, 58, 7]
     collate = PaddingCollator(pad_token_id=0, model=model)
     sample = {"input_ids": image + text, "token_type_ids": [int(token == 59) for token in image + text]}

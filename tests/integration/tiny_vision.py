@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu.testing import _make_honest
+from collate_npu.consumers.tiny import make_honest
 
 VOCAB, PAD = 120, 119
 IMAGE, VIDEO, START, END = 101, 102, 103, 104
@@ -44,7 +44,7 @@ def vision_model(model_type):
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
-        _make_honest(model, 5.0)
+        make_honest(model, 5.0)
     return model
 
 

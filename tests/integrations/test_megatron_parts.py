@@ -15,8 +15,7 @@ from collate_npu.integrations import megatron, swift, twinkle
 from collate_npu.integrations.megatron import experts, mcore_bridge, packed
 from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.integrations.twinkle import stages
-from collate_npu.integrations.twinkle.stages import Stages, _parted, _plain, _segments, refuse_unread
-from collate_npu.integrations.verl.engine import _refuse_window
+from collate_npu.integrations.twinkle.stages import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
 LEFT, PACKED = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([[2, 3]])
@@ -144,20 +143,6 @@ def test_offsets_of_a_flat_row_are_judged_as_a_call_on_the_whole_row(monkeypatch
     monkeypatch.setattr(packed, "say_call", lambda name, fields, *, B, T, segments, **_: judged.append((B, T, segments)))
     packed.packed_seq_params(PACKED, context_parallel=ContextParallel(1, 0))
     assert judged == [(1, 5, PACKED)]
-
-
-# --- verl
-
-
-@pytest.mark.parametrize(("window", "longest"), [((4, 0), 5), ((0, 0), 1), (4, 5), ((-1, 0), 9), (None, 9)])
-def test_a_window_is_refused_from_the_first_row_on_that_it_would_cut(window, longest):
-    def given(length):
-        return {"input_ids": torch.nested.nested_tensor([torch.ones(1), torch.ones(length)], layout=torch.jagged)}
-
-    _refuse_window(window, given(longest))
-    if window not in ((-1, 0), None):
-        with pytest.raises(UnsupportedFormError, match="No attention of MindSpeed's reads a window"):
-            _refuse_window(window, given(longest + 1))
 
 
 # --- mcore-bridge
@@ -338,27 +323,6 @@ def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_r
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(None, None), ([[0, 1, 0, 1]], [[0, 0, 1]]), ([[0, 1, 0, 1], [0, 1, 2, 3]], [[0, 0, 1], [0, 2, 3]])]
-)
-def test_positions_of_one_axis_count_anew_where_a_flat_row_loses_tokens_and_others_stay(given, kept):
-    row = {"input_ids": torch.arange(4)[None], "attention_mask": torch.tensor([[1, 0, 1, 1]])}
-    row |= {"position_ids": torch.tensor(given)} if given else {}
-    out = Stages(processor(), (), None, True)._documents(row)
-    assert out["input_ids"].tolist() == [[0, 2, 3]]
-    assert _parted(row).lengths == ((1, 2) if given else (3,),)
-    assert out["position_ids"].tolist() == kept if kept else "position_ids" not in out
-
-
-def test_a_transformers_model_gets_one_mask_for_all_that_a_row_has_and_none_for_none():
-    bare, keep = {"input_ids": torch.ones(1, 3).long()}, torch.tensor([[1, 1, 0]])
-    assert _plain(bare) is bare
-    for masks in (("attention_mask",), (KEEP_KEY,), (SEGMENT_KEY,), ("attention_mask", KEEP_KEY, SEGMENT_KEY)):
-        out = _plain(bare | dict.fromkeys(masks, keep))
-        assert out.keys() == {"input_ids", "attention_mask"}
-        assert out["attention_mask"].tolist() == keep.tolist()
-
-
-@pytest.mark.parametrize(
     ("config", "said"), [({}, ""), ({"masked_softmax_fusion": False}, ""), ({"masked_softmax_fusion": True}, "left")]
 )
 def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
@@ -375,12 +339,3 @@ def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     with refused("" if held else "cp_rank None"):
         cp = Stages.cp.fget(held_by)
         assert (cp.size, cp.rank, cp.tensor_parallel) == held
-
-
-@pytest.mark.parametrize(
-    ("axes", "lengths"), [(0, (4,)), (1, (2, 2)), (2, (4,)), (3, (4,)), (4, (2, 2))]
-)  # the first of four is text's
-def test_one_sample_of_twinkles_may_have_positions_of_several_axes(axes, lengths):
-    row = {"input_ids": torch.ones(1, 4).long(), "attention_mask": None}
-    row |= {"position_ids": torch.tensor([[0, 1, 0, 1]] * axes)} if axes else {}
-    assert _segments(row).lengths == (lengths,)

@@ -1,11 +1,71 @@
-"""fla's released Triton kernels on a CPU, in Triton's own interpreter: import this before fla."""
+"""fla's released Triton kernels on a CPU, in Triton's own interpreter: import this before fla.
+
+With FLA_KERNELS=triton_ascend those that fla compiles for an Ascend card. Hardware alone is stood in for: fla's flag for an
+NPU, a 910B's numbers of cores, and a loop's number, which a compiled kernel holds as an integer of Triton's.
+"""
+
+import builtins
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from collate_npu.proof.kernel_runs import count_in_triton, interpreted
 from collate_npu.releases import installed
 
-__all__ = ["count_in_triton"]
+__all__ = ["ASCEND", "LAUNCHED", "count_in_triton"]
+
+ASCEND = os.environ.get("FLA_KERNELS") == "triton_ascend"
+LAUNCHED: set[str] = set()
+"""The kernels for Ascend that ran: Triton's interpreter is asked, not fla."""
 
 if not (installed("fla") and installed("triton")):
     raise ModuleNotFoundError("fla and triton are what is tested")
 if not interpreted():
     raise RuntimeError("fla does not run in Triton's interpreter here")
+from triton.runtime import interpreter  # noqa: E402
+
+
+class Count(int):
+    """A loop's number."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return interpreter._implicit_cvt(int(self)).to(*args, **kwargs)
+
+
+def _counting(own: Any) -> Any:
+    def counting(*bounds: Any) -> Any:
+        return map(Count, builtins.range(*bounds)) if all(isinstance(each, int) for each in bounds) else own(*bounds)
+
+    return counting
+
+
+def _arm() -> None:
+    root = Path(find_spec("fla").submodule_search_locations[0])
+    for path in sorted(root.rglob("*triton_ascend*/*.py")):  # fla imports them at their first call
+        with suppress(ImportError):  # of losses: they want a tanh that this Triton has elsewhere
+            import_module("fla." + ".".join(path.relative_to(root).with_suffix("").parts))
+    count_in_triton()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla"):
+            known = {"IS_NPU": True, "get_npu_properties": lambda: {"num_aicore": 24, "num_vectorcore": 48}}
+            vars(module).update({key: value for key, value in known.items() if key in vars(module)})
+        if name.startswith("fla.") and "triton_ascend" in name:
+            module.range = _counting(module.range)
+
+
+def _watch(launch: Any) -> Any:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "triton_ascend" in self.fn.__module__:
+            LAUNCHED.add(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    return watched
+
+
+if ASCEND:
+    _arm()
+    interpreter.GridExecutor.__call__ = _watch(interpreter.GridExecutor.__call__)

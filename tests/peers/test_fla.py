@@ -1,7 +1,8 @@
 """fla's released kernels: our arguments give them each sequence as alone, and what they take wrongly in silence.
 
 The Triton kernels run on a CPU in Triton's interpreter: their real code, forward and backward, without a card's rounding,
-races and memory. Legend: T tokens, H heads, K head size, D channels, W taps.
+races and memory. So do those for Ascend, in a run of their own (0.5.2's: 0.6.0's call `extract_slice`, which only
+triton-ascend has). Legend: T tokens, H heads, K head size, D channels, W taps.
 """
 
 from itertools import pairwise
@@ -13,9 +14,13 @@ pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested
 from fla.modules.convolution import causal_conv1d
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
+from fla.ops.kda import chunk_kda
+from fla.ops.kda.naive import naive_recurrent_kda
 from fla.ops.utils import index
+from fla_interpreted import ASCEND, LAUNCHED
 
-from collate_npu import Segments
+from collate_npu import PaddingCollator, Segments, adapt
+from collate_npu.consumers import tiny
 from collate_npu.kernels.gated_delta import (
     chunk_indices,
     chunk_offsets,
@@ -24,6 +29,7 @@ from collate_npu.kernels.gated_delta import (
     reference_gated_delta_rule,
 )
 from collate_npu.releases import installed, numbers
+from collate_npu.testing import tiny_model
 
 H, HV, K, V, D, W = 1, 2, 16, 16, 8, 4
 PACKINGS = [
@@ -110,6 +116,23 @@ def test_the_convolution_on_our_arguments_computes_each_sequence_as_alone(segmen
     assert apart(torch.cat(alone, 1), theirs, inputs) < 1e-5
 
 
+@pytest.mark.parametrize("segments", PACKINGS[::3], ids=repr)
+def test_kda_on_our_arguments_computes_each_sequence_as_alone(segments):
+    kwargs = gated_delta_kwargs(segments, kernel="fla")
+    ends = kwargs["cu_seqlens"].tolist()
+    q, k, v, _, beta = rule_inputs(ends[-1])
+    held = [x.detach().repeat_interleave(HV // x.shape[2], 2).requires_grad_() for x in (q, k, v, beta)]
+    held.append((-0.2 * torch.rand(held[0].shape, generator=torch.Generator().manual_seed(2))).requires_grad_())
+
+    def run(rule, a=0, b=None, **kwargs):
+        q, k, v, beta, g = (x[:, a:b] for x in held)
+        return rule(q, k, v, g=g, beta=beta, **kwargs)[0]
+
+    theirs, alone = run(chunk_kda, **kwargs), torch.cat([run(naive_recurrent_kda, *each) for each in pairwise(ends)], 1)
+    assert apart(alone, theirs, held) < 1e-5
+    assert apart(alone, run(chunk_kda), held) > 1e-2
+
+
 def test_the_decoding_rule_runs_forward_alone():
     segments = PACKINGS[1]
     kwargs = gated_delta_kwargs(segments, kernel="fla")
@@ -179,6 +202,7 @@ def test_what_no_sequence_covers_is_left_as_the_memory_was():
     assert not torch.equal(*seen)
 
 
+@pytest.mark.skipif(ASCEND, reason="it builds its own")
 def test_the_convolution_takes_another_blocks_table_without_a_word():
     """It works in blocks of 64: a table in 128 leaves every other block out, one in 32 names blocks that are not there."""
     inputs, offsets = conv_inputs(203), torch.tensor([0, 3, 203])
@@ -212,3 +236,27 @@ def test_offsets_refilled_in_place_keep_the_old_table():
     assert torch.equal(index.prepare_chunk_indices(held, 64), first)
     fresh = [gated_delta_kwargs(PACKINGS[0], kernel="fla")["cu_seqlens"] for _ in range(2)]
     assert fresh[0] is not fresh[1]
+
+
+# --- which kernels run
+
+FOR_ASCEND = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_dx_kernel"}
+FOR_ASCEND |= {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64_npu", "chunk_bwd_kernel_dqkwg_npu"}
+
+
+def test_an_adapted_model_packs_with_them(monkeypatch):
+    """Of a family that no other test of this process imports: transformers looks for causal-conv1d at an import."""
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)  # for the interpreter's sake
+    monkeypatch.setitem(tiny._FAMILY, "qwen3_5_moe_text", heads)
+    samples = [{"input_ids": ids, "labels": ids} for ids in ([5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200])]
+    model = tiny_model("qwen3_5_moe_text", vocab_size=257)
+    with adapt(model):
+        alone = [
+            model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0]
+            for row in (torch.tensor([each["input_ids"]]) for each in samples)
+        ]
+        LAUNCHED.clear()
+        found = model(**PaddingCollator(pad_token_id=256, model=model, padding_free=True)(samples))
+        found.loss.backward()
+    assert (found.logits[0] - torch.cat(alone)).abs().max() < 1e-4
+    assert LAUNCHED >= FOR_ASCEND if ASCEND else not LAUNCHED

@@ -80,8 +80,8 @@ def test_its_cells_of_context_parallel(tmp_path):
     ("qwen3_next collator", "right", "right"),
     ("qwen3_5_text.own packs", "wrong", "refused"),  # torch's rule and convolution read no boundaries
     ("qwen3_next.own packs", "refused", "refused"),
-    ("qwen3_next neat", "wrong", "refused"),  # Automodel#2147, before its own layers
-    ("qwen3_next thd", "wrong", "refused"),
+    ("qwen3_next neat", "wrong", "right"),  # Automodel#2147, before its own layers
+    ("qwen3_next thd", "wrong", "right"),
 ])  # fmt: skip
 def test_each_sequence_as_alone(runs, job, own, ours):
     found = {who: runs[f"{job} {who}"] for who in ("own", "ours")}

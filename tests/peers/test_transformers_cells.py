@@ -98,23 +98,22 @@ def both(run, family, layout, folder):
 
 
 def trained(model, layout, folder, *, ours):
-    if layout.startswith("packed"):
-        collator = DataCollatorWithFlattening()
-        settings = {"padding_free": True}
-    else:
-        collator = DataCollatorForSeq2Seq(tokenizer_of(layout.removeprefix("padded ")))
-        settings = {}
-    collator = wrap_collator(collator, model=model, **settings) if ours else collator
-    data = [{"input_ids": ids, "labels": ids} for ids in samples()]
-    trainer = Trainer(model, TrainingArguments(folder, **QUIET), data_collator=collator, eval_dataset=data)
-    return step(trainer, places_of(layout))
+    packs = layout.startswith("packed")
+    side = layout.removeprefix("padded ")
+    collator = DataCollatorWithFlattening() if packs else DataCollatorForSeq2Seq(tokenizer_of(side))
+    with adapt(model) if ours and packs else nullcontext():
+        collator = wrap_collator(collator, model=model, padding_free=packs) if ours else collator
+        data = [{"input_ids": ids, "labels": ids} for ids in samples()]
+        trainer = Trainer(model, TrainingArguments(folder, **QUIET), data_collator=collator, eval_dataset=data)
+        return step(trainer, places_of(layout))
 
 
 @pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_trainer(family, layout, tmp_path):
-    more = ", padding_free=True" if layout.startswith("packed") else ""
-    TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=f"wrap_collator(theirs, model=model{more})")
+    line = "adapt(model); wrap_collator(theirs, model=model, padding_free=True)"
+    line = line if layout.startswith("packed") else "wrap_collator(theirs, model=model)"
+    TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=line)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -138,9 +137,8 @@ def tuned(model, layout, folder, *, ours):
     args = SFTConfig(folder, **QUIET, padding_free=layout != "padded right", max_length=None)
     data = Dataset.from_list([{"input_ids": ids} for ids in samples()])
     trainer = SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer_of("right"))
-    if ours:
-        adapt(trainer.model)
-    return step(trainer, places_of(layout))
+    with adapt(trainer.model) if ours else nullcontext():
+        return step(trainer, places_of(layout))
 
 
 @pytest.mark.parametrize("layout", ["padded right", "packed"])

@@ -12,7 +12,8 @@ from processes import found_by, saved_model
 from rotation import part
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from collate_npu.testing import _make_honest, tiny_config
+from collate_npu.consumers.tiny import make_honest
+from collate_npu.testing import tiny_config
 
 NEEDS = ("verl", "hydra")
 pytestmark = pytest.mark.long("two ranks of FSDP")
@@ -41,7 +42,7 @@ def folder(tmp_path_factory):
         if family == "qwen3_5":
             model = AutoModelForImageTextToText.from_config(tiny_config(family, vocab_size=257))
             with torch.no_grad():
-                _make_honest(model, 5.0)
+                make_honest(model, 5.0)
             model.save_pretrained(made / family)
         else:
             saved_model(made, family)

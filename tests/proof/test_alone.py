@@ -8,7 +8,7 @@ from torch import nn
 
 from collate_npu import CollateError, Segments
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.proof.asked import _as_it_was, check_alone
+from collate_npu.proof.asked import check_alone
 
 MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
 
@@ -65,17 +65,6 @@ def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_
     assert checked("TEDotProductAttention", torch.ones(3, 4), below)[0].errors == {0: 0.0, 1: 0.0}
     with pytest.raises(CollateError, match="gathers the whole rows"):
         checked("TEDotProductAttention", torch.ones(3, 4), below, forward=below)
-
-
-@pytest.mark.parametrize(("mask", "alone"), [(torch.ones(3, 1, 3, 3), {}), (torch.ones(3, 3).long(), [[1, 1]])])
-def test_a_stack_nobody_knows_is_told_of_one_sequence(mask, alone):
-    ids = torch.arange(1, 10).reshape(3, 3)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "attention_mask": mask, "cu_seqlens": None}
-    found = _as_it_was({**batch, "max_seqlen": 3}, torch.tensor([3, 4]), Segments.from_lengths([2]))
-    told = {name: x.tolist() for name, x in found.items() if name != "max_seqlen"}
-    assert told == {"input_ids": [[4, 5]], "position_ids": [[0, 1]], **(alone and {"attention_mask": alone})}
-    assert found["max_seqlen"] == 2
-    assert found.get("attention_mask", mask).dtype == mask.dtype
 
 
 @pytest.mark.parametrize("mine", ["x", torch.ones(3)])

@@ -11,7 +11,6 @@ from torch import nn
 from collate_npu import Segments
 from collate_npu.kernels.told import Told, by_offsets, why_differs
 from collate_npu.masks import Pattern, dense
-from collate_npu.proof import kernel_calls
 from collate_npu.proof.forward import Forward, Seen
 from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
@@ -182,15 +181,6 @@ def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths
     assert why(offsets) == ""
     for n in range(1, len(lengths)):
         assert f"(0, {offsets[n]}) goes on from another sequence" in why(np.delete(offsets, n))
-
-
-def test_a_mask_too_large_to_look_at_is_said_so(monkeypatch):
-    rows = lambda t: (torch.ones(1, 4, dtype=torch.bool),) * 2  # noqa: E731
-    monkeypatch.setattr(kernel_calls, "MOST_SCORES", 16)
-    assert kernel_calls._attention("sdpa", (1, 4), rows, by="its mask").shape == (1, 4)
-    monkeypatch.setattr(kernel_calls, "MOST_SCORES", 15)
-    with pytest.raises(UnreadError, match="4 x 4"):
-        kernel_calls._attention("sdpa", (1, 4), rows, by="its mask")
 
 
 X = torch.ones(2, 6, 1, 4)

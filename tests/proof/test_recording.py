@@ -3,7 +3,6 @@
 import weakref
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from stranger import Model
@@ -14,7 +13,7 @@ from collate_npu.consumers.consumer import Case, Model as Facts
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import watch
 from collate_npu.proof.forward import Forward
-from collate_npu.proof.recording import Recorder, _still_empty, heard
+from collate_npu.proof.recording import Recorder, heard
 
 RIGHT, OTHER = torch.tensor([0, 6, 11, 16]), torch.tensor([0, 5, 11, 16])
 IDS = torch.arange(16)[None] % 60 + 1
@@ -94,22 +93,6 @@ def test_a_model_is_not_taken_for_one_that_had_its_place_in_memory():
 
 
 STATES = torch.tensor([1.0, 0, 0, 2])[None, :, None].expand(1, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("empty", "given", "still"),
-    [
-        ([0, 1, 0, 1], [STATES], [0, 1, 0, 0]),
-        ([0, 1, 0, 1], ["a", torch.zeros(1, 4, 2).long(), torch.zeros(4, 2), torch.zeros(1, 2, 4, 2), STATES], [0, 1, 0, 0]),
-        ([0, 1, 0, 1], [torch.zeros(4, 2)], None),
-        ([0, 1, 0, 1], [STATES[:, :3]], None),
-        ([0, 0, 0, 0], [STATES], None),
-        (None, [STATES], None),
-    ],
-)
-def test_tokens_that_are_zero_still(empty, given, still):
-    found = _still_empty(None if empty is None else np.array(empty, bool), given)
-    assert (found if found is None else found.astype(int).tolist()) == still
 
 
 def causal_conv1d_fn(x, weight):

@@ -151,7 +151,7 @@ def evil(tmp_path):
     "args",
     [
         ["show", "--batch", f"{{}}/{EVIL}.pt"],
-        ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.txt"],
+        ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.html"],
         ["show", "--mask", f"{{}}/{EVIL}.pt"],
         ["show", "--data", f"{{}}/{EVIL}.jsonl"],
         ["show", "--lengths", EVIL],
@@ -167,7 +167,7 @@ def test_no_escape_sequence_reaches_the_screen(evil, args):
     result = typed(*(arg.replace("{}", str(evil)) for arg in args))
     assert result.output
     assert not RAW.search(result.output), repr(result.output)
-    assert not (evil / f"{EVIL}.txt").exists() or not RAW.search((evil / f"{EVIL}.txt").read_text())
+    assert not (evil / f"{EVIL}.html").exists() or not RAW.search((evil / f"{EVIL}.html").read_text())
 
 
 def test_nor_what_python_hands_out():
@@ -225,7 +225,7 @@ def test_a_chat_template_has_so_much_time_and_memory(monkeypatch, template, said
 
 def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
-    (tmp_path / "a.txt").symlink_to(tmp_path / "precious.txt")
-    result = typed("show", "--lengths", "3", "--out", tmp_path / "a.txt")
+    (tmp_path / "a.html").symlink_to(tmp_path / "precious.txt")
+    result = typed("show", "--lengths", "3", "--out", tmp_path / "a.html")
     assert (result.exit_code, (tmp_path / "precious.txt").read_text()) == (2, "mine")
     assert "Name that file itself" in " ".join(result.output.split())

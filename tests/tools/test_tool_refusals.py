@@ -83,10 +83,10 @@ def test_every_option_that_a_text_names_is_one():
     known = {option for each in parsers()[1].values() for action in each._actions for option in action.option_strings}
     named = {option for path in TOOLS for text in texts(path) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
     assert named - known - NOT_OURS - {"--version"} == set()
-    assert {"--verbose", "--kernels", "--batches"} <= named
+    assert {"--verbose", "--batches"} <= named
 
 
-BEHIND_A_CHECK = {"matplotlib": "check_figure", "torch_npu": "check_device"}
+BEHIND_A_CHECK = {"torch_npu": "check_device"}
 """Who refuses in words where it is not installed."""
 BROUGHT = {"pyarrow": "datasets", "safetensors": "transformers"}
 """By which package of the extra."""

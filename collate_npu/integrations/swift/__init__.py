@@ -1,7 +1,8 @@
 """ms-swift 4.6.0: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
 
-Its transformers backend is right or refused. On Megatron the template sends lengths as one 2D mask (no `[B, 1, S, S]` in a
-worker), and `prepare_batch` makes of it, or of whatever mask a custom collator sent, what this model and this kernel read.
+Its transformers backend is right or refused; a trainer that packs has its recurrent models adapted. On Megatron the template
+sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker), and `prepare_batch` makes of it, or of whatever mask a custom
+collator sent, what this model and this kernel read.
 Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, megatron/trainers/base.py:1136-1152.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -21,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import needs_mask_2d, text_config
+from collate_npu.consumers.models import is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.recurrent import variables_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
+from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.integrations.patching import once_imported
 from collate_npu.integrations.swift.masks import (
     TrainerMasks,
     get_last_tokens,
@@ -56,6 +61,8 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
+    patching.patch(PACKAGE, Template, "pre_forward_hook", _with_sequences)
+    once_imported("swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
         from transformers.utils import is_torch_npu_available
@@ -96,6 +103,46 @@ class _OnMeta(TorchFunctionMode):
         if square and sys._getframe(1).f_code is self._builder:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
+
+
+def _watch_trainers() -> None:
+    from swift.trainers.mixin import SwiftMixin
+
+    if patching.in_place(_collate):
+        patching.patch(PACKAGE, SwiftMixin, "train", _train)
+
+
+def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a trainer of the transformers backend that packs: each recurrent model that it holds is adapted meanwhile."""
+    template, held = self.template, [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
+    with ExitStack() as stack:
+        if template.padding_free and template.sequence_parallel_size == 1:
+            for each in {id(unwrap(each)): each for each in reversed(held)}.values():
+                if is_transformers(unwrap(each)) and needs_mask_2d(each):
+                    _restore_layers(each, stack)
+                    stack.enter_context(adapt(each))
+            template.adapted = True  # what its workers know, who have no model
+            stack.callback(delattr, template, "adapted")
+        return original(self, *args, **kwargs)
+
+
+def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
+    """Without fla its layers of Qwen3.5 raise at a second sequence (model/models/qwen.py:1287); their own forward can be
+    adapted."""
+    from swift.model.models import qwen
+
+    qwen._try_import_flash_linear_attention_kernels()
+    for layer in {type(module) for module in model.modules()} if qwen.causal_conv1d is None else ():
+        own = variables_of(layer.forward).get("origin_forward")
+        if own is not None:
+            stack.callback(setattr, layer, "forward", layer.forward)
+            layer.forward = own
+
+
+def _with_sequences(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Multimodal templates hand on what they know by name (template/base.py:1731), and that is not `seq_idx`."""
+    out, mended = original(self, model, args, kwargs)
+    return out, {**{key: kwargs[key] for key in ("seq_idx",) if key in kwargs}, **mended}
 
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
@@ -158,8 +205,8 @@ def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
     """Of the transformers backend: raise `UnsupportedFormError` where real tokens would not be computed as alone.
 
     Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,
-    which no such layer reads) and `sequence_parallel_size` (Qwen3.5 alone has a forward for a split row,
-    model/models/qwen.py:1312-1445). Costs O(B * S) a batch of a recurrent model.
+    which no such layer reads; `_train` has adapted a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
+    forward for a split row, model/models/qwen.py:1312-1445). Costs O(B * S) a batch of a recurrent model.
     """
     if not template.is_training or "input_ids" not in batch or not needs_mask_2d(template.config):
         return
@@ -168,9 +215,10 @@ def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
         rule = f"Each rank runs the recurrent layers of {family} on its part of a row alone, from an empty state."
         remedy = "Set sequence_parallel_size=1, or train with `megatron sft`, whose Gated DeltaNet gathers the row."
         raise UnsupportedFormError(explain("sequence_parallel_size", str(ranks), rule, remedy))
-    if ranks == 1:
+    if ranks == 1 and not hasattr(template, "adapted"):
         read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
         if flat:
             read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
-        adapter = BatchAdapter(template.config, consumer="transformers", padding_free=flat)
+        model = template.model if flat and template.model is not None else template.config
+        adapter = BatchAdapter(model, consumer="transformers", padding_free=flat)
         adapter.route(segments_from_batch(read, padding_free=flat))

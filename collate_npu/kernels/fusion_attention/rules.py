@@ -2,7 +2,8 @@
 refuses that; and of what its own host code refuses (`refusals`) as much as a call could not be read without.
 
 `torch_npu`'s Python, meta and host code check no mask, and CANN's host code checks shapes, never contents. Left to the card:
-dtypes, head sizes, bands that cross the scores, settings of dropout. Source tags are explained in `operator_call`.
+dtypes, head sizes, bands that cross the scores, settings of dropout, arguments that it does not have, lists beside rows.
+Source tags are explained in `operator_call`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collate_npu.errors import shape_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.fusion_attention.operator_call import (
     BLOCK_SCORES,
-    DEFAULTS,
     LISTS,
     PREFIX_TRIANGLE,
     RANKS,
@@ -47,9 +47,6 @@ def refusals(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _arguments(call: AttentionCall) -> Iterator[Breach]:
-    for name in sorted(call.given - DEFAULTS.keys()):
-        says, remedy = "npu_fusion_attention has no such argument.", "Its spelling is pre_tockens, next_tockens."
-        yield Breach("argument", name, "an argument", says, remedy, "PD")
     if call.layout not in tuple(RANKS):
         says, remedy = f"The layouts are {', '.join(RANKS)}.", "Name the one q, k and v are in."
         yield Breach("layout", "input_layout", repr(call.layout), says, remedy, "P:743")
@@ -63,10 +60,6 @@ def _arguments(call: AttentionCall) -> Iterator[Breach]:
         remedy = "Pass head_num as the number of query heads."
         got = f"{call.N} query heads, {call.Nkv} key heads, of {call.D} elements"
         yield Breach("heads", "head_num", got, says, remedy, "T:1099")
-    if not call.tnd and any(ends is not None for ends in call.ends):
-        says, remedy = "Length lists are read under layout TND alone.", "Pass input_layout='TND' and packed tensors."
-        source = "P:901-918, A:875; Ascend 950 takes them"
-        yield Breach("lists-outside-tnd", "actual_seq_qlen", f"layout {call.layout}", says, remedy, source)
 
 
 def _sequences(call: AttentionCall) -> Iterator[Breach]:

@@ -38,7 +38,9 @@ def check_gated_delta_contract(
     versions: Mapping[str, str] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
+    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
+
+    Of what it refuses by itself, only what the boundaries cannot be read without is checked.
 
     `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
     read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `stacks.OPERATORS`.
@@ -86,14 +88,10 @@ def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any)
 def _ranks(call: Call) -> Iterator[Breach]:
     """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
     cp = call.context_parallel
-    if cp is None or cp.size == 1:
-        return
     scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    got = f"{cp.size} ranks, layout {cp.layout!r}"
-    if scheme == "never":
-        says = f"{call.operator.name} has no context parallelism."
-        yield call.breach("ranks", "context_parallel", got, says, "Use one rank a row.")
+    if cp is None or cp.size == 1 or scheme == "never":
         return
+    got = f"{cp.size} ranks, layout {cp.layout!r}"
     if scheme == "state_passing" and (asked := _asked(call)) != "contiguous":
         yield from _zigzag(call, cp, asked)
         return
@@ -113,19 +111,12 @@ def _asked(call: Call) -> str:
 
 def _zigzag(call: Call, cp: ContextParallel, asked: str) -> Iterator[Breach]:
     """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
-    got, parts = f"layout={asked!r} on ranks that hold layout {cp.layout!r}", 2 * cp.size
-    contiguous = "or leave layout out and split the batch by ContextParallel(layout='contiguous')."
-    if asked != "zigzag" or call.before(FLA_ZIGZAG):
-        says = f"It takes 'contiguous', and from fla {FLA_ZIGZAG} on 'zigzag'; this is fla {call.release('fla')}."
-        yield call.breach("ranks", "layout", got, says, "Take that release, " + contiguous, silent=False)
-    elif not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
+    read = asked == "zigzag" and not call.before(FLA_ZIGZAG)  # else fla raises
+    if read and not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
+        got = f"layout={asked!r} on ranks that hold layout {cp.layout!r}"
         says = "The context takes each rank's tokens for those of zigzag over the whole row."
-        remedy = "Split the batch by ContextParallel(layout='zigzag'), " + contiguous
+        remedy = "Split the batch by ContextParallel(layout='zigzag'), or leave layout out and split it contiguously."
         yield call.breach("ranks", "layout", got, says, remedy, silent=True)
-    elif call.T % parts or call.T // parts < call.taps - 1:
-        says = f"A row has {parts} parts of one size, each at least as long as the convolution looks back, {call.taps - 1}."
-        remedy = f"Pad the row to a multiple of {parts}, and at least {parts * (call.taps - 1)} tokens."
-        yield call.breach("ranks", "T", f"{call.T} tokens", says, remedy, silent=False)
 
 
 def _backward(call: Call) -> Iterator[Breach]:

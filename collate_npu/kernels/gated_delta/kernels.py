@@ -9,11 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import host_array, whole_number
-from collate_npu.errors import shape_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.gated_delta.boundaries import chunk_indices
 from collate_npu.kernels.gated_delta.operator_call import Call, Operator, words
-from collate_npu.releases import CONV1D_STATES, FLA_NPU_A2, FLA_STATES
+from collate_npu.releases import FLA_NPU_A2, FLA_STATES
 
 MAMBA_TOKENS = 61_000
 _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
@@ -21,23 +20,13 @@ _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
 
 def _context(call: Call) -> Iterator[Breach]:
     """fla on several ranks."""
-    if "cp_context" not in call.arguments:
-        return
-    for name in ("initial_state", "output_final_state"):
-        if call.is_set(name):
-            says = "Under cp_context states come from the rank before, and fla asserts that there are no others."
-            yield call.breach("context", name, "given beside cp_context", says, f"Leave {name} out.")
-    if not call.where and call.segments is not None:
+    if "cp_context" in call.arguments and not call.where and call.segments is not None:
         got, says = type(call.get("cp_context")).__name__, "A context holds local offsets alone, not those of the whole row."
         remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
         yield call.breach("context-unread", "cp_context", got, says, remedy, silent=True)
 
 
 def _convolution(call: Call) -> Iterator[Breach]:
-    backend = call.word("backend", "triton")
-    if backend in ("cuda", "mix") and call.is_set("initial_state") and call.where:
-        says, remedy = "The cuda backend takes no initial state with offsets.", "Use backend='triton'."
-        yield call.breach("cuda-state", "initial_state", f"backend {backend!r}", says, remedy)
     shortest = min((n for n in call.lengths if n), default=call.T)
     states = call.training and call.is_set("output_final_state") and call.before(FLA_STATES)
     if states and shortest < call.taps - 1:
@@ -46,20 +35,9 @@ def _convolution(call: Call) -> Iterator[Breach]:
         yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy, silent=True)
 
 
-def _conv1d(call: Call) -> Iterator[Breach]:
-    """causal-conv1d, which takes `seq_idx` for boundaries."""
-    if "seq_idx" not in call.arguments:
-        return
-    for name in ("initial_states", "return_final_states"):
-        if call.is_set(name) and call.before(CONV1D_STATES):
-            says = f"causal-conv1d {call.release('causal_conv1d')} takes no states with seq_idx."
-            yield call.breach("numbers-states", name, "given beside seq_idx", says, f"Leave {name} out.")
-    yield from returning(call, call.taps)
-
-
-def returning(call: Call, reach: int) -> Iterator[Breach]:
+def returning(call: Call) -> Iterator[Breach]:
     """Only equality within reach counts: a number that comes back joins two sequences across what stands between."""
-    ids_BT = call.numbers_BT
+    ids_BT, reach = call.numbers_BT, call.taps
     for back in range(2, min(reach, ids_BT.shape[1])):
         same_BT = ids_BT[:, back:] == ids_BT[:, :-back]
         between_BT = np.any([ids_BT[:, i : i - back] != ids_BT[:, back:] for i in range(1, back)], axis=0)
@@ -95,25 +73,25 @@ _X = {"x": "BTD", "residual": "BTD"}
 FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
-    checks=words("container rows chunk-size heads states context removed backward"), own=(_context,),
+    checks=words("container rows chunk-size heads states backward"), own=(_context,),
     empties="fla", shapes=_RULE,
 )  # fmt: skip
 _CONV = replace(
     FLA, name="fla.causal_conv1d",
     source="fla 0.5.2 modules/conv/triton/ops.py:64, 191, 383-386, cuda/ops.py:202; fla #955",
-    kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(), checks=words("container cuda-state context"),
+    kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(), checks=words("container"),
     own=(_context, _convolution), shapes=_X | {"weight": "DW", "bias": "D"},
 )  # fmt: skip
 _MAMBA = Operator(
     "mamba.mamba_chunk_scan_combined", "mamba e9594ce ops/triton/ssd_combined.py:274, 599-604, 642; mamba #1015",
-    kernel="causal_conv1d", numbers="seq_idx", reads=words("cu_seqlens"), checks=words("container numbers-shape"),
+    kernel="causal_conv1d", numbers="seq_idx", reads=words("cu_seqlens"), checks=words("container"),
     own=(_mamba,), shapes={"x": "BTHV", "dt": "BTH"},
 )  # fmt: skip
 KERNEL_ROWS: tuple[Operator, ...] = (
     FLA,
     replace(
         FLA, name="fla.chunk_kda", source="fla 0.5.2 ops/kda/chunk.py:365-420", chunk_sizes=(32, 64),
-        checks=FLA.checks | words("shape head-size state-dtype"), shapes=_RULE | {"g": "BTNK"}, limits={"K": 256},
+        checks=FLA.checks | words("shape"), shapes=_RULE | {"g": "BTNK"},
     ),
     replace(
         FLA, name="fla.fused_recurrent_gated_delta_rule",
@@ -124,7 +102,7 @@ KERNEL_ROWS: tuple[Operator, ...] = (
     replace(
         FLA, name="fla.build_cp_context", kernel="fla_cp",
         source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", tables={},
-        needs=words("cu_seqlens"), chunk_sizes=(), checks=words("container missing"), own=(), empties="legal", shapes={},
+        chunk_sizes=(), checks=words("container"), own=(), empties="legal", shapes={},
         ranks="state_passing",
     ),
     replace(
@@ -140,8 +118,8 @@ KERNEL_ROWS: tuple[Operator, ...] = (
     Operator(
         "causal_conv1d.causal_conv1d_fn",
         "causal-conv1d 1.6.1 csrc/causal_conv1d.cpp:175-198, causal_conv1d_interface.py:28-34",
-        kernel="causal_conv1d", numbers="seq_idx", own=(_conv1d,), shapes={"x": "BDT", "weight": "DW", "bias": "D"},
-        checks=words("container numbers-dtype numbers-shape numbers-states channels taps strides shape"),
+        kernel="causal_conv1d", numbers="seq_idx", own=(returning,), shapes={"x": "BDT", "weight": "DW", "bias": "D"},
+        checks=words("container shape"),
     ),
     _MAMBA,
     replace(_MAMBA, name="mamba.mamba_split_conv1d_scan_combined", shapes={"zxbcdt": "BTD"}),
@@ -169,18 +147,8 @@ def _scale(call: Call) -> Iterator[Breach]:
         yield call.breach("scale", "scale", "nothing", says, remedy, silent=True)
 
 
-def _cumsum(call: Call) -> Iterator[Breach]:
-    if call.arguments.get("head_first", True) is False:
-        says, remedy = "It takes g as [B, H, T] alone.", "Leave head_first out, and transpose g (and make it contiguous)."
-        yield call.breach("layout", "head_first", "False", says, remedy, silent=False)
-
-
 def _flash(call: Call) -> Iterator[Breach]:
     """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
-    given = [shape_of(call.get(name)) for name in "qkv" if isinstance(call.get(name), Tensor)]
-    if (dtypes := {each.split()[0] for each in given}) and dtypes not in ({"float16"}, {"bfloat16"}):
-        says, remedy = "They are all bfloat16 or all float16.", "Pass q, k and v as bfloat16."
-        yield call.breach("dtype", "q, k, v", ", ".join(given), says, remedy, silent=False)
     for name in ("chunk_indices", "chunk_indices_list"):
         if call.offsets[:1] != (0,):
             return
@@ -197,41 +165,18 @@ def _flash(call: Call) -> Iterator[Breach]:
 def _npu_convolution(call: Call) -> Iterator[Breach]:
     x, mode = call.get("x"), call.arguments.get("activation_mode", 0)
     active = not isinstance(mode, int) or mode != 0
-    if isinstance(x, Tensor) and x.ndim == 2 and not call.where:
-        says = "A flat x needs its boundaries."
-        yield call.breach("missing", "query_start_loc", "nothing", says, "Pass query_start_loc.")
     rows = tuple(range(0, call.B * call.T + 1, call.T))
     if call.where and call.offsets != rows and (call.B > 1 or (isinstance(x, Tensor) and x.ndim == 3)):
         says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])} here: others are refused by their count, or unread."
         remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
         got, alike = str(list(call.offsets[:8])), len(call.offsets) == len(rows)
         yield call.breach("rows", call.where, got, says, remedy, silent=alike)
-    modes = call.get("initial_state_mode")
-    if isinstance(modes, (list, tuple)) and len(modes) != (len(call.lengths) or call.B):
-        says, remedy = "There is one mode for each sequence.", "Pass one for each, or leave it out."
-        yield call.breach("states", "initial_state_mode", f"{len(modes)} modes", says, remedy)
     outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
     unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
     if call.training and unbound and (call.wants_gradients or active):
         says = "The backward is bound only without boundaries, states and activation: here the output has no history."
         remedy = "Wrap it with npu_causal_conv1d_bwd in an autograd.Function and check both, activation apart; in inference "
         yield call.breach("history", ", ".join(unbound), "training", says, remedy + "pass training=False.", silent=True)
-
-
-def _torch_npu(call: Call) -> Iterator[Breach]:
-    q = call.get("q")
-    yield from _scale(call)
-    if not isinstance(q, Tensor):
-        return
-    for name in ("beta", "initial_state"):
-        if name not in call.arguments:
-            yield call.breach("missing", name, "nothing", "The operator takes no call without it.", f"Pass {name}.")
-    if shape_of(q).split()[0] != "bfloat16":
-        yield call.breach("dtype", "q", shape_of(q), "It takes bfloat16.", "Pass q.bfloat16().", silent=False)
-    for name in ("q", "v"):
-        x = call.get(name)
-        if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] > 64:
-            yield call.breach("heads", name, f"{x.shape[1]} heads", "It takes 64 at most.", "Split the heads.", silent=True)
 
 
 # --- rows
@@ -241,8 +186,8 @@ _THD = {"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"}
 _FLA_NPU = Operator(
     "fla_npu", _NPU + "recompute_w_u_fwd_tiling_processor.h:299-385, chunk_local_cumsum_tiling.cpp:259-288",
     kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"},
-    needs=words("chunk_indices"), host=True, chunk_sizes=(64, 128), own=(_chain,),
-    checks=words("container rows first falling empty table missing chunk-size states"),
+    host=True, chunk_sizes=(64, 128), own=(_chain,),
+    checks=words("container rows first falling empty table alone chunk-size states"),
     shapes={
         **dict.fromkeys(("q", "k"), "BHTK"), **dict.fromkeys(("v", "u", "dv", "du", "d_o", "dox"), "BNTV"),
         **dict.fromkeys(("w", "dw", "gk", "gK"), "BNTK"), **dict.fromkeys(("A", "dA"), "BNTC"),
@@ -253,9 +198,8 @@ NPU_ROWS: tuple[Operator, ...] = (
     _FLA_NPU,
     replace(
         _FLA_NPU, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
-        needs=words("chunk_indices_out"), chunk_sizes=tuple(1 << n for n in range(9)), own=(_chain, _cumsum),
-        checks=words("container chunk-size states missing rows"), shapes={"g": "BNT"},
-        source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
+        chunk_sizes=tuple(1 << n for n in range(9)), checks=words("container chunk-size states alone rows"),
+        shapes={"g": "BNT"}, source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
     ),
     replace(
         FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
@@ -267,20 +211,19 @@ NPU_ROWS: tuple[Operator, ...] = (
         "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-265, op_kernel/causal_conv1d.h:50-60, "
         "ops/ascendc/__init__.py:321-329",
         kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, own=(_npu_convolution,), empties="legal",
-        checks=words("container first falling last missing rows channels taps states"),
+        checks=words("container first falling last rows"),
     ),
     Operator(
         "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641",
         kernel="fla_npu_recurrent", offsets=("actual_seq_lengths",), form="prefix and lengths",
-        needs=words("actual_seq_lengths"), checks=words("container count rows missing shape"), limits={"tokens": 8},
+        checks=words("container count rows shape"), limits={"tokens": 8},
         backward=False, own=(_scale,), shapes=_THD | {"state": "SNVK"},
     ),
     Operator(
         "torch_npu.npu_chunk_gated_delta_rule", "op-plugin 517f2e7 documentation of npu_chunk_gated_delta_rule",
         kernel="torch_npu", offsets=("actual_seq_lengths",), form="lengths",
-        needs=words("actual_seq_lengths"), checks=words("container missing"), own=(_torch_npu,),
-        shapes=_THD | {"initial_state": "SNVK"},
-        limits={"K": 128, "V": 128}, backward=False,
+        checks=words("container"), own=(_scale,), shapes=_THD | {"initial_state": "SNVK"},
+        limits={"H": 64, "N": 64, "K": 128, "V": 128}, backward=False,
     ),
 )  # fmt: skip
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""

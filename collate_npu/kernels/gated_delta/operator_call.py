@@ -1,8 +1,8 @@
 """What is known of an operator that takes recurrent boundaries, and one call of it as its host code sees it.
 
-One row an operator (`kernels`, `stacks`). Rules are judged for all of them alike (`rules`,
-`contract`): one that stands in `checks` is refused by the operator itself, any other is taken without a word. What is true
-of one family alone, a row names as its `own`.
+One row an operator (`kernels`, `stacks`). Rules are judged for all of them alike (`rules`, `contract`): one that stands in
+`checks` is refused by the operator itself, any other is taken without a word. What is true of one family alone, a row names
+as its `own`. Left to the operators: dtypes, channels, strides, arguments that are missing or that a release does not have.
 
 Releases read: fla 0.5.2 and 0.6.0, flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1
 (0d2252d), mamba e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, mcore-bridge 1.6.5, MindSpeed core_r0.15.3
@@ -69,7 +69,6 @@ class Operator:
     copies: tuple[str, ...] = ()  # host copies of the offsets
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
     tables: Mapping[str, str] = field(default_factory=dict)
-    needs: frozenset[str] = frozenset()  # arguments without which boundaries are not taken; "copy" is any host copy
     reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
     host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
     chunk_sizes: tuple[int, ...] = ()
@@ -80,7 +79,7 @@ class Operator:
     masks: Literal["none", "multiplied", "unpadded", "ignored"] = "none"
     # The order of dimensions of its tensors; the first that is given tells B and T.
     shapes: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)  # the most: of K and V, of "tokens" in one
+    limits: Mapping[str, int] = field(default_factory=dict)  # the most of H, N, K, V, and of "tokens" in a sequence
     backward: bool = True
     ranks: RecurrentScheme | Literal["never"] = "head_exchange"
 

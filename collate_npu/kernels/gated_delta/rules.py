@@ -37,12 +37,9 @@ def tensor_breaches(call: Call) -> Iterator[Breach]:
     sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
     given = orders(call.operator, call.arguments).items()
     found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
-    yield from found or (*_heads(call, sizes), *_channels(call, sizes))
+    yield from found or _heads(call, sizes)
     yield from _states(call)
     yield from _scale(call)
-    if "head_first" in call.arguments and call.operator.package == "fla":
-        got, says = repr(call.get("head_first")), "fla takes [B, T, H, ...] alone and raises for the argument."
-        yield call.breach("removed", "head_first", got, says, "Leave head_first out, and put tokens first.", silent=False)
 
 
 def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
@@ -86,28 +83,10 @@ def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
     if heads and values and values % heads:
         says, remedy = "Value heads are a whole multiple of key heads.", "Repeat neither; change the model's head counts."
         yield call.breach("heads", "v", f"{heads} key heads, {values} value heads", says, remedy)
-    for axis, where in (("K", "q"), ("V", "v")):
-        if axis in call.operator.limits and sizes.get(axis, 0) > (most := call.operator.limits[axis]):
-            remedy = "Use another kernel for this head size."
-            yield call.breach("head-size", where, str(sizes[axis]), f"{axis} is at most {most}.", remedy)
-
-
-def _channels(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
-    row, x, D, W = call.operator, call.get("x"), sizes.get("D"), sizes.get("W")
-    last = isinstance(x, Tensor) and x.ndim == 3 and x.stride(1) == 1 and x.stride(2) > 1
-    last |= "seq_idx" in call.arguments  # causal-conv1d takes its kernel for channels last (csrc/causal_conv1d.cpp:175-198)
-    multiple = {"causal_conv1d": 8 if last else 1, "fla_npu": 16}.get(row.package)
-    if D and multiple and D % multiple:
-        remedy = "Pad the channels, or use another convolution."
-        yield call.breach("channels", "x", f"{D} channels", f"Channels are a multiple of {multiple}.", remedy)
-    if W and "taps" in row.checks and not 2 <= W <= 4:
-        says = f"weight is [{', '.join(orders(row, call.arguments)['weight'])}] with 2 to 4 taps."
-        yield call.breach("taps", "weight", shape_of(call.get("weight")), says, "Transpose it, or use another convolution.")
-    if row.package == "causal_conv1d" and isinstance(x, Tensor) and "seq_idx" in call.arguments:
-        strides = x.stride()
-        if D != 1 and (strides[1] != 1 or (call.B > 1 and strides[0] % 8) or (call.T > 1 and strides[2] % 8)):
-            says = "With seq_idx the channels lie together: stride(1) is 1, the other strides are multiples of 8."
-            yield call.breach("strides", "x", f"strides {strides}", says, "Pass x_BTD.contiguous().transpose(1, 2).")
+    for axis, most in call.operator.limits.items():
+        if sizes.get(axis, 0) > most:
+            remedy = "Use another kernel for such heads."
+            yield call.breach("head-size", axis, str(sizes[axis]), f"{axis} is at most {most}.", remedy)
 
 
 def _states(call: Call) -> Iterator[Breach]:
@@ -119,8 +98,6 @@ def _states(call: Call) -> Iterator[Breach]:
     if state.ndim and state.shape[0] != count:
         says, remedy = f"There is one state for each of {count} sequences.", "Build one for each sequence, in their order."
         yield call.breach("states", "initial_state", shape_of(state), says, remedy)
-    if "state-dtype" in call.operator.checks and shape_of(state).split()[0] != "float32":
-        yield call.breach("state-dtype", "initial_state", shape_of(state), "It is float32.", "Pass initial_state.float().")
 
 
 def _scale(call: Call) -> Iterator[Breach]:
@@ -282,15 +259,7 @@ def _arguments(call: Call) -> Iterator[Breach]:
         for name in (*row.tables, *row.copies):
             if name in call.arguments and "cp_context" not in call.arguments:
                 says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
-                yield call.breach("alone", name, _short(call.get(name)), says, silent="missing" not in row.checks)
-        if row.needs.intersection(row.offsets[:1]):
-            yield call.breach("missing", row.offsets[0], "nothing", "The operator takes no call without it.")
-    elif "copy" in row.needs and not any(name in call.arguments for name in row.copies):
-        says = "It sizes its launches by a copy of the offsets on the host."
-        yield call.breach("missing", " or ".join(row.copies), "nothing", says, "Build it with include_host_offsets=True.")
-    elif missing := sorted(row.needs - call.arguments.keys() - {"copy"}):
-        says = "It takes boundaries only together with their chunk tables."
-        yield call.breach("missing", ", ".join(missing), "nothing", says)
+                yield call.breach("alone", name, _short(call.get(name)), says)
 
 
 def _remedy(call: Call) -> str:
@@ -312,7 +281,6 @@ def _containers(call: Call) -> Iterator[Breach]:
 
 
 def _sequences(call: Call) -> Iterator[Breach]:
-    yield from _numbers(call)
     if not call.where:
         return
     offsets, where, got = call.offsets, call.where, str(list(call.given[:12]))
@@ -330,7 +298,7 @@ def _sequences(call: Call) -> Iterator[Breach]:
             says = "what no sequence covers stays unwritten memory: NaN in gradients."
             remedy = "Count the tail as one more sequence: " + _remedy(call)
         says = f"The call has {call.total} tokens, and {says}" + _guess(call)
-        yield call.breach("last", where, got, says, remedy + _turned(call))
+        yield call.breach("last", where, got, says, remedy)
     yield from _empties(call)
     flat = call.B == 1 or call.operator.folds
     if not flat and (call.total != call.B * call.T or call.word("backend", "triton") != "triton"):
@@ -339,14 +307,6 @@ def _sequences(call: Call) -> Iterator[Breach]:
             says += " The convolution's weight gradient is summed over memory nobody wrote."
         yield call.breach("rows", "B", f"{call.B} rows with {where}", says, "unpad() the batch to [1, T] first.")
     yield from _limits(call)
-
-
-def _turned(call: Call) -> str:
-    """The other remedy, where the first tensor has so many tokens along another axis."""
-    given = ((name, order, call.get(name)) for name, order in orders(call.operator, call.arguments).items())
-    name, order, x = next((each for each in given if isinstance(each[2], Tensor)), ("", "", None))
-    turned = x is not None and call.offsets[-1] in x.shape
-    return f" Or put {name} in the order [{', '.join(order)}]." if turned else ""
 
 
 def _guess(call: Call) -> str:
@@ -377,19 +337,6 @@ def _limits(call: Call) -> Iterator[Breach]:
     if longest > limits.get("tokens", longest):
         says = f"A sequence has 1 to {limits['tokens']} tokens in a call of the decoding rule."
         yield call.breach("length", call.where, f"{longest} tokens", says, "Use the chunked rule.")
-
-
-def _numbers(call: Call) -> Iterator[Breach]:
-    """A number for each token, of which only equality with the neighbours counts."""
-    name = call.operator.numbers
-    given, got = call.get(name), shape_of(call.get(name))
-    if given is None:
-        return
-    if "numbers-dtype" in call.operator.checks and got.split()[0] != "int32":
-        yield call.breach("numbers-dtype", name, got, "It is int32.", "Pass seq_idx.to(torch.int32).")
-    if tuple(given.shape) != (call.B, call.T):
-        remedy = "Pass it as [B, T]: seq_idx.reshape(B, T)."
-        yield call.breach("numbers-shape", name, got, f"It is [{call.B}, {call.T}].", remedy)
 
 
 def _tables(call: Call) -> Iterator[Breach]:

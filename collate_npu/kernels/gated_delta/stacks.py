@@ -18,9 +18,7 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.gated_delta.kernels import KERNEL_ROWS, NPU_ROWS, returning
-from collate_npu.kernels.gated_delta.operator_call import FIELDS, MAX_TAPS, Call, Operator, words
-
-_UNPACKED = "Pass rows padded on the right, or upgrade"
+from collate_npu.kernels.gated_delta.operator_call import FIELDS, Call, Operator, words
 
 # --- transformers
 
@@ -40,14 +38,12 @@ def _layer(call: Call) -> Iterator[Breach]:
         remedy = "Pass both: gated_delta_kwargs(segments, kernel='transformers')."
         yield call.breach("pair", given[0], "alone", says, remedy, silent=True)
     for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
-        if name and call.release(package) is None:
-            old = call.before(releases.MISSING_KERNEL_RAISES)
-            outcome = f"; transformers {version} drops them in silence." if old else " (transformers raises)."
-            says = f"Without {package} a torch function stands in, which knows no boundaries{outcome}"
+        if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
+            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
             remedy = f"Install {package} and name its release in versions, or pass padded rows with a 2D mask."
-            yield call.breach("package", name, f"{package} is not there", says, remedy, silent=old)
+            yield call.breach("package", name, f"{package} is not there", says, remedy, silent=True)
     yield from _positions(call)
-    yield from returning(call, MAX_TAPS)
+    yield from returning(call)
     yield from _agree(call)
 
 
@@ -78,34 +74,12 @@ def _agree(call: Call) -> Iterator[Breach]:
 # --- Megatron and its kin
 
 
-def _megatron(call: Call) -> Iterator[Breach]:
-    if call.where and call.before(releases.MEGATRON_PACKED):
-        says = f"megatron-core {call.release('megatron')} has no packed Gated DeltaNet (NotImplementedError); "
-        says += f"{releases.MEGATRON_PACKED} has."
-        yield call.breach("release", call.where, "given", says, _UNPACKED + ".", silent=False)
-    yield from _fields(call)
-
-
 def _fields(call: Call) -> Iterator[Breach]:
-    """`PackedSeqParams`: its format, its padded and actual offsets, its totals."""
-    layout = call.word("qkv_format")
+    """`PackedSeqParams`: its padded and actual offsets, its totals."""
     total = whole_number("total_tokens", call.arguments.get("total_tokens", call.T))
-    if layout == "thd" and not call.where:
-        yield call.breach("missing", "cu_seqlens_q", "nothing", "qkv_format 'thd' needs boundaries.", silent=False)
-    if call.where and layout not in ("", "thd"):
-        says, remedy = "Boundaries are read of qkv_format 'thd' alone.", "Pass qkv_format='thd'."
-        yield call.breach("format", "qkv_format", repr(layout), says, remedy)
     if call.where and total != call.T:
         says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
         yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.", silent=True)
-    if call.where and (call.is_set("deterministic") or call.is_set("deterministic_mode")):
-        says, remedy = "In deterministic mode there is no packed rule.", "Leave it off, or pass rows padded on the right."
-        yield call.breach("deterministic", "deterministic_mode", "True", says, remedy)
-    for q, kv in (("cu_seqlens_q", "cu_seqlens_kv"), ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")):
-        if q in call.arguments and kv in call.arguments:
-            (left, why_left), (right, why_right) = call.row(q), call.row(kv)
-            if got := why_left or why_right or (str(list(right[:12])) if left != right else ""):
-                yield call.breach("keys", kv, got, f"Recurrent layers have one row of offsets, {q}.", f"Pass {q} for both.")
     yield from _actual_offsets(call)
 
 
@@ -122,23 +96,11 @@ def _actual_offsets(call: Call) -> Iterator[Breach]:
 
 
 def _mindspeed(call: Call) -> Iterator[Breach]:
-    """MindSpeed's own module, by release."""
-    got = f"mindspeed {call.release('mindspeed')}"
-    if call.before(releases.MINDSPEED_GATED_DELTA):
-        says = f"MindSpeed {call.release('mindspeed')} has no Gated DeltaNet module."
-        yield call.breach("release", "versions", got, says, f"Use {releases.MINDSPEED_GATED_DELTA} or later.", silent=False)
-    if not call.before(releases.MINDSPEED_TRITON_RULE):
-        if call.where and call.is_set("initial_state"):
-            says = "With an initial state the rule falls back to one in torch, which is given no boundaries."
-            yield call.breach("state-fallback", "initial_state", got, says, "Leave it out.", silent=True)
-        packed = releases.MEGATRON_PACKED if "megatron" in call.named else releases.MINDSPEED_PACKED
-        if call.where and call.before(packed):
-            version = f"{packed.package} {call.release(packed.package)}"
-            says = f"It is Megatron's own module, and of {version} that has no packed rows."
-            yield call.breach("release", call.where, "given", says, _UNPACKED + " both.", silent=False)
-        if floats := [n for n in "qkv" if isinstance(x := call.get(n), Tensor) and shape_of(x).startswith("float32")]:
-            says, remedy = "The rule takes 16-bit floats.", "Pass bfloat16."
-            yield call.breach("float32", floats[0], "float32", says, remedy, silent=False)
+    """MindSpeed's own rule."""
+    if call.where and call.is_set("initial_state") and not call.before(releases.MINDSPEED_TRITON_RULE):
+        got = f"mindspeed {call.release('mindspeed')}"
+        says = "With an initial state the rule falls back to one in torch, which is given no boundaries."
+        yield call.breach("state-fallback", "initial_state", got, says, "Leave it out.", silent=True)
     yield from _fields(call)
 
 
@@ -163,7 +125,7 @@ _GDN = Operator(
     "transformers.gdn_layer", "transformers 5.23 integrations/hub_kernels.py:1033-1050, masking_utils.py:1521-1529",
     kernel="transformers", offsets=("cu_seq_lens_q",), numbers="seq_idx",
     reads=words("cu_seq_lens_k attention_mask position_ids seq_lens"),
-    checks=words("container numbers-dtype numbers-shape rows unread"), own=(_layer,),
+    checks=words("container rows unread"), own=(_layer,),
     empties="fla", masks="multiplied", shapes={"hidden_states": "BTD"},
 )  # fmt: skip
 _MEGATRON = Operator(
@@ -171,7 +133,7 @@ _MEGATRON = Operator(
     "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
     kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"),
     reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"),
-    checks=words("container rows last release deterministic format keys"), own=(_megatron,),
+    checks=words("container rows last"), own=(_fields,),
     empties="fla", masks="ignored", ranks="head_exchange_zigzag",
 )  # fmt: skip
 STACKS: tuple[Operator, ...] = (
@@ -194,8 +156,8 @@ STACKS: tuple[Operator, ...] = (
     ),
     Operator(
         "torchtitan.qwen3_5_gdn", "torchtitan 0.3.0 models/qwen3_5/model.py:112, 192-236, 398-483",
-        offsets=("cu_seqlens", "cu_seq_q"), copies=("cu_seqlens_cpu", "cu_seq_q_host"), needs=words("copy"),
-        reads=words("attention_masks masks cu_seq_k"), checks=words("missing ranks"), own=(_torchtitan,),
+        offsets=("cu_seqlens", "cu_seq_q"), copies=("cu_seqlens_cpu", "cu_seq_q_host"),
+        reads=words("attention_masks masks cu_seq_k"), checks=words("alone"), own=(_torchtitan,),
         empties="fla", folds=True, ranks="never",
     ),
 )  # fmt: skip

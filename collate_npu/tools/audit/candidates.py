@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from collate_npu.consumers.models import is_encoder, kernel_calls, text_config, variables_of
+from collate_npu.consumers.models import is_encoder, text_config
+from collate_npu.consumers.recurrent import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.invariance import check_one_stack
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model

@@ -9,7 +9,6 @@ backward pass a case and batch, and as many a sample.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collate_npu.checked import check_model
 from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.models import PLAIN_TORCH, needs_mask_2d
+from collate_npu.consumers.models import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations.adapt import adapt
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault, listed
@@ -44,8 +44,7 @@ DUMPED = "your batch"
 class Finding:
     """One way of handing over, on one model and side. Errors are None where the case did not run; `note` says why.
 
-    `refused` marks this library's own clear refusal, `no_kernel` that of a model that has no kernel for it here; any
-    other exception is the model's.
+    `refused` marks this library's own clear refusal; any other exception is the model's.
     """
 
     model: str
@@ -66,7 +65,6 @@ class Finding:
     `kernels` that were told something else than the batch says."""
     note: str = ""
     refused: bool = False
-    no_kernel: bool = False
     by_position: tuple[tuple[float, ...], ...] = ()
     """The largest difference of a logit at each token of each sample."""
 
@@ -154,10 +152,6 @@ class Audit:
         model, pattern = Model.of(self.subject.model), Pattern.of(self.subject.pattern or "causal")
         return (Case(segments=each, model=model, pattern=pattern) for each in truths)
 
-    def first(self, side: Layout) -> tuple[str, Segments, str]:
-        """Whose model it is, what is real in its first batch, and the pattern of its attention."""
-        return self.name, replace(self.subject, side=side).truth(self._batches[0]), self.subject.pattern or "causal"
-
     def _compared(self, side: Layout, column: str) -> Compared | Exception:
         """The errors of a case over all batches, or what it raised."""
         if (side, column) not in self._found:
@@ -166,6 +160,8 @@ class Audit:
             runs = (self._run(hand(subject, features), truth) for features, truth in zip(self._batches, truths))
             with ExitStack() as held:
                 ours = WAYS[side][column].ours
+                if ours and side == "packed" and needs_mask_2d(subject.model):
+                    held.enter_context(adapt(subject.model))
                 self._told[side, column] = held.enter_context(heard(subject.model, self._cases(truths))) if ours else []
                 self._found[side, column] = _tried(zip(runs, self._alone))
         return self._found[side, column]
@@ -188,7 +184,7 @@ class Audit:
         where: dict[str, Any] = {"model": self.name, "attention": self.subject.attn_implementation}
         where |= {"side": side, "column": column, "whose": whose}
         if isinstance(found, Exception):
-            return Finding(**where, **raised(found, self.subject.model.device.type))
+            return Finding(**where, **raised(found))
         worst, yardstick = found.worst, Yardstick(self._noise)
         finite = math.isfinite(worst.logits) and math.isfinite(worst.loss) and math.isfinite(worst.gradient)
         return Finding(
@@ -214,18 +210,8 @@ def _tried(pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared | Exception:
         return error
 
 
-_NO_KERNEL = "can't keep packed sequences apart"
-"""transformers 5.20 and later (integrations/hub_kernels.py:1037): an offset arrives, and there is torch code alone."""
-
-
-def raised(error: Exception, device: str) -> dict[str, Any]:
-    """What a case raised, in one line, and whose refusal that is; of a flat row, whether for want of a kernel."""
-    theirs, ours = str(error).partition(" Install ")[0], re.findall(rf"\w+ {PLAIN_TORCH} \w+", str(error))
-    if missing := theirs if _NO_KERNEL in theirs else "; ".join(ours):
-        remedy = "run on a card with flash-linear-attention and causal-conv1d, or try --kernels reference"
-        if device == "npu":
-            remedy = "none exists for transformers on an NPU: give each sequence a row, or pack on a Megatron-style stack"
-        return {"note": f"no kernel here that keeps packed sequences apart ({remedy}). {missing}", "no_kernel": True}
+def raised(error: Exception) -> dict[str, Any]:
+    """What a case raised, in one line, and whose refusal that is."""
     refused = isinstance(error, UnsupportedFormError)
     return {"note": first_line(error) if refused else said(error), "refused": refused}
 

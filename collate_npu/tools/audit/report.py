@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import TIMES, Yardstick
-from collate_npu.segments import Segments
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
 
 State = Literal["right", "wrong", "unproved"]
@@ -58,8 +57,6 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
-    batches: dict[str, tuple[str, Segments, str]] = field(default_factory=dict)
-    """By layout: the first model that read it, what was real in its first batch, and the pattern of its attention."""
     operators: list[Run] = field(default_factory=list)
     """Calls of the operators that are installed, on a card."""
     interrupted: bool = False
@@ -72,11 +69,11 @@ class Report:
         if self.astray("ours", "yours") or self.wrong_calls:
             return 1
         ran = any(f.logits is not None for f in self.measured("ours", "yours"))
-        return 0 if ran and not (self.not_run or self.blind or self.lacking) else 2
+        return 0 if ran and not (self.not_run or self.blind) else 2
 
     def measured(self, *whose: Whose) -> list[Finding]:
-        """Cases that count: what was refused or has no kernel here does not; what raised counts as ours or yours."""
-        found = (f for f in self.findings if f.whose in whose and not f.refused and not f.no_kernel)
+        """Cases that count: what was refused does not; what raised counts as ours or yours."""
+        found = (f for f in self.findings if f.whose in whose and not f.refused)
         return [f for f in found if f.whose != "elsewhere" or f.logits is not None]
 
     def astray(self, *whose: Whose) -> list[Finding]:
@@ -94,11 +91,6 @@ class Report:
         return max(found, key=lambda f: size(f.logits or 0.0), default=None)
 
     @property
-    def lacking(self) -> list[Finding]:
-        """What could not run for want of a kernel."""
-        return [f for f in self.findings if f.no_kernel and f.whose != "elsewhere"]
-
-    @property
     def blind(self) -> list[str]:
         """Where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
@@ -107,7 +99,6 @@ class Report:
         """Of each model, those too that did not run at all."""
         states: dict[str, State] = {f.model: "right" for f in self.findings}
         states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
-        states |= {f.model: "unproved" for f in self.lacking}
         return states | {f.model: "wrong" for f in self.astray("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
@@ -151,7 +142,7 @@ def headline(report: Report) -> str:
     """One sentence after the word."""
     counted = [(name, report.measured(whose), report.astray(whose)) for whose, name in _judged(report)]
     said = " and ".join(f"{len(of) - len(wrong)} of {len(of)} cases of {name}" for name, of, wrong in counted if of)
-    tail = ", but not everything named could run" if report.not_run or report.lacking else _TAILS[report.exit_code]
+    tail = ", but not everything named could run" if report.not_run else _TAILS[report.exit_code]
     wrong = f"; {len(report.wrong_calls)} calls of kernels are wrong" if report.wrong_calls else ""
     return f"{WORDS[report.exit_code]}: {f'{said} are right{tail}' if said else 'nothing of ours was measured'}{wrong}."
 
@@ -221,8 +212,6 @@ def notes(report: Report, *, verbose: bool) -> Iterator[Told]:
 
 
 def _label(finding: Finding) -> str:
-    if finding.no_kernel:
-        return "refused" if finding.whose == "elsewhere" else "NOT RUN"
     if finding.logits is not None:
         return "not finite" if finding.logits != finding.logits else "YOURS is wrong"
     return "refused" if finding.refused else "raises"
@@ -231,7 +220,7 @@ def _label(finding: Finding) -> str:
 def _why(finding: Finding, verbose: bool) -> str:
     """Its note, without what differs between models, so that one line says it of several."""
     note = finding.note
-    if not verbose and (finding.refused or finding.no_kernel):
+    if not verbose and finding.refused:
         note = re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0]
     return re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", note)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.consumers.models import kernel_calls, pattern_of
+from collate_npu.consumers.models import pattern_of
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.invariance import samples_of
 from collate_npu.proof.kernel_rows import KERNELS
 from collate_npu.proof.kernel_runs import runs
 from collate_npu.proof.measure import Batch, predicts_next
-from collate_npu.testing import reference_kernels
 from collate_npu.tools.audit.candidates import (
     DEFAULT,
     build,
@@ -44,8 +43,7 @@ from collate_npu.tools.saved import RECIPE, batch_of_file
 def audit_all(
     *, models: Sequence[str], data: Path | None, tokenizer: Path | None, sides: Sequence[Layout], attentions: Sequence[str],
     device: str, dtype: str, batch_size: int, batches: int, max_length: int, gradients: bool, tolerance: float | None,
-    seed: int, console: Console, kernels: str = "installed", collators: Sequence[str] = (), batch: Path | None = None,
-    trust: bool = False,
+    seed: int, console: Console, collators: Sequence[str] = (), batch: Path | None = None, trust: bool = False,
 ) -> Report:  # fmt: skip
     """Check what is named, then audit it model by model, on a card its kernels first. Raises `CollateError` where something
     named cannot be used."""
@@ -62,12 +60,11 @@ def audit_all(
     how |= {"seed": seed, "largest_id": max(map(max, tokens), default=0)}
     chosen, left_out = candidates(names, implementations)
     settings = {"device": device, "dtype": dtype, "batch_size": batch_size, "batches": batches, "max_length": max_length}
-    settings |= {"seed": seed, "data": str(batch or data or "shipped with the package"), "kernels": kernels}
+    settings |= {"seed": seed, "data": str(batch or data or "shipped with the package")}
     settings |= {"collate_npu": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     report = Report(settings=settings, tolerance=tolerance, left_out=left_out)
     session = _Session(
-        report, partial(build, **how), sides, collators, dumped, reference=kernels == "reference",
-        how={"batch_size": batch_size, "gradients": gradients},
+        report, partial(build, **how), sides, collators, dumped, how={"batch_size": batch_size, "gradients": gradients},
         drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
     )  # fmt: skip
     try:
@@ -114,7 +111,6 @@ class _Session:
     sides: Sequence[Layout]
     collators: Sequence[str]  # by name
     dumped: Batch | None
-    reference: bool  # do recurrent layers run on the reference kernels?
     how: dict[str, Any]  # batch_size and gradients
     drawn: partial[list[Batch]]  # samples by a tokenizer
 
@@ -124,8 +120,7 @@ class _Session:
         shown = printable(f"{count}{shortened(place, 60)}")
         with console.status(Text(shown)), self._told(place):
             model, tokenizer, pad_token_id = self.build(name, attn)
-            with reference_kernels(model) if self.reference and kernel_calls(model) else nullcontext():
-                self._audit(name, place, model, tokenizer, pad_token_id)
+            self._audit(name, place, model, tokenizer, pad_token_id)
         console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
 
     def _audit(self, name: str, place: str, model: Any, tokenizer: Any, pad_token_id: int) -> None:
@@ -147,19 +142,18 @@ class _Session:
             with self._told(f"{place} {column}"):
                 for collator in ready_collators(spec, padded, tokenizer=tokenizer, model=model, pad_token_id=pad_token_id):
                     self.report.findings.append(case.of_collator(column, collator))
-        if "packed" in case.sides and not self.reference and (resolved := resolved_kernels(model)):
+        if "packed" in case.sides and (resolved := resolved_kernels(model)):
             self.report.kernels[name] = resolved
 
     def _side(self, case: Audit, side: Layout, place: str) -> None:
-        self.report.batches.setdefault(side, case.first(side))
         first = len(self.report.findings)
         for column in case.columns(side):
             self.report.findings.append(case.finding(side, column))
         found = self.report.findings[first:]
-        if all(f.logits is None and not f.refused and not f.no_kernel for f in found):
+        if all(f.logits is None and not f.refused for f in found):
             del self.report.findings[first:]
             self.report.not_run[place] = found[0].note  # it raises whatever is handed over
-        elif not all(f.refused or f.no_kernel for f in found if f.whose == "ours"):
+        elif not all(f.refused for f in found if f.whose == "ours"):
             self.report.yardsticks[place] = case.yardstick(side)
 
     @contextmanager

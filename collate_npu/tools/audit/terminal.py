@@ -2,7 +2,7 @@
 
 A table has a row a way of handing over and a column a measure and side; there is one for each attention, which fits 80
 columns. Nothing is said by colour alone. A page is the same as one HTML file that needs nothing else: it opens offline, and
-can be attached to an issue; with pictures of the first batches and the error at each token.
+can be attached to an issue; with the error at each token.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.consumers.consumer import shape_said
-from collate_npu.masks.patterns import Pattern
 from collate_npu.tools import paper
 from collate_npu.tools.audit.case import Finding, Whose, size
 from collate_npu.tools.audit.report import KINDS, Report, State, facts, headline, largest, listed, notes, number, shortened
 from collate_npu.tools.kernels import tables
-from collate_npu.tools.paper import put
-from collate_npu.tools.show.drawing import lines
-from collate_npu.tools.show.sheet import Panel, Sheet, attention_of, block_for
+from collate_npu.tools.paper import put, ruled
+from collate_npu.tools.show.sheet import block_for
 
 MEASURES = {
     "logits": "largest difference of a logit, at a real token, from the same sample alone",
@@ -79,9 +75,8 @@ def terms(told: Iterable[tuple[str, str]]) -> Table:
 def summary(report: Report) -> Table:
     """A line a model: how much of ours, and of yours, is right; the worst of both; how much of what others make is wrong."""
     whose: list[Whose] = ["ours", "yours"] if report.measured("yours") else ["ours"]
-    drawn = _empty("", "model", "attention", "side")
-    for title in (*(f"{WHOSE[one][0]}\nright" for one in whose), "worst", "elsewhere\nwrong"):
-        drawn.add_column(title, justify="right", no_wrap=True)
+    rights = (f"{WHOSE[one][0]}\nright" for one in whose)
+    drawn = ruled("", "model", "attention", "side", numbers=(*rights, "worst", "elsewhere\nwrong"))
     for model, state in report.states().items():
         found = [f for f in report.findings if f.model == model]
         shares = [_share([f.within(report.tolerance) for f in report.measured(one) if f.model == model]) for one in whose]
@@ -95,13 +90,6 @@ def summary(report: Report) -> Table:
 
 def _share(told: Sequence[bool]) -> str:
     return f"{sum(told)} of {len(told)}" if told else "-"
-
-
-def _empty(*titles: str) -> Table:
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
-    for title in titles:
-        drawn.add_column(title, overflow="fold")
-    return drawn
 
 
 def looked_at(report: Report, *, every: bool) -> dict[tuple[str, str, str], list[Finding]]:
@@ -122,9 +110,7 @@ def table(found: Sequence[Finding], tolerance: float | None) -> Table:
     """What one model gives with one attention: a number, marked where it is wrong, or the word that stands in its place."""
     measures = _measures(found)
     columns = [(m, side) for m in measures for side in dict.fromkeys(f.side for f in found)]
-    drawn, last = _empty("", "handed over by"), ""
-    for m, side in columns:
-        drawn.add_column(f"{m}\n{side}", justify="right", no_wrap=True)
+    drawn, last = ruled("", "handed over by", numbers=(f"{m}\n{side}" for m, side in columns)), ""
     at = {(f.whose, f.column, f.side): f for f in found}
     for whose, column in dict.fromkeys((one, f.column) for one in WHOSE for f in found if f.whose == one):
         cells = [_cell(at.get((whose, column, side)), m, measures, tolerance) for m, side in columns]
@@ -144,7 +130,7 @@ def _cell(finding: Finding | None, measure: str, measures: Sequence[str], tolera
         return Text()
     error: float | None = getattr(finding, measure)
     if error is None:
-        word = "no kernel" if finding.no_kernel else "refused" if finding.refused else "raises" if finding.note else "-"
+        word = "refused" if finding.refused else "raises" if finding.note else "-"
         return Text(word, "dim")
     shown = {*finding.astray} & {*measures}  # where the loss alone is wrong and has no column, both are marked
     wrong = (not shown or measure in shown) if tolerance is None else not error <= tolerance
@@ -169,20 +155,8 @@ def page(report: Report) -> str:
     console = paper.recorder()
     print_report(console, report, verbose=True)
     put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *errors(report))
-    put(console, Text("\nThe first batch", "bold underline"), *pictures(report))
     put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
     return paper.page(console, f"collate-npu audit: {headline(report)}")
-
-
-def pictures(report: Report) -> Iterator[Text]:
-    """The first batch of each layout, as `show` draws it."""
-    for layout, (model, segments, pattern) in report.batches.items():
-        title = f"{'packed: one flat row' if layout == 'packed' else f'padded on the {layout}'}, of {model}"
-        squares = tuple(attention_of(segments, b, pattern=Pattern.of(pattern)) for b in range(segments.shape[0]))
-        rows = Panel(heading=title, facts=shape_said(segments), ids=segments.array)
-        who = Panel(heading="who attends to whom", facts="a row is a query, a column is a key", squares=squares)
-        yield from lines(Sheet(panels=(rows, who)), paper.WIDTH)
-        yield Text()
 
 
 def errors(report: Report) -> Iterator[Text]:

@@ -9,15 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from collate_npu.errors import printable
 from collate_npu.tools.cli.console import Option, Side, load
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from collate_npu.proof.conformance import Conformance
 
 AUDIT_EXAMPLES = (
     "Examples:\n\n"
@@ -41,7 +36,6 @@ HELP = {
     "tokenizer": "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.",
     "trust": "Run Python code that these folders bring, else they are refused.",
     "attn": "Attention, by transformers' name. Repeatable; default: sdpa and eager.",
-    "kernels": "What recurrent layers run on: what is installed, or reference, which is slow.",
 }
 """Of the options that take many words."""
 
@@ -56,7 +50,6 @@ def audit_command(
     side: Annotated[Side | None, of_run("left or right. Default: both.")] = None,
     attn: Annotated[list[str] | None, of_run(HELP["attn"])] = None,
     packed: Annotated[bool, of_run("Flat rows too: all samples of a batch in one row.")] = False,
-    kernels: Annotated[Literal["installed", "reference"], of_run(HELP["kernels"])] = "installed",
     device: Annotated[str, of_model("cpu, cuda, npu, or any torch device.")] = "cpu",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model("float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, of_data("Samples in a batch, or in a flat row.", least=2)] = 4,
@@ -67,7 +60,7 @@ def audit_command(
     seed: Annotated[int, of_data("Which lines are drawn, and the random weights.", least=0, most=(1 << 63) - 1)] = 0,
     verbose: Annotated[bool, Option("The table of every model, and every reason.", ("--verbose", "-v"))] = False,
     as_json_: Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))] = False,
-    html: Annotated[Path | None, Option("Write a page too: tables, pictures, the error at each token.")] = None,
+    html: Annotated[Path | None, Option("Write a page too: tables, and the error at each token.")] = None,
 ) -> int:
     """Does a padded batch give the same numbers as each sample alone? And a flat row?
 
@@ -93,8 +86,8 @@ def audit_command(
     report = audit_all(
         models=model or [], data=data, batch=batch, tokenizer=tokenizer, trust=trust_remote_code,
         sides=sides, attentions=attn or [], collators=collator or [],
-        kernels=kernels, device=device, dtype=dtype, batch_size=batch_size, batches=batches,
-        max_length=max_length, gradients=gradients, tolerance=tolerance, seed=seed, console=screen(stderr=True),
+        device=device, dtype=dtype, batch_size=batch_size, batches=batches, max_length=max_length,
+        gradients=gradients, tolerance=tolerance, seed=seed, console=screen(stderr=True),
     )  # fmt: skip
     if html:
         html.write_text(page(report), encoding="utf-8")
@@ -197,14 +190,8 @@ def conformance_command(
     asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
     found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
     sign, style = ("✔", "green") if found.passed else ("✘", "red")
-    put(
-        screen(),
-        Text(f"{sign} {found.headline}", f"bold {style}"),
-        Text(found.terms, "dim"),
-        Text(),
-        _table(found),
-        Text(f"\n{found.legend}", "dim"),
-    )
+    headline, *lines = str(found).splitlines()
+    put(screen(), Text(f"{sign} {headline}", f"bold {style}"), *map(Text, lines))
     return 0 if found.passed else 1
 
 
@@ -221,17 +208,3 @@ def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return asked
-
-
-def _table(found: Conformance) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    head, *rows = found.table
-    for n, title in enumerate(head):
-        drawn.add_column(title, overflow="fold", justify="right" if n in (3, 4) else "left", no_wrap=n < 5)
-    for each, cells in zip(found.verdicts, rows):
-        drawn.add_row(*(Text(cell, "" if each.right else "red") for cell in cells))
-    return drawn

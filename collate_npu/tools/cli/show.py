@@ -39,7 +39,7 @@ def show_command(
     cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
     layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
-    out: Annotated[Path | None, Option("Write a figure too: .html, .svg or .txt.")] = None,
+    out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
 ) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
@@ -62,9 +62,9 @@ def show_command(
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
         load("rich")
-        from collate_npu.tools.paper import check_figure
+        from collate_npu.tools.paper import check_place
 
-        check_figure(out)
+        check_place(out, ".html")
     if mask is not None:
         return _print(sheet_of(saved.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]

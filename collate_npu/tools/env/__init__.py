@@ -1,4 +1,4 @@
-"""Environment: what is installed, which kernels each stack would run here, what is refused, and known hazards.
+"""Environment: what is installed, which kernels transformers would run here, and known hazards.
 
 For issue reports and for people who wonder why a mask is lost. Imports nothing of what it tells about (`probe`):
 torch need not load.
@@ -36,9 +36,7 @@ class Environment:
     npu: str
     """Whether torch_npu works here, and if not, why."""
     runs: dict[str, str]
-    """What each stack computes attention and Gated DeltaNet with on this """
-    refused: dict[str, dict[str, str]]
-    """Stack -> kind of batch -> why it is refused for a Qwen3-Next."""
+    """What transformers computes attention and Gated DeltaNet with here."""
     hazards: tuple[str, ...] = ()
 
 
@@ -105,7 +103,6 @@ def environment() -> Environment:
     fails = torch.get("fails")
     npu = probe.ask("torch_npu") if "torch_npu" in held and not fails else {}
     stacks = {} if fails else probe.ask("stacks")
-    unknown = {"not known": stacks["fails"]} if "fails" in stacks else {}
     found = Environment(
         system=system(),
         packages={"collate_npu": __version__, **held},
@@ -113,8 +110,7 @@ def environment() -> Environment:
         cann=cann(),
         devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
         npu=_npu(held, fails or npu.get("fails", ""), npu.get("cann", "")),
-        runs=stacks.get("runs", unknown),
-        refused=stacks.get("refused", {}),
+        runs={"not known": stacks["fails"]} if "fails" in stacks else stacks,
     )
     return replace(found, hazards=tuple(hazards(found)))
 
@@ -147,20 +143,12 @@ def masked(value: Any) -> Any:
 
 
 def _markdown(found: Environment) -> Iterator[str]:
-    """A list; what is long stands behind a fold."""
     yield f"- system: {found.system}"
     yield from (f"- {name}: {value}" for name, value in found.packages.items())
     yield from (f"- {name}={value}" for name, value in found.settings.items())
     yield from (f"- devices: {found.devices}", f"- npu: {found.npu}", f"- cann: {found.cann}")
     yield from (f"- runs: {stack}: {what}" for stack, what in found.runs.items())
     yield from (f"- hazard: {text}" for text in found.hazards)
-    if found.refused:
-        yield "\n<details><summary>What is refused here, for a Qwen3-Next</summary>\n"
-        for stack, kinds in found.refused.items():
-            if right := [kind for kind, why in kinds.items() if not why]:
-                yield f"- {stack}: right for {', '.join(right)}"
-            yield from (f"- {stack}, {kind}: refused. {why}" for kind, why in kinds.items() if why)
-        yield "\n</details>"
 
 
 # --- known hazards
@@ -252,12 +240,7 @@ HAZARDS = (
     # integrations/hub_kernels.py:1033 of transformers
     Hazard("transformers fla !causal-conv1d", "flash-linear-attention without causal-conv1d: transformers before "
            f"{releases.MISSING_KERNEL_RAISES} drops seq_idx in silence, later ones raise nothing where cu_seq_lens_q comes "
-           "alone, and the convolution runs from one sequence of a flat row into the next. Such rows are refused "
-           "here, where the model is given."),
-    Hazard("transformers torch_npu !causal-conv1d", "causal-conv1d is missing, and has no build for an NPU: transformers "
-           "trains no flat rows of recurrent models there. Give each sequence its own row, with its 2D mask, or pack on a "
-           "Megatron-style stack, whose layers take offsets (mcore-bridge, MindSpeed "
-           f"{releases.MINDSPEED_GATED_DELTA}, Megatron-core {releases.MEGATRON_PACKED})."),
+           "alone, and the convolution runs from one sequence of a flat row into the next, unless you call adapt(model)."),
     # mcore-bridge 1.6.5: model/gpts/qwen3_next.py:456-458
     Hazard("mcore-bridge", "No Gated DeltaNet of mcore-bridge {mcore-bridge} reads attention_mask_2d: call "
            "integrations.swift.install() or integrations.megatron.mcore_bridge.install() before the model is built, or pad "

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from collate_npu.releases import KERNELS_TOLD, installed
 from collate_npu.tools.refusals import said
 
 SECONDS = 120
@@ -83,13 +84,42 @@ def _torch_npu() -> dict[str, Any]:
     return {"cann": str(getattr(version, "cann", None) or "")}
 
 
-def _stacks() -> dict[str, Any]:
-    from collate_npu.tools.env import stacks
+def runs() -> dict[str, str]:
+    """What transformers computes attention and Gated DeltaNet with here, asked of itself."""
+    found, asked = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
+    for stack, question in asked.items() if installed("transformers") else ():
+        try:
+            found[stack] = question()
+        except Exception as error:  # a package that is half there
+            found[stack] = f"not known: {said(error)}"
+    return found
 
-    return {"runs": stacks.runs(), "refused": stacks.refused()}
+
+def _attentions() -> str:
+    """By the names of `attn_implementation`."""
+    from transformers import utils
+
+    def has(name: str) -> bool:
+        return bool(getattr(utils, name, bool)())
+
+    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
+    if has("is_torch_npu_available"):
+        here.append("flash_attention_2 (npu_fusion_attention)")
+    return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
 
 
-ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": _stacks}
+def _gated_delta_net() -> str:
+    """What each function of the layers of a tiny Qwen3-Next gave way to."""
+    from collate_npu.testing import tiny_model
+    from collate_npu.tools.audit.candidates import resolved_kernels
+
+    if not KERNELS_TOLD.holds():
+        return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
+    chosen = resolved_kernels(tiny_model("qwen3_next", vocab_size=8))
+    return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
+
+
+ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": runs}
 
 
 def reason(error: BaseException) -> str:

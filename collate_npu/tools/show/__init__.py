@@ -18,18 +18,7 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Description
-from collate_npu.tools.show.sheet import (
-    SIGNS,
-    Cell,
-    Grid,
-    Panel,
-    Sheet,
-    block_for,
-    drawable,
-    row_grid,
-    row_of_numbers,
-    sheet_of,
-)
+from collate_npu.tools.show.sheet import SIGNS, Cell, Grid, Panel, Sheet, block_for, drawable, row_grid, sheet_of
 
 NOTEBOOK = 88
 """Columns of a page in a notebook, which fit beside its prompt: behind an edge nobody looks for tokens."""
@@ -47,7 +36,7 @@ class Picture(Description):
         return str(_drawing().html_of(self.sheet))
 
     def save(self, path: str | Path) -> None:
-        """Write `.svg`, `.html` or `.txt`, by the name's ending. Needs rich."""
+        """Write that page. Needs rich."""
         _drawing().save(self.sheet, Path(path))
 
     def _repr_html_(self) -> str | None:
@@ -89,8 +78,6 @@ def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:
         yield f"refused: {panel.refused}"
     if panel.heading:
         yield panel.heading
-    if panel.numbers is not None:
-        yield from (row_of_numbers(row_S, 2 * limit) for row_S in panel.numbers)
     if panel.ids is not None:
         block = block_for(panel.ids.shape[1], limit)
         yield from (_cells(row_grid(ids_S, block), 0, sheet.packed) for ids_S in panel.ids)

@@ -16,18 +16,7 @@ from rich.text import Text
 
 from collate_npu.arrays import Array
 from collate_npu.tools import paper
-from collate_npu.tools.show.sheet import (
-    SIGNS,
-    Attention,
-    Grid,
-    Panel,
-    Sheet,
-    block_for,
-    drawable,
-    row_grid,
-    row_of_numbers,
-    sign_of,
-)
+from collate_npu.tools.show.sheet import SIGNS, Attention, Grid, Panel, Sheet, block_for, drawable, row_grid, sign_of
 
 TITLE = "collate-npu show"
 NAMED = "italic dim"
@@ -47,12 +36,15 @@ def lines(sheet: Sheet, width: int) -> list[Text]:
 
 def html_of(sheet: Sheet, *, columns: int = paper.WIDTH) -> str:
     """As one page that loads nothing."""
-    return paper.written(lines(sheet, columns), TITLE, ".html")
+    console = paper.recorder()
+    paper.put(console, *lines(sheet, columns))
+    return paper.page(console, TITLE)
 
 
 def save(sheet: Sheet, path: Path) -> None:
-    """Write it as `.svg`, `.html` or `.txt`."""
-    paper.save(path, TITLE, lines(sheet, paper.WIDTH))
+    """Write that page."""
+    paper.check_place(path, ".html")
+    path.write_bytes(html_of(sheet).encode())
 
 
 class _Drawing:
@@ -74,10 +66,7 @@ class _Drawing:
     def _panel(self, panel: Panel) -> list[Text]:
         refused = self._words(f"refused: {panel.refused}", "bold red") if panel.refused else []
         block, drawn = 1, list[Text]()
-        if panel.numbers is not None:
-            drawn = [Text(row_of_numbers(row_S, self.width)) for row_S in panel.numbers[:MOST_ROWS]]
-            drawn += _more(len(panel.numbers) - MOST_ROWS, "row")
-        elif panel.ids is not None:
+        if panel.ids is not None:
             block, drawn = self._rows(panel.ids, panel.labels)
         elif panel.squares:
             block, drawn = self._squares(panel.squares)

@@ -295,8 +295,6 @@ class Panel:
     """The rows of the batch: int32 `[B, S]`, 0 is padding, n the n-th sequence of the row."""
     labels: Array | None = None
     """int8 `[B, S]`: a `Cell` of labels, 0 for none."""
-    numbers: Array | None = None
-    """Whole numbers `[B, S]` that are no mask, to be read as they stand."""
     squares: tuple[Attention, ...] = ()
     derived: bool = False
     """Was it made from the truth, and did not come with the batch?"""
@@ -409,8 +407,8 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     if not 2 <= x.ndim <= 4:
         raise CollateError(explain("mask", shape_of(x), "Masks have two to four dimensions.", "Pass one of them."))
     if _are_numbers(x):
-        yield Panel(heading="numbers, not a mask; picture(batch) draws all of it", facts=shape_of(x), numbers=x.numpy())
-        return
+        rule = "They are token ids or labels: no row has as many sequences as it has tokens, and one more."
+        raise CollateError(explain("mask", f"{shape_of(x)}, {x.max()} in it", rule, "Pass the whole batch: picture(batch)."))
     try:
         segments = derive_segments(x)
     except CollateError as error:
@@ -423,22 +421,9 @@ def _alone(x: Tensor) -> Iterator[Panel]:
 
 
 def _are_numbers(x: Tensor) -> bool:
-    """Are they token ids, or labels? No row has as many sequences as it has tokens, and one more."""
+    """Are they token ids, or labels?"""
     whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
-
-
-def row_of_numbers(row_S: Array, columns: int) -> str:
-    """So many columns of them: both ends where not all fit, for padding stands at either.
-
-    >>> row_of_numbers(np.arange(10, 20), 18)
-    '10 11 ... 18 19'
-    """
-    whole = " ".join(map(str, row_S[: columns + 1].tolist()))
-    if len(whole) <= columns:
-        return whole
-    end, half = " ".join(map(str, row_S[-columns:].tolist())), max((columns - 5) // 2, 0) + 1
-    return f"{whole[:half].rpartition(' ')[0]} ... {end[-half:].partition(' ')[2]}"
 
 
 def _attends(segments: Segments) -> Panel:

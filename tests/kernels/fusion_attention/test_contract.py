@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from npu_batches import HEADS, KEY_HEADS
@@ -26,7 +25,7 @@ from collate_npu.kernels.fusion_attention import (
     prefix_triangle,
     triangle,
 )
-from collate_npu.kernels.fusion_attention.operator_call import LISTS, UNLIMITED, AttentionCall, outside_band, outside_prefix
+from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, AttentionCall, outside_band, outside_prefix
 from collate_npu.kernels.fusion_attention.rules import COMPRESSED
 
 # --- the vendor's cases
@@ -207,8 +206,6 @@ LOUD: list[tuple[Any, ...]] = [
     ("tnd-lists", PACKED, {"actual_seq_kvlen": None}),
     ("tnd-lists", PACKED, {"actual_seq_kvlen": [2, 4, 8]}),
     ("tnd-total", PACKED, {}, {"Tkv": 7}),
-    ("argument", PADDED, {"pre_tokens": 1}),
-    ("lists-outside-tnd", PADDED, lists(2, 8)),
     ("layout", PADDED, {"input_layout": "tnd"}),
     ("layout", PADDED, {"input_layout": None}),
     ("sparse-mode", PADDED, {"sparse_mode": 7}),
@@ -328,18 +325,6 @@ def called(operator: str, layout: Any, **more: Any) -> set[str]:
     right = fusion_attention_kwargs(own, layout=layout, operator=operator) | {"scale": 0.5}  # type: ignore[arg-type]
     given = tensors(layout, dims | {"Nkv": KEY_HEADS})
     return {breach.rule for breach in call_breaches(operator, right | given | {"value": given["key"]} | more, segments=own)}
-
-
-def test_the_two_operators_take_each_its_own_lists() -> None:
-    """op_plugin_functions.yaml:6231, 6249: `int[]?` of the first, `Tensor?` of `_v3`, which has no seed, offset and mask."""
-    first, third = "npu_fusion_attention", "npu_fusion_attention_v3"
-    for make in (list, tuple, torch.tensor, np.array):
-        for name in LISTS:
-            for operator, kinds in ((first, (list, tuple)), (third, (torch.tensor,))):
-                assert called(operator, "TND", **{name: make([2, 8])}) == (set() if make in kinds else {"schema"})
-    for name, value in {"seed": 1, "offset": 0}.items():
-        assert [called(operator, "BSND", **{name: value}) for operator in (first, third)] == [set(), {"schema"}]
-    assert "schema" in called(third, "BSND", dropout_mask=None)
 
 
 def test_a_batch_without_rows_has_no_longest_row() -> None:

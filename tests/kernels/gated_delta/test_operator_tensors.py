@@ -84,14 +84,6 @@ def tokens_first(order: str) -> str:
     return order.translate(str.maketrans({"T": heads, heads: "T"}))
 
 
-def test_tokens_that_are_read_off_another_axis_are_told_so() -> None:
-    call, _ = right("fla_npu.flash_gated_delta_rule")
-    (breach, *_) = call_breaches("fla_npu.flash_gated_delta_rule", call | {"q": meta(1, 7, 3, 128)})
-    assert breach.remedy.endswith("Or put q in the order [B, H, T, K].")
-    (breach, *_) = call_breaches("fla_npu.flash_gated_delta_rule", call | resized({"q": "BHTK", "k": "BHTK"}, T=9))
-    assert "order" not in breach.remedy
-
-
 @pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if "q:" in text])
 @given(scale=st.floats())
 @example(scale=0.0)

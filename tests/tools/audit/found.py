@@ -1,6 +1,5 @@
 """Reports by hand: what an audit might have found, without a model."""
 
-from collate_npu import Segments
 from collate_npu.proof.measure import Errors, Yardstick
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import Report
@@ -29,12 +28,6 @@ def raised(**more):
     return Finding(**{**PLACE, "column": "collator + adapter", "whose": "ours", "note": "RuntimeError: no", **more})
 
 
-def lacking(column="collator", *, whose="ours", **more):
-    note = "no kernel here (try --kernels reference). f is plain torch"
-    where = {**PLACE, "side": "packed", "column": column, "whose": whose}
-    return Finding(**{**where, "no_kernel": True, "note": note, **more})
-
-
 def report(*findings, yardsticks=SEEN, **more):
     return Report(settings=SETTINGS, findings=list(findings), yardsticks=dict(yardsticks), **more)
 
@@ -51,7 +44,5 @@ def wide_report():
         for side, c, whose in cases
     ]
     found.append(finding(False, logits=4.0, **MINE, by_position=((0.0, 4.0),)))
-    batches = {"left": ("m", Segments.from_lengths([3, 5], side="left"), "causal")}
-    batches["packed"] = ("m", Segments.from_lengths([[2, 3]]), "bidirectional")
     not_run = {f"{CHECKPOINT}-new (sdpa)": "OSError: no weights"}
-    return report(*found, refused(model="n"), left_out={"r (sdpa)": "never reads it"}, not_run=not_run, batches=batches)
+    return report(*found, refused(model="n"), left_out={"r (sdpa)": "never reads it"}, not_run=not_run)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
-from found import MINE, NAN, NOISE, UNSEEN, finding, lacking, raised, refused, report, wide_report
+from found import MINE, NAN, NOISE, UNSEEN, finding, raised, refused, report, wide_report
 from rich.console import Console
 
 from collate_npu.proof.kernel_runs import Run
@@ -28,7 +28,7 @@ GONE = {"n (sdpa)": "OSError: gone"}
 RULE, ROWS = "A mapping is known for attention. Keep the 2D.", ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
 CALL = Run(operator="a.kernel", truth="padded left", form="TND, mode 3", state="right", forward=1e-3)
 WRONG_CALL = Run(operator="b.kernel", truth="window", form="TND, mode 4", state="wrong", forward=NAN, note="out of tokens")
-STATES = [finding(), finding(False, model="bad"), lacking(model="kernel"), finding(model="kernel"), finding(model="n")]
+STATES = [finding(), finding(False, model="bad"), finding(model="n")]
 PLACES = dict.fromkeys(("gone (sdpa)", "a (b)/c (eager)", "m (sdpa) my:collate", "n (sdpa) packed"), "OSError")
 TOLD = {"not_run": GONE, "left_out": {"r (sdpa)": "deaf"}, "kernels": {"a": {"f": "fla"}}}
 NAMED = {"model": "<b>&m", "by_position": ((0.0, 4.0),)}
@@ -48,8 +48,6 @@ CASES = {
     "nothing ran": report(not_run=GONE), "blind": report(finding(), yardsticks=UNSEEN),
     "nothing wrong beside it": report(finding(), yardsticks={"m (sdpa)": Yardstick(NOISE)}),
     "refused alone": report(refused()), "others alone": report(finding(column="no mask")), "nothing": report(),
-    "no kernel": report(finding(), lacking()), "no kernel, and wrong": report(finding(False), lacking()),
-    "no kernel elsewhere": (report(finding(), lacking("seq_idx", whose="elsewhere")), VERBOSE),
     "within a tolerance": report(finding(False), tolerance=1e-4),
     "at a tolerance": report(finding(logits=0.5, loss=0.5, gradient=0.5), tolerance=0.5),
     "beyond a tolerance": report(finding(logits=1e-3), tolerance=1e-4),
@@ -73,7 +71,6 @@ CASES = {
     "all that did not run": (report(refused(), raised(), YOURS_WRONG, yardsticks=UNSEEN, **TOLD), VERBOSE),
     "a reason of six": (report(*(refused(f"layers: got k_{n}. {RULE}", model=f"m{n}") for n in range(6))), {}, VERBOSE),
     "a reason of five": report(*(refused(f"m{n}_text got it. {RULE}", model=f"m{n}") for n in range(5))),
-    "many lack a kernel": report(*(lacking(c, model=f"m{n}") for n in range(7) for c in ("collator", "wrapped"))),
     "small and large": (report(*(finding(logits=x, column=f"{x}") for x in (0.00999, 0.01, 999.9, 1000))), VERBOSE),
     "summed up": report(finding(), finding(side="packed", logits=2e-6), refused(), *WAYS, finding(column="mask 2")),
     "all kinds": (wide_report(), {"width": 80, **WHOLE}, {"width": 66}),

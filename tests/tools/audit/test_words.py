@@ -16,7 +16,6 @@ from collate_npu.tools import env
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.handover import WAYS
 from collate_npu.tools.audit.terminal import MEASURES, SUMMED_UP, WHOSE, legend, looked_at, summary, table
-from collate_npu.tools.cli.audit import _table as of_conformance
 from collate_npu.tools.env import Environment
 from collate_npu.tools.kernels import LEGEND, tables
 
@@ -76,14 +75,14 @@ def test_columns_of_the_kernels():
 
 def test_columns_of_the_conformance():
     found = Conformance((Verdict("left", "two", 0.0, 0.0, 0, 0, True, ""),), Scale(0.0, 1.0, 2.0, 3.0), 0)
-    assert headings(of_conformance(found)) - {"layout", "batch", "what it means"} == explained(found.legend)
+    assert {*found.table[0]} - {"", "layout", "batch", "what it means"} == explained(found.legend)
     assert str(found).endswith(f"\n\n{found.legend}")
 
 
 def test_labels_of_the_environment():
     """Each package and each setting has a line of its own."""
     here = Environment(
-        system="s", packages={"torch": "1"}, settings={}, cann="c", devices="d", npu="n", runs={"a": "b"}, refused={},
+        system="s", packages={"torch": "1"}, settings={}, cann="c", devices="d", npu="n", runs={"a": "b"},
         hazards=("h",),
     )  # fmt: skip
     labels = {re.match(r"- (\w+):", line)[1] for line in env._markdown(here)}

@@ -17,7 +17,7 @@ ASKED = {"devices": "cpu only", "npu": "torch_npu loads", "cann": "", "settings"
 
 
 def told(packages, **found):
-    here = Environment(**{"system": "", "packages": packages, "runs": {}, "refused": {}, **ASKED, **found})
+    here = Environment(**{"system": "", "packages": packages, "runs": {}, **ASKED, **found})
     return " ".join(hazards(here))
 
 
@@ -49,7 +49,6 @@ ROWS = [
     ("needs the latter", ({**NPU, "triton": "3.2.0"}, {}), ({**NPU, "triton": "3.2.0", "triton-ascend": "3.2.1"}, {})),
     ("which fail on a CPU. Uninstall them", (TRITON, {}), (TRITON, CUDA)),
     ("before 5.20 drops seq_idx in silence, later", (FLA_ALONE, {}), ({**FLA_ALONE, "causal-conv1d": "1.6.1"}, {})),
-    ("has no build for an NPU", ({**NPU, "transformers": "5.23.0"}, {}), (FLA_ALONE, {})),
     ("of mcore-bridge 1.6.5 reads attention_mask_2d: call integrations.swift.install()", (BRIDGE, {}), (TORCH, {})),
     ("and from transformers 5.13 on no Qwen3-Next", (BRIDGE, gdn("false")), (BRIDGE, gdn("1"))),
     ("megatron-core 0.16.1 has no context parallelism", (BRIDGE, {}), (BRIDGE, gdn("0"))),

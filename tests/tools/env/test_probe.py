@@ -79,7 +79,7 @@ def test_a_torch_whose_library_is_gone_is_a_finding(site):
     found = site.env()
     assert "torch does not load: ImportError: libtorch_cpu" in found["devices"]
     assert found["packages"]["torch"]
-    assert (found["runs"], found["refused"]) == ({}, {})
+    assert found["runs"] == {}
 
 
 def test_torch_npu_that_crashes_torch_is_told_apart(site):
@@ -92,7 +92,7 @@ def test_torch_npu_that_crashes_torch_is_told_apart(site):
     found = site.env(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found["devices"] == "cpu only"
     assert "torch_npu does not load: ended by SIGABRT" in found["npu"]
-    assert "not known" in found["runs"]  # this torch has nothing but `cuda`
+    assert "not known" in str(found["runs"])  # this torch has nothing but `cuda`
     assert any("TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU" in hazard for hazard in found["hazards"])
 
 

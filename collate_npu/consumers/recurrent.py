@@ -1,0 +1,239 @@
+"""Recurrent layers of a transformers model: which functions they call, and how each is told where a sequence begins.
+
+The functions are resolved when the modeling file is imported: the kernel of a package, else a torch function, which knows no
+sequences (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`, and either
+alone keeps half of the state apart. `mend` puts what keeps sequences apart around those that cannot read it
+(kernels/packed_rows.py): a batch tells them by the keywords that a kernel would read, which a layer gets again when
+checkpointing computes it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from collate_npu.consumers.models import unwrap
+from collate_npu.kernels import packed_rows
+from collate_npu.releases import FLA_CONVOLUTION
+
+READS: Mapping[str, str] = {
+    "causal_conv1d_fn": "seq_idx",
+    "chunk_gated_delta_rule": "cu_seqlens",
+    "chunk_kda": "cu_seqlens",
+    "mamba_chunk_scan_combined": "seq_idx",
+    "mamba_split_conv1d_scan_combined": "seq_idx",
+}
+"""Kernel -> how it is told where a sequence begins. The others of transformers (mamba's selective scan) cannot be told, and
+mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
+
+PLAIN_TORCH = "is plain torch, without the package"
+"""What a refusal says of a kernel that is not there."""
+_STEP = re.compile(r"_update$|^fused_recurrent")
+"""Kernels of one more token in generation: no flat row comes to them."""
+_DISPATCH = {"implementation", "is_new_implementation", "applicable_params"}
+"""Variables of transformers' own wrapper around such a function, 5.16 and later; at first without `func_name`, `package`."""
+
+
+class KernelCall(NamedTuple):
+    """A function called in a layer's forward that gives way to a kernel: `chunk_gated_delta_rule` of the package `fla`,
+    transformers' wrapper of it, and what `use_kernels=True` put in its place."""
+
+    kernel: str
+    package: str
+    function: Callable[..., Any]
+    of_hub: Callable[..., Any] | None
+
+
+def why_boundaries_unread(model: Any) -> str:
+    """Which functions of this transformers module's recurrent layers cannot read boundaries, and why; "" where all that are
+    known can."""
+    if keeps_apart(model) or any(map(asks_by_itself, unwrap(model).modules())):
+        return ""
+    calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
+    return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
+
+
+def keeps_apart(model: Any) -> bool:
+    """Was this model adapted, so that its recurrent layers keep the sequences of a row apart?"""
+    hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
+    return any(getattr(hook, "keeps_apart", False) for hook in hooks)
+
+
+def asks_by_itself(layer: Any) -> bool:
+    """Is it VeOmni's own Gated DeltaNet? Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and without a kernel
+    that reads it raise (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
+    return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
+
+
+def _why_unread(call: KernelCall) -> str:
+    found, key = variables_of(call.function), READS.get(call.kernel, "boundaries")
+    if call.of_hub is not None:  # its forward takes the rest as **kwargs, and looks for the key among them
+        code = inspect.unwrap(call.of_hub).__code__
+        return "" if key in (*code.co_varnames, *code.co_consts) else f"{call.kernel} of the hub does not read {key}"
+    if not found["is_new_implementation"]:
+        return f"{call.kernel} {PLAIN_TORCH} {call.package}"
+    return "" if key in found["applicable_params"] else f"{call.kernel} of this {call.package} does not take {key}"
+
+
+def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
+    """Every such function in the layers of a transformers module, wrapped or not; none before transformers 5.16."""
+    return tuple(call for _, _, call in _sites(model))
+
+
+def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
+    """The globals of each forward of a layer, and the names in them that it calls such functions by."""
+    # below the wrappers of transformers, accelerate's hooks and torch.compile
+    bare = [inspect.unwrap(layer.forward) for layer in unwrap(model).modules()]
+    forwards = filter(inspect.isfunction, dict.fromkeys(getattr(function, "__func__", function) for function in bare))
+    for forward in forwards:
+        for name in forward.__code__.co_names:
+            call = _call_of(forward.__globals__.get(name))
+            if call is not None:
+                yield forward.__globals__, name, call
+
+
+def _call_of(found: Any) -> KernelCall | None:
+    """Where the package `kernels` is installed, transformers' wrapper stands in a module made of it, and `_replace_forward`
+    (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to that, or its own again."""
+    while hasattr(found, "__collate_npu__"):  # below what mends it here, or watches it (proof.hooks)
+        found = found.__collate_npu__
+    function, of_hub = found, None
+    if isinstance(found, nn.Module):
+        own, bound = type(found).forward, vars(found).get("forward")
+        function = variables_of(own).get("func")
+        of_hub = None if bound is None or bound.__func__ is own else bound.__func__
+    held = variables_of(function)
+    name = held.get("func_name", getattr(function, "__name__", "").removeprefix("torch_"))
+    known = held.keys() >= _DISPATCH and ("func_name" in held or name in READS)
+    return KernelCall(name, held.get("package", "of its kernel"), function, of_hub) if known else None
+
+
+def variables_of(function: Any) -> dict[str, Any]:
+    """What a function found around itself when it was made; {} for anything else."""
+    if not inspect.isfunction(function):
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+# --- mending
+
+
+def _none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a kernel whose torch function says that there is none: its layer then calls the others."""
+    return lambda *_, **__: None
+
+
+MENDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "causal_conv1d_fn": lambda _: packed_rows.convolution,
+    "chunk_gated_delta_rule": packed_rows.delta_rule,
+    "chunk_kda": packed_rows.delta_rule,
+    "mamba_chunk_scan_combined": packed_rows.scan,
+    "mamba_split_conv1d_scan_combined": _none,
+}
+"""Kernel -> what keeps sequences apart around the torch function that stands for it."""
+
+
+class Mended:
+    """What `mend` put around the functions of a model's layers; `.remove()` puts them back, when the last one does."""
+
+    def __init__(self, sites: list[tuple[dict[str, Any], str]]) -> None:
+        self._sites = sites
+        for held, name in sites:
+            known = _MENDED.setdefault((id(held), name), [0, held[name]])
+            known[0] += 1
+            if known[0] == 1:
+                held[name] = _told(held[name])
+
+    def remove(self) -> None:
+        """Put them back."""
+        for held, name in self._sites:
+            known = _MENDED[id(held), name]
+            known[0] -= 1
+            if not known[0]:
+                held[name] = known[1]
+                del _MENDED[id(held), name]
+        self._sites = []
+
+
+_MENDED: dict[tuple[int, str], list[Any]] = {}
+"""By the globals of a modeling file and a name in them: how many models want it mended, and what stood there."""
+AS_IT_IS: list[Any] = []
+"""While there is something in it, what is mended for one model runs as it is: another one of the family is asked."""
+
+
+def mend(model: Any) -> Mended:
+    """Let the recurrent layers of this transformers module, and of all of its family, keep the sequences of a row apart
+    where a batch tells them `seq_idx`, and run as they are where it does not."""
+    mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
+    weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is gone
+    return mended
+
+
+def _told(found: Any) -> Callable[..., Any]:
+    """What stands in a modeling file for a function of a recurrent layer."""
+    call = _call_of(found)
+    assert call is not None
+    plain = MENDS[call.kernel](inspect.unwrap(call.function))
+    plain = _with_fla(plain) if call.kernel == "causal_conv1d_fn" else plain
+    reads = _in_one_row(found) if READS[call.kernel] == "cu_seqlens" else found
+    unread = [bool(_why_unread(call))]
+
+    @wraps(call.function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("seq_idx") is None or AS_IT_IS:
+            return found(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # a kernel may have come since, or gone
+            unread[0] = bool(_why_unread(call))
+        return (plain if unread[0] else reads)(*args, **kwargs)
+
+    told.__collate_npu__ = found  # type: ignore[attr-defined]
+    return told
+
+
+def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a rule that takes offsets of one row: rows one behind the other, as `cu_seqlens` counts them."""
+
+    def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers hand theirs on as it is called
+        flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*args, g, beta)]
+        out, state = function(*flat[:-2], g=flat[-2], beta=flat[-1], cu_seqlens=cu_seqlens, **kwargs)
+        return out.reshape(*g.shape[:2], *out.shape[2:]), state
+
+    return run
+
+
+def _with_fla(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """fla's convolution, which reads offsets, where Triton compiles or interprets it; else the masked taps.
+
+    Source: fla 0.6.0 modules/convolution.py. Before FLA_CONVOLUTION its gradients are wrong behind a transposition, as here.
+    """
+    if not FLA_CONVOLUTION.holds():
+        return plain
+    try:
+        from fla.modules.convolution import causal_conv1d  # type: ignore[import-not-found,unused-ignore]
+    except Exception:  # without Triton, or one that does not fit
+        return plain
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+    def run(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, seq_idx: Tensor,
+        cu_seq_lens_q: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        runs = (interpreted or x.device.type != "cpu") and activation in (None, "silu", "swish")
+        if cu_seq_lens_q is None or not runs:
+            return plain(x, weight, bias, activation, seq_idx=seq_idx)
+        flat = x.transpose(1, 2).reshape(1, -1, x.shape[1]).contiguous()
+        out, _state = causal_conv1d(flat, weight, bias, activation=activation, backend="triton", cu_seqlens=cu_seq_lens_q)
+        shaped: Tensor = out.view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+        return shaped
+
+    return run

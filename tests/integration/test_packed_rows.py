@@ -1,0 +1,210 @@
+"""Law 19: packed equals each sequence alone, in logits and gradient, on every hybrid that claims it, without any kernel."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from rotation import rotating
+from strategies import packed_lengths, sides
+
+pytest.importorskip("transformers")
+from flat_rows import BY_OFFSETS, PAD, RIGHT, WRONG, alone, built, errors, outcome, samples, without
+from hybrids import EXACT, GATED_DELTA, HERE, KDA, MIXED
+from tiny_vision import MODELS, vision_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
+from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels import packed_rows
+from collate_npu.proof import watch
+from collate_npu.releases import KERNELS_TOLD
+from collate_npu.segments import of_lengths
+from collate_npu.testing import tiny_model
+
+pytestmark = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 layers hand no boundary on")
+ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": BY_OFFSETS}
+
+
+def packed(lengths, side="right", more=0):
+    """A batch as a stranger sends it, its features, and where their tokens stand."""
+    segments = of_lengths(lengths, max(map(sum, lengths)) + more, side)
+    features = samples([n for row in lengths for n in row])
+    ids = torch.full(segments.shape, PAD)
+    ids[segments.keep] = torch.tensor([token for each in features for token in each["input_ids"]])
+    return {"input_ids": ids, "segment_ids": segments.ids}, features, segments.indices
+
+
+def under(model, batch, truth, at, **settings):
+    with adapt(model, **settings):
+        return errors(model, batch, truth, at)
+
+
+def assert_alone(model, lengths, side="right", more=0, **settings):
+    """Within the law; where rounding moves this model by more, within three times what padding alone moves it."""
+    batch, features, at = packed(lengths, side, more)
+    truth = alone(model, features)
+    found = under(model, batch, truth, at, **settings)
+    if max(found) >= RIGHT:
+        rows, _, places = packed([[length] for row in lengths for length in row])
+        keep = (rows["segment_ids"] > 0).long()
+        noise = errors(model, {"input_ids": rows["input_ids"], "attention_mask": keep}, truth, places)
+        assert all(mine < max(RIGHT, 3 * theirs) for mine, theirs in zip(found, noise)), (found, noise)
+
+
+ROWS = packed_lengths(rows=2, sequences=6, longest=70)
+
+
+@pytest.mark.parametrize("attn", ATTENTION)
+@pytest.mark.parametrize("name", rotating(EXACT, 2, slow=4))
+def test_packed_is_each_sequence_alone(name, attn):
+    if attn == "flash" and name == "qwen4_exp_text":
+        pytest.skip("its indexer reads a dense mask (modeling_qwen4_exp.py:718)")
+    model = built(name, ATTENTION[attn])
+    settings = {"attn_implementation": "flash_attention_2"} if attn == "flash" else {}
+
+    @given(ROWS, sides(), st.integers(0, 3))
+    def law(lengths, side, more):
+        assert_alone(model, lengths, side, more, **settings)
+
+    law()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("name", rotating([name for name in EXACT if name in GATED_DELTA + KDA]))
+def test_many_sequences_in_a_chunk_cost_no_digits(name, length):
+    assert_alone(built(name), [[length] * (128 // length)])
+
+
+LENGTHS = [[5, 13, 40], [1, 70]]
+
+
+@pytest.mark.parametrize("name", rotating(["qwen3_next", "qwen3_5_text", "kimi_linear", "bamba"]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_loses_no_more_than_it_does_alone(name, dtype):
+    model, (batch, features, at) = built(name), packed(LENGTHS)
+    exact = alone(model, features)
+    with torch.autocast("cpu", dtype):
+        by_itself = [{"input_ids": torch.tensor([each["input_ids"]])} for each in features]
+        lost = outcome(model, [(each, torch.arange(each["input_ids"].shape[1])) for each in by_itself])
+        with adapt(model):
+            found = outcome(model, [(batch, at)])
+    sizes = [float((each[0].float() - exact[0]).square().mean().sqrt()) for each in (lost, found)]
+    assert 0 < sizes[1] < 1.5 * sizes[0]
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    return made.eval()
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lora, pytest.param(compiled, marks=[pytest.mark.long, pytest.mark.slow])])
+def test_wrapped(wrap):
+    model, (batch, features, at) = wrap(copy.deepcopy(built("qwen3_next"))), packed(LENGTHS, "left", 2)
+    assert max(under(model, batch, alone(model, features), at)) < RIGHT
+
+
+@pytest.mark.parametrize("name", [name for name in ("qwen3_5",) if name in CONFIG_MAPPING and name in MODELS])
+def test_a_vision_model_packs_text(name):
+    model, (batch, features, at) = vision_model(name), packed(LENGTHS, "left")
+    batch["input_ids"] %= 100
+    features = [{"input_ids": [token % 100 for token in each["input_ids"]]} for each in features]
+    assert max(under(model, batch, alone(model, features), at)) < RIGHT
+
+
+def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_the_line():
+    model, (batch, features, _) = copy.deepcopy(built("qwen3_next")), packed([[5, 13, 40]])
+    truth = alone(model, features)
+    collated = lambda: PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(features)  # noqa: E731
+    for make in (collated, lambda: BatchAdapter(model)(batch)):
+        with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\) before a collator is made"):
+            make()
+        with adapt(model):
+            made = make()
+            assert max(errors(model, made, truth)) < RIGHT
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):  # undone
+            model(**without(made, "labels"))
+
+
+def test_two_adapted_models_of_a_family_leave_each_other_alone():
+    model, (batch, features, at) = copy.deepcopy(built("qwen3_next")), packed(LENGTHS)
+    truth, other = alone(model, features), adapt(copy.deepcopy(model))
+    with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\)"):
+        BatchAdapter(model)(batch)
+    with adapt(model):
+        other.remove()
+        other.remove()
+        assert max(errors(model, batch, truth, at)) < RIGHT
+
+
+# --- the probe
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_probe_says_what_is_known(name):
+    try:
+        model = tiny_model(name, vocab_size=PAD + 1)
+    except ValueError:
+        model = tiny_model(name, vocab_size=PAD + 1, attn_implementation="eager")
+    assert bool(why_sequences_mix(model, BatchAdapter, mended=True)) == (name in MIXED)
+    assert why_sequences_mix(model, BatchAdapter)
+
+
+def test_the_probe_needs_no_parameter():
+    whole = built("qwen3_next")
+    with torch.device("meta"):
+        model = type(whole)(whole.config)
+    with adapt(model):
+        assert BatchAdapter(model).route(Segments([[1, 2]])).form == "mapping"
+
+
+# --- what is broken on purpose
+
+
+def deaf(seq_idx):
+    return torch.zeros(seq_idx.shape, dtype=torch.bool)
+
+
+def all_taps(x, n, value=None):
+    return pad(torch.ones_like(x), n) if x.dtype == torch.bool else pad(x, n)
+
+
+pad = packed_rows.pad
+BREAKS = {"starts_of": deaf, "pad": all_taps}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_what_does_not_keep_sequences_apart_is_refused_and_found(broken, monkeypatch):
+    """Broken before adapt the probe sees it; afterwards watch, where a kernel was told nothing, or the check of delivery."""
+    model, (batch, features, at) = copy.deepcopy(built("qwen3_5_text")), packed(LENGTHS)
+    truth = alone(model, features)
+    handle = adapt(model)
+    monkeypatch.setattr(packed_rows, broken, BREAKS[broken])
+    assert max(errors(model, batch, truth, at)) > WRONG / 10
+    with pytest.raises(CollateError, match="sequence"):
+        check_delivery(model, batch, segments=Segments(batch["segment_ids"]))
+    if broken == "starts_of":
+        with watch(say=False, steps=1) as seen:
+            model(**batch)
+        assert "gated_delta_rule" in seen.faults[0].kernel
+    handle.remove()
+    model.config.rms_norm_eps *= 1.0000001  # asked anew
+    with adapt(model), pytest.raises(UnsupportedFormError, match=r"rows \[0, 1\] hold several"):
+        model(**batch)
+
+
+def test_right_runs_are_proved():
+    model, (batch, _, _) = built("qwen3_next"), packed(LENGTHS, "left", 1)
+    with adapt(model):
+        assert "rule [14, 19, 32, 73, 74, 144]" in str(check_delivery(model, batch, segments=Segments(batch["segment_ids"])))
+        with watch(say=False, steps=1) as seen:
+            model(**batch)
+    assert seen.faults == []

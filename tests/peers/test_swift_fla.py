@@ -1,0 +1,27 @@
+"""ms-swift 4.6.0 packs Qwen3.5 by fla's kernels, here in Triton's interpreter; our plugin lets the right run through."""
+
+import fla_interpreted  # first
+import pytest
+import swift_packing
+from swift.model.models import qwen
+from swift_world import VOCABULARY
+
+from collate_npu.integrations import swift
+from collate_npu.testing import tiny_model
+
+NEEDS = ("fla", "triton", "swift")
+
+
+@pytest.mark.long
+def test_its_trainer_on_a_flat_row_without_our_plugin_and_with_it():
+    model = tiny_model("qwen3_5_text", vocab_size=VOCABULARY)
+    wanted = swift_packing.alone(model)
+    qwen._patch_qwen3_5_linear_attention_sequence_parallel()
+    fla_interpreted.count_in_triton()
+    assert swift_packing.apart(swift_packing.trained(model), wanted) < 1e-4
+    swift.install(trainers=False)
+    try:
+        assert swift_packing.apart(swift_packing.trained(model), wanted) < 1e-4
+        assert qwen.causal_conv1d.__module__.startswith("fla.")
+    finally:
+        swift.uninstall()
