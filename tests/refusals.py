@@ -113,7 +113,6 @@ def window(size):
 
 
 INDEXED = {"layer_types": ["full_attention"], "index_n_heads": 2, "index_topk": 4, "model_type": "x"}
-MISTRAL = SimpleNamespace(sliding_window=2, model_type="mistral", layer_types=["sliding_attention"])
 CP = ContextParallel(2, 0)
 SLICES, DOCUMENTS = ContextParallel(2, 0, layout="contiguous"), CP.for_documents()
 EVEN = Segments.from_lengths([3, 5], 8)

@@ -15,7 +15,7 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense
 from collate_npu.masks.find import segments_from_batch
 from collate_npu.outputs import per_sequence
-from collate_npu.releases import MISSING_KERNEL_RAISES
+from collate_npu.releases import MISSING_KERNEL_RAISES, installed
 
 WAYS = {
     "unpad": unpad,
@@ -109,10 +109,11 @@ def shapes_of(out):
 WIDTH, COUNT = 256, 8
 STATIC = {"padding": (WIDTH,), "max_sequences": COUNT}
 ALIGNED = {**STATIC, "sequence_multiple": 16}
+ASKED = bool(installed("transformers")) and MISSING_KERNEL_RAISES.holds()
 FLASH = {"_attn_implementation": "flash_attention_2", "model_type": "qwen3_next"}
 MODELS = {
     "attention alone": SimpleNamespace(layer_types=["full_attention"], **FLASH),
-    **({"recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH)} if MISSING_KERNEL_RAISES.holds() else {}),
+    **({"recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH)} if ASKED else {}),
     "dense mask": SimpleNamespace(layer_types=["full_attention"], model_type="llama"),
 }
 READERS = {"neutral": {}} | {name: {"consumer": "transformers", "model": model} for name, model in MODELS.items()}

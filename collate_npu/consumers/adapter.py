@@ -150,7 +150,9 @@ class BatchAdapter:
         unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
         if MISSING_KERNEL_RAISES.holds():
             config, attention = known_config(self.model.named), self.model.attn_implementation
-            unread = why_sequences_mix(config, BatchAdapter, attention=attention, mended=True)
+            unread = "no transformers is installed here that has a model of this config, which could be asked"
+            if hasattr(type(config), "get_text_config"):
+                unread = why_sequences_mix(config, BatchAdapter, attention=attention, mended=True)
         self.model = replace(self.model, boundaries_unread=unread)
 
     def _check(self) -> None:
@@ -302,12 +304,8 @@ class BatchAdapter:
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            _drop_unread(
-                out,
-                alone=case.padding_free
-                and not segments.packed
-                and (bool(self.model.boundaries_unread) or self.model.keeps_apart),
-            )
+            unread = bool(self.model.boundaries_unread) or self.model.keeps_apart
+            _drop_unread(out, alone=case.padding_free and not segments.packed and unread)
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
         chosen = self._route(case)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,8 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
         if mended:
             stack.callback(mend(copy).remove)
         else:
-            AS_IT_IS.append(copy)
-            stack.callback(AS_IT_IS.clear)
+            AS_IT_IS.add(get_ident())
+            stack.callback(AS_IT_IS.discard, get_ident())
         return {form: _why_moved(copy, adapter, rows[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 

@@ -15,6 +15,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -166,8 +167,8 @@ class Mended:
 
 _MENDED: dict[tuple[int, str], list[Any]] = {}
 """By the globals of a modeling file and a name in them: how many models want it mended, and what stood there."""
-AS_IT_IS: list[Any] = []
-"""While there is something in it, what is mended for one model runs as it is: another one of the family is asked."""
+AS_IT_IS: set[int] = set()
+"""In these threads what is mended for one model runs as it is: another one of the family is asked there."""
 
 
 def mend(model: Any) -> Mended:
@@ -189,7 +190,7 @@ def _told(found: Any) -> Callable[..., Any]:
 
     @wraps(call.function)
     def told(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seq_idx") is None or AS_IT_IS:
+        if kwargs.get("seq_idx") is None or (AS_IT_IS and get_ident() in AS_IT_IS):
             return found(*args, **kwargs)
         if not torch.compiler.is_compiling():  # a kernel may have come since, or gone
             unread[0] = bool(_why_unread(call))

@@ -129,13 +129,6 @@ def test_alignment_is_a_way_around_kernels_that_are_wrong_in_short_chunks(monkey
             assert (error < RIGHT) if "sequence_multiple" in settings else (error > 1e-2), settings
 
 
-def buildable(name, attn="sdpa"):
-    try:
-        return built(name, attn)
-    except (ValueError, TypeError, NotImplementedError) as reason:
-        pytest.skip(str(reason)[:100])
-
-
 def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
     model, rows = built("moshi"), samples((17, 30, 9))
     assert model.config.sliding_window < 17

@@ -148,7 +148,6 @@ WIDE = (
     {"input_layout": "TND", "actual_seq_qlen": [2, 4], "actual_seq_kvlen": [6, 12]},
     DIMS | {"B": 2, "Sq": 2, "Skv": 6, "Tq": 4, "Tkv": 12},
 )
-LONGER = ({"input_layout": "TND", "actual_seq_qlen": [4, 6], "actual_seq_kvlen": [2, 8]}, DIMS | {"Tq": 6, "Tkv": 8})
 
 SILENT: list[tuple[Any, ...]] = [
     # rule, base, arguments, sizes: what the operator takes without a word
