@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from collate_npu import BatchAdapter, CollateError, Segments, adapt
 from collate_npu.consumers.probe import why_sequences_mix
-from collate_npu.consumers.recurrent import MENDS, PLAIN_TORCH, kernel_calls, why_boundaries_unread
 from collate_npu.segments import of_lengths
 from collate_npu.testing import hybrid_model_types, tiny_model
 
@@ -120,9 +119,8 @@ def _asked(family: str) -> tuple[float, str]:
     began = time.perf_counter()
     why_sequences_mix(model, BatchAdapter, mended=True)
     cost = time.perf_counter() - began
-    named = sorted({call.kernel for call in kernel_calls(model)} & MENDS.keys() - {"mamba_split_conv1d_scan_combined"})
-    plain = PLAIN_TORCH in why_boundaries_unread(model)
-    return cost, f"{', '.join(named)}: {'arithmetic around torch' if plain else 'its own kernels'}"
+    with adapt(model) as adapted:
+        return cost, adapted.packed
 
 
 if __name__ == "__main__":

@@ -35,8 +35,6 @@ READS: Mapping[str, str] = {
 """Kernel -> how it is told where a sequence begins. The others of transformers (mamba's selective scan) cannot be told, and
 mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
 
-PLAIN_TORCH = "is plain torch, without the package"
-"""What a refusal says of a kernel that is not there."""
 _STEP = re.compile(r"_update$|^fused_recurrent")
 """Kernels of one more token in generation: no flat row comes to them."""
 _DISPATCH = {"implementation", "is_new_implementation", "applicable_params"}
@@ -62,6 +60,13 @@ def why_boundaries_unread(model: Any) -> str:
     return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
 
 
+def ways(model: Any) -> str:
+    """By what each function of these layers keeps the sequences of a row apart once it is mended, where that can be done."""
+    arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(_none) is not _none else "arithmetic"
+    said = {f"{call.kernel} of {call.package}": _why_unread(call) for call in kernel_calls(model) if call.kernel in MENDS}
+    return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in said.items())
+
+
 def keeps_apart(model: Any) -> bool:
     """Was this model adapted, so that its recurrent layers keep the sequences of a row apart?"""
     hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
@@ -81,7 +86,7 @@ def _why_unread(call: KernelCall) -> str:
         code = inspect.unwrap(call.of_hub).__code__
         return "" if key in (*code.co_varnames, *code.co_consts) else f"{call.kernel} of the hub does not read {key}"
     if not found["is_new_implementation"]:
-        return f"{call.kernel} {PLAIN_TORCH} {call.package}"
+        return f"{call.kernel} is plain torch, without the package {call.package}"
     return "" if key in found["applicable_params"] else f"{call.kernel} of this {call.package} does not take {key}"
 
 

@@ -97,11 +97,8 @@ def _half_causal(case: Case) -> str:
     masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
     if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
         return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
-    if (
-        case.pattern.name != "bidirectional"
-        or model.pattern == "bidirectional"
-        or model.attends(case.call) != "bidirectional"
-    ):
+    ahead = case.pattern.name == model.attends(case.call) == "bidirectional"
+    if not ahead or model.pattern == "bidirectional":
         return ""
     if by_call and model.config is not None and text_config(model.config) is not model.config:
         return f"the masks of {model.model_type} follow its text config alone"
@@ -215,11 +212,8 @@ def _pooled(case: Case) -> str:
     if case.model.pooling in ("", "span"):
         return ""
     if case.segments.packed:
-        return (
-            ""
-            if case.model.pooling in ("pooled", "pooler")
-            else "a row holds several sequences, and it gives one answer a row"
-        )
+        pooled = case.model.pooling in ("pooled", "pooler")
+        return "" if pooled else "a row holds several sequences, and it gives one answer a row"
     if case.model.pooling in ("first", "pooled", "pooler"):
         mended = case.model.pooling == "pooler" and case.at_model  # `adapt` hands it the first real token
         return "it takes the first place of a row, which is padding" if case.inside and not mended else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import get_ident
 from typing import Any, cast
@@ -26,7 +26,7 @@ from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.probe import why_sequences_mix
-from collate_npu.consumers.recurrent import mend
+from collate_npu.consumers.recurrent import mend, ways
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -36,15 +36,17 @@ from collate_npu.segments import Segments, of_keep
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True)
 class Adapted:
     """What `adapt` put on a model: `.remove()` takes it off, and so does the end of `with adapt(model):`."""
 
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
+    handles: Sequence[Any] = field(repr=False)
+    packed: str
+    """Of recurrent layers: by what each kernel keeps the sequences of a row apart, or why that cannot be done."""
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     def __enter__(self) -> Adapted:
@@ -59,15 +61,17 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
 
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
     What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
-    single row with offsets, or whose mask says no padding, is read as a flat one. Calls without tokens of text (sound), and
-    steps of generation behind the prompt, pass as they are. Where padding stands behind all tokens of a causal call that
-    nothing else reads, sdpa and flex_attention get no mask, which is exact, and faster: Llama up to twice, Qwen3-Next 1.08
-    to 1.33 times. Costs a copy of the mask to the host each step. Raises `UnsupportedFormError` for a module with no
-    transformers model in it, or with several, and for labels that a trainer has counted or keeps. After `get_peft_model`.
+    single row with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a
+    row apart; `.packed` says by what. Calls without tokens of text (sound), and steps of generation behind the prompt, pass
+    as they are. Where padding stands behind all tokens of a causal call that nothing else reads, sdpa and flex_attention get
+    no mask: exact, and faster. Costs a copy of the mask to the host each step. Raises `UnsupportedFormError` for a module
+    with no transformers model in it, or several, and for labels that a trainer has counted or keeps. After `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
     >>> handle = adapt(model)
+    >>> handle.packed
+    'causal_conv1d_fn is plain torch, without the package causal_conv1d: arithmetic; chunk_gated_delta_rule is plain ...'
     >>> model(input_ids=torch.tensor([[256, 1], [2, 3]]), attention_mask=torch.tensor([[0, 1], [1, 1]])).logits.shape
     torch.Size([2, 2, 257])
     >>> handle.remove()
@@ -75,14 +79,13 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     check_model(model)
     say_outside("transformers")
     inside: dict[int, _Door] = {}
-    handles: list[Any] = []
+    handles: list[Any] = [pooler.register_forward_pre_hook(_first_real) for pooler in poolers(model)]
     places = _places(model, settings)
     doors = [_Door(module, settings, inside, places[:n]) for n, module in enumerate(places)]
     for module, door in zip(places, doors):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
-    handles += [pooler.register_forward_pre_hook(_first_real) for pooler in poolers(model)]
-    return Adapted([*handles, *doors])
+    return Adapted([*handles, *doors], doors[0].mixed or (ways(places[0]) if doors[0].keeps_apart else ""))
 
 
 class _Door:
@@ -94,9 +97,10 @@ class _Door:
     ) -> None:
         self.settings, self.inside, self.outer = settings, inside, outer
         asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
-        self.mixed = why_sequences_mix(module, BatchAdapter, **asked) if _recurrent(module) else ""
+        recurrent = is_transformers(unwrap(module)) and needs_mask_2d(module)
+        self.mixed = why_sequences_mix(module, BatchAdapter, **asked) if recurrent else ""
         """Why the recurrent layers behind it do not keep the sequences of a row apart, even mended."""
-        self.keeps_apart = _recurrent(module) and not self.mixed
+        self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
         self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
@@ -177,10 +181,6 @@ class _Door:
         if self.keeps_apart:
             made.model = replace(made.model, keeps_apart=True, boundaries_unread="")
         return made
-
-
-def _recurrent(module: nn.Module) -> bool:
-    return is_transformers(unwrap(module)) and needs_mask_2d(module)
 
 
 def _first_real(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -31,15 +31,14 @@ def mutations(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
 
 
 def _plain(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    """One argument, another value."""
+    """One argument, another value. What the operator itself refuses is not among them."""
     values: dict[str, Any] = {
         "sparse_mode": set(range(-1, 10)) - {kwargs.get("sparse_mode", 0)},
         "inner_precise": (0, 1, 2),
         "padding_mask": (~batch.keep,),
         "pse": (torch.zeros(1),),
-        "keep_prob": (0.0, 0.5),
+        "keep_prob": (0.1, 0.5),
         "scale": (0.0, -1.0, float("nan")),
-        "pre_tokens": (1,),  # a name of v2
         "input_layout": (None, *(PADDED if kwargs["input_layout"] in PADDED else ())),
     }
     for name in ("pre_tockens", "next_tockens"):
@@ -96,9 +95,6 @@ TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "all False": lambda m: m & False,
     "all True": lambda m: m | True,
     "diagonal blocked": lambda m: m | torch.eye(*m.shape[-2:], dtype=torch.bool),
-    "float": lambda m: m.float(),
-    "bias": lambda m: m.float() * -1e4,
-    "int64": lambda m: m.long(),
     "uint8": lambda m: m.to(torch.uint8),
     "uint8 255": lambda m: m.to(torch.uint8) * 255,
     "strided": lambda m: m.transpose(-1, -2).contiguous().transpose(-1, -2),
