@@ -1,9 +1,9 @@
 """Packed hybrids: each family's packed rows under `adapt`, against each sequence alone, and untouched beside it.
 
-`python -m benchmarks.packed_hybrids [FAMILY ...]` prints a line each: the largest difference of a logit and, as a part of
-its size, of the gradient, over attention (sdpa, eager), form (one flat row, rows padded right, rows padded left) and mode
-(evaluated, trained, checkpointed). "Untouched" is the smallest difference of a logit that the same rows have without us,
-given the mask and positions that attention needs; what the probe costs stands last.
+`python -m benchmarks.packed_hybrids [--each] [FAMILY ...]` prints a line each, and one a case where that is asked for: the
+largest difference of a logit and, as a part of its size, of the gradient, over attention (sdpa, eager), form (one flat row,
+rows padded right, rows padded left) and mode (evaluated, trained, checkpointed). "Untouched" is the smallest difference that
+the same rows have without us, given the mask and positions that attention needs; what the probe costs stands last.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def main() -> None:
     torch.set_num_threads(1)
     wrong = 0
     print(f"{'family':18}{'cases':>6}{'logits':>10}{'gradient':>10}{'untouched':>11}{'probe':>8}  the way")
-    for family in sys.argv[1:] or hybrid_model_types():
-        found = [each for attention in ("sdpa", "eager") for each in _measured(family, attention)]
+    families = [name for name in sys.argv[1:] if name != "--each"] or hybrid_model_types()
+    for family in families:
+        cells = {(attention, *at): each for attention in ("sdpa", "eager") for at, each in _measured(family, attention)}
+        found = list(cells.values())
         errors = [each for each in found if not isinstance(each, str)]
         if errors:
             worst = [max(column) for column in zip(*(each[:2] for each in errors))]
@@ -50,11 +52,14 @@ def main() -> None:
             line = f"{len(errors):6}{worst[0]:10.1e}{worst[1]:10.1e}{control:11.2g}{cost * 1e3:5.0f} ms  {way}"
         else:
             line = f"     -         -         -          -       -  {found[0] if found else 'is not built'}"
+        for at, each in cells.items() if "--each" in sys.argv else ():
+            told = each if isinstance(each, str) else "{:10.1e}{:10.1e}{:11.2g}".format(*each)
+            print(f"  {', '.join(at):22}{told}")
         print(f"{family:18}{line}{'' if not errors or max(worst) < RIGHT else '  WRONG'}", flush=True)
     sys.exit(bool(wrong))
 
 
-def _measured(family: str, attention: str) -> Iterator[tuple[float, float, float] | str]:
+def _measured(family: str, attention: str) -> Iterator[tuple[tuple[str, ...], tuple[float, float, float] | str]]:
     """Of each form and mode: errors of logits and gradient, and of the logits untouched; or why it is refused."""
     try:
         model: Any = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=attention)
@@ -62,9 +67,9 @@ def _measured(family: str, attention: str) -> Iterator[tuple[float, float, float
         tokens = [torch.randint(0, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS]
         truth = _run(model, [{"input_ids": each[None]} for each in tokens], [torch.arange(len(each)) for each in tokens])
     except Exception as error:
-        yield f"does not run alone: {str(error)[:60]}"
+        yield (), f"does not run alone: {str(error)[:60]}"
         return
-    for mode, segments in product(MODES, FORMS.values()):
+    for mode, (form, segments) in product(MODES, FORMS.items()):
         model.train(mode != "evaluated")
         model.gradient_checkpointing_enable() if mode == "checkpointed" else model.gradient_checkpointing_disable()
         ids = torch.full(segments.shape, VOCABULARY - 1)
@@ -75,10 +80,10 @@ def _measured(family: str, attention: str) -> Iterator[tuple[float, float, float
             with adapt(model):
                 logits, gradient = _run(model, [batch], [torch.cat(places)], LENGTHS)
         except CollateError as error:
-            yield f"refused: {str(error).partition(': ')[2].partition('. ')[2].partition('. ')[0]}"
+            yield (), f"refused: {str(error).partition(': ')[2].partition('. ')[2].partition('. ')[0]}"
             return
         norm = float((gradient - truth[1]).norm() / truth[1].norm())
-        yield float((logits - truth[0]).abs().max()), norm, _untouched(model, batch, segments, truth[0])
+        yield (form, mode), (float((logits - truth[0]).abs().max()), norm, _untouched(model, batch, segments, truth[0]))
 
 
 def _run(

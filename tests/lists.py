@@ -218,7 +218,7 @@ def speed_table(rows: list[dict]) -> str:
 
 def step_table(rows: list[dict]) -> str:
     """A line a way to train on the same rows."""
-    lines = ["| a step of | way | tokens a second | times as long | sent, MB | memory, MB |", "|---|---|---|---|---|---|"]
+    lines = ["| a step of | way | tokens a second | times as long | padding | sent, MB | memory, MB |", "|" + "---|" * 7]
     of_steps = [row for row in rows if row["group"] == "step"]
     for case, found in groupby(of_steps, key=lambda row: row["case"]):
         same, name = list(found), case.removesuffix(", cpu")
@@ -226,7 +226,8 @@ def step_table(rows: list[dict]) -> str:
         ways += [(row["name"], row["theirs"], row["ratio"], row["facts"][1], row["made"][1]) for row in same]
         for way, seconds, ratio, facts, made in ways:
             speed, memory = facts["tokens"] / seconds, facts["peak"] / 1e6
-            lines.append(f"| {name} | {way} | {speed:,.0f} | {ratio:.2f} | {made / 1e6:.2f} | {memory:.0f} |")
+            told = f"{speed:,.0f} | {ratio:.2f} | {facts['padding']:.0%} | {made / 1e6:.2f} | {memory:.0f}"
+            lines.append(f"| {name} | {way} | {told} |")
     return "\n".join(lines)
 
 
