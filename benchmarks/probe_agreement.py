@@ -25,7 +25,7 @@ from collate_npu.consumers.probe import why_rows_move
 from collate_npu.consumers.recurrent import mend
 from collate_npu.consumers.tiny import quiet
 from collate_npu.segments import of_keep, of_lengths
-from collate_npu.testing import tiny_model
+from collate_npu.testing import tiny_config, tiny_model
 
 VOCABULARY = 129
 LENGTHS = (33, 12, 6, 55)
@@ -61,6 +61,7 @@ def main() -> None:
 
 def cells(family: str) -> tuple[Mapping[str, str], float]:
     """Of each form, what both say."""
+    why_rows_move(tiny_config(family, vocab_size=VOCABULARY), BatchAdapter, "right")  # raises where a tiny one is not tiny
     try:
         model: Any = tiny_model(family, vocab_size=VOCABULARY, seed=5)
     except ValueError:  # no sdpa

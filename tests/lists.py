@@ -226,7 +226,8 @@ def step_table(rows: list[dict]) -> str:
         ways += [(row["name"], row["theirs"], row["ratio"], row["facts"][1], row["made"][1]) for row in same]
         for way, seconds, ratio, facts, made in ways:
             speed, memory = facts["tokens"] / seconds, facts["peak"] / 1e6
-            told = f"{speed:,.0f} | {ratio:.2f} | {facts['padding']:.0%} | {made / 1e6:.2f} | {memory:.0f}"
+            padding = f"{facts['padding']:.0%}" if "padding" in facts else "–"
+            told = f"{speed:,.0f} | {ratio:.2f} | {padding} | {made / 1e6:.2f} | {memory:.0f}"
             lines.append(f"| {name} | {way} | {told} |")
     return "\n".join(lines)
 
