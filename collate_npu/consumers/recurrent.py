@@ -62,7 +62,8 @@ def why_boundaries_unread(model: Any) -> str:
 
 def ways(model: Any) -> str:
     """By what each function of these layers keeps the sequences of a row apart once it is mended, where that can be done."""
-    arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(_none) is not _none else "arithmetic"
+    taps = packed_rows.convolution
+    arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
     said = {f"{call.kernel} of {call.package}": _why_unread(call) for call in kernel_calls(model) if call.kernel in MENDS}
     return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in said.items())
 
