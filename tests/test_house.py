@@ -17,7 +17,7 @@ LINES = {
     "masks": (2693, 2400),
     "parallel": (1607, 1450),
     "kernels": (3441, 1900),
-    "consumers": (3290, 1950),
+    "consumers": (3288, 1950),
     "collate": (1750, 1500),
     "proof": (4271, 1900),
     "integrations": (3429, 3000),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.consumer import Model
 from collate_npu.consumers.models import config_of, text_config, unwrap
-from collate_npu.consumers.recurrent import AS_IT_IS, kernel_calls, mend, variables_of
+from collate_npu.consumers.recurrent import AS_IT_IS, asks_by_itself, kernel_calls, mend, variables_of
 from collate_npu.consumers.tiny import alone_with, copy_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
@@ -53,6 +53,8 @@ def why_rows_move(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
+    if isinstance(whole, nn.Module) and any(map(asks_by_itself, whole.modules())):  # who raise for a row alone, untold
+        return dict.fromkeys(forms, "its layers tell their kernels by themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)
     if key not in _ANSWERS:
@@ -84,10 +86,10 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
-        try:
-            alone = torch.cat([_hidden(copy, input_ids=tokens[None])[0] for tokens in sequences])
-        except _PooledError:
+        states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
+        if any(each is None for each in states):
             return dict.fromkeys(forms, "it pools places")
+        alone = torch.cat([each[0] for each in states])
         if mended:
             stack.callback(mend(copy).remove)
         else:
@@ -108,6 +110,8 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
         found = _hidden(copy, **batch)
     except Exception as error:
         return _said(error)
+    if found is None:
+        return "it pools places"
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
     return "" if worst < _limit(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"
@@ -119,21 +123,15 @@ def _limit(device: torch.device) -> float:
     return 1e-3 if device.type == "cpu" and float(x @ x) > 1 else 2e-2
 
 
-def _hidden(copy: Any, **batch: Any) -> Tensor:
-    """The last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens."""
+def _hidden(copy: Any, **batch: Any) -> Any:
+    """The last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens; None where none are."""
     out = copy(**{**alone_with(copy, batch["input_ids"]), **batch})  # a batch may say use_cache, too
     B, S = batch["input_ids"].shape
     if (encoded := getattr(out, "encoder_last_hidden_state", None)) is not None:  # of whole blocks (Pegasus-X)
-        return encoded[:, :S].float()  # type: ignore[no-any-return]
+        return encoded[:, :S].float()
     states = (getattr(out, "hidden_states", None) or [None])[-1]
     shown = [each.float() for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
-    if not shown:
-        raise _PooledError
-    return torch.cat(shown, -1)
-
-
-class _PooledError(Exception):
-    """It shows no states of tokens."""
+    return torch.cat(shown, -1) if shown else None
 
 
 def _device(model: Any) -> torch.device:
