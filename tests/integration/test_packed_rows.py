@@ -132,9 +132,9 @@ def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_t
     for make in (collated, lambda: BatchAdapter(model)(batch)):
         with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\) before a collator is made"):
             make()
-        with adapt(model):
+        with adapt(model) as adapted:
             made = make()
-            assert max(errors(model, made, truth)) < RIGHT
+            assert [max(errors(model, made, truth)) < RIGHT, "the package fla: arithmetic" in adapted.packed] == [True, True]
         assert [name for name in held if held[name] is not before[name]] == []  # undone
 
 
