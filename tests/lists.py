@@ -227,8 +227,7 @@ def step_table(rows: list[dict]) -> str:
         for way, seconds, ratio, facts, made in ways:
             speed, memory = facts["tokens"] / seconds, facts["peak"] / 1e6
             padding = f"{facts['padding']:.0%}" if "padding" in facts else "–"
-            told = f"{speed:,.0f} | {ratio:.2f} | {padding} | {made / 1e6:.2f} | {memory:.0f}"
-            lines.append(f"| {name} | {way} | {told} |")
+            lines.append(f"| {name} | {way} | {speed:,.0f} | {ratio:.2f} | {padding} | {made / 1e6:.2f} | {memory:.0f} |")
     return "\n".join(lines)
 
 

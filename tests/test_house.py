@@ -17,13 +17,13 @@ LINES = {
     "masks": (2693, 2400),
     "parallel": (1607, 1450),
     "kernels": (3441, 1900),
-    "consumers": (3288, 1950),
+    "consumers": (3287, 1950),
     "collate": (1750, 1500),
     "proof": (4271, 1900),
-    "integrations": (3429, 3000),
+    "integrations": (3427, 3000),
     "testing": (292, 450),
     "tools": (4275, 1900),
-    "tests": (54021, 33000),
+    "tests": (54019, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}

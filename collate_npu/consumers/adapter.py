@@ -150,7 +150,7 @@ class BatchAdapter:
         unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
         if MISSING_KERNEL_RAISES.holds():
             config, attention = known_config(self.model.named), self.model.attn_implementation
-            unread = "no transformers is installed here that has a model of this config, which could be asked"
+            unread = "no installed transformers has a model of this config"
             if hasattr(type(config), "get_text_config"):
                 unread = why_sequences_mix(config, BatchAdapter, attention=attention, mended=True)
         self.model = replace(self.model, boundaries_unread=unread)

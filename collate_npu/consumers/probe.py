@@ -1,7 +1,7 @@
 """Probe: what a model does with padded and packed rows is asked of the model, not looked up.
 
 A tiny copy of its own class and settings, on its device, with the functions that this process resolved, gets rows as the
-adapter hands them over; every sequence must come out as it does alone. That takes some 50 milliseconds, once for the code
+adapter hands them over; every sequence must come out as it does alone. That takes 50 to 200 milliseconds, once for the code
 of the layers, and is the same on every rank. No parameter is needed: they may be sharded, on meta, or elsewhere.
 """
 
@@ -53,8 +53,8 @@ def why_rows_move(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(map(asks_by_itself, whole.modules())):  # who raise for a row alone, untold
-        return dict.fromkeys(forms, "its layers tell their kernels by themselves" if mended else "")
+    if isinstance(whole, nn.Module) and any(map(asks_by_itself, whole.modules())):  # they raise without offsets, alone too
+        return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)
     if key not in _ANSWERS:
@@ -110,8 +110,6 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
         found = _hidden(copy, **batch)
     except Exception as error:
         return _said(error)
-    if found is None:
-        return "it pools places"
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
     return "" if worst < _limit(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"

@@ -60,11 +60,12 @@ def why_boundaries_unread(model: Any) -> str:
     return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
 
 
-def ways(model: Any) -> str:
-    """By what each function of these layers keeps the sequences of a row apart once it is mended, where that can be done."""
+def describe_packing(model: Any) -> str:
+    """How each kernel of this mended model keeps the sequences of a row apart: by itself, or by arithmetic around it."""
     taps = packed_rows.convolution
     arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
-    said = {f"{call.kernel} of {call.package}": _why_unread(call) for call in kernel_calls(model) if call.kernel in MENDS}
+    calls = [call for call in kernel_calls(model) if MENDS.get(call.kernel, _none) is not _none]
+    said = {f"{call.kernel} of {call.package}": _why_unread(call) for call in calls}
     return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in said.items())
 
 

@@ -97,7 +97,7 @@ def _half_causal(case: Case) -> str:
     masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
     if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
         return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
-    ahead = case.pattern.name == model.attends(case.call) == "bidirectional"
+    ahead = case.pattern.name == "bidirectional" == model.attends(case.call)
     if not ahead or model.pattern == "bidirectional":
         return ""
     if by_call and model.config is not None and text_config(model.config) is not model.config:

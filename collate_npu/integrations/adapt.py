@@ -26,7 +26,7 @@ from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.probe import why_sequences_mix
-from collate_npu.consumers.recurrent import mend, ways
+from collate_npu.consumers.recurrent import describe_packing, mend
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -36,13 +36,13 @@ from collate_npu.segments import Segments, of_keep
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Adapted:
     """What `adapt` put on a model: `.remove()` takes it off, and so does the end of `with adapt(model):`."""
 
     handles: Sequence[Any] = field(repr=False)
     packed: str
-    """Of recurrent layers: by what each kernel keeps the sequences of a row apart, or why that cannot be done."""
+    """How each recurrent kernel keeps the sequences of a row apart, or why they are not mended; "" without such layers."""
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -62,7 +62,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
     What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
     single row with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a
-    row apart; `.packed` says by what. Calls without tokens of text (sound), and steps of generation behind the prompt, pass
+    row apart; `.packed` says how. Calls without tokens of text (sound), and steps of generation behind the prompt, pass
     as they are. Where padding stands behind all tokens of a causal call that nothing else reads, sdpa and flex_attention get
     no mask: exact, and faster. Costs a copy of the mask to the host each step. Raises `UnsupportedFormError` for a module
     with no transformers model in it, or several, and for labels that a trainer has counted or keeps. After `get_peft_model`.
@@ -83,7 +83,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     for module, door in zip(places, doors):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
-    return Adapted([*handles, *doors], doors[0].mixed or (ways(places[0]) if doors[0].keeps_apart else ""))
+    return Adapted([*handles, *doors], doors[0].mixed or (describe_packing(places[0]) if doors[0].keeps_apart else ""))
 
 
 class _Door:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from collate_npu.consumers.recurrent import asks_by_itself, kernel_calls, why_boundaries_unread
+from collate_npu.consumers.recurrent import kernel_calls, why_boundaries_unread
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
 
@@ -120,14 +120,3 @@ def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
     assert why_boundaries_unread(model) == "causal_conv1d_fn of the hub does not read seq_idx"
     held.forward = MethodType(type(held).forward, held)  # there is no such kernel for this device
     assert "is plain torch" in why_boundaries_unread(model)
-
-
-@pytest.mark.parametrize("module", ["veomni.models", "somebody.models"])
-@pytest.mark.parametrize("takes", [True, False])
-def test_who_asks_for_offsets_by_itself(module, takes):
-    def takes_them(self, x, cu_seq_lens_q=None): ...
-    def takes_none(self, x): ...
-
-    layer = type("GatedDeltaNet", (), {"forward": takes_them if takes else takes_none, "chunk_gated_delta_rule": None})
-    layer.__module__ = module
-    assert asks_by_itself(layer()) == (module.startswith("veomni.") and takes)

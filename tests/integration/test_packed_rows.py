@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,12 +141,21 @@ def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_t
 
 def test_two_adapted_models_of_a_family_leave_each_other_alone():
     model, (batch, features, at) = copy.deepcopy(built("qwen3_next")), packed(LENGTHS)
-    truth, other = alone(model, features), adapt(copy.deepcopy(model))
+    truth, other, found = alone(model, features), adapt(copy.deepcopy(model)), []
+
+    class Asking(BatchAdapter):  # while a probe asks it for a model of the family, this one runs in another thread
+        def routed(self, *given):
+            found.append(ThreadPoolExecutor().submit(errors, model, batch, truth, at).result())
+            return super().routed(*given)
+
     with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\)"):
         BatchAdapter(model)(batch)
     with adapt(model):
         other.remove()
         other.remove()
+        model.config.rms_norm_eps *= 1.0000003  # asked anew
+        why_sequences_mix(model.config, Asking)
+        assert max(map(max, found)) < RIGHT
         assert max(errors(model, batch, truth, at)) < RIGHT
 
 

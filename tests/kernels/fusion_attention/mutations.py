@@ -31,7 +31,7 @@ def mutations(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
 
 
 def _plain(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
-    """One argument, another value. What the operator itself refuses is not among them."""
+    """One argument, another value. What the card alone refuses is not among them."""
     values: dict[str, Any] = {
         "sparse_mode": set(range(-1, 10)) - {kwargs.get("sparse_mode", 0)},
         "inner_precise": (0, 1, 2),
