@@ -242,11 +242,11 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
 
 def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
     """Answers that show no difference tell nothing."""
-    errors = [error for error in (difference(found, own) for found in equal) if error > 0]
-    fine = [error for error in errors if error <= _FINE]  # what is larger beside them is no rounding
-    noise = max(_LEAST, max(fine) if fine else min(errors, default=0.0))
-    limit = TIMES * noise if fine else max(TIMES * noise, lost / _ROUGH)
     whole = torch.cat(own)
+    errors = {difference(found, own): float((torch.cat(found) != whole).double().mean()) ** 0.5 for found in equal}
+    fine = [error for error, part in errors.items() if 0 < error <= _FINE * part]  # of the part of tokens that moved
+    noise = max(_LEAST, max(fine) if fine else min(filter(None, errors), default=0.0))
+    limit = TIMES * noise if fine else max(TIMES * noise, lost / _ROUGH)
     furthest = [float((torch.cat(found) - whole).abs().max()) for found in equal if difference(found, own) <= TIMES * noise]
     size = float(whole.square().mean().sqrt())
     return Scale(noise, limit, lost, max(limit * size, TIMES * max(furthest, default=0.0)))
