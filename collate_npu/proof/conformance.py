@@ -187,8 +187,8 @@ def _reach(far: Sequence[Tensor]) -> str:
     return FADES if first > _FADED * later else STAYS
 
 
-_FINE, _ROUGH = 5e-6, 10
-"""Noise up to which rounding is that of float32; the part of a wrong answer that passes where it is not."""
+_FINE, _MANY, _ROUGH = 5e-6, 4, 10
+"""Moved by this: noise of float32, if so many tokens did (a flip may be as small). Else a part of what is lost passes."""
 _LEAST = FLOOR * torch.finfo(torch.float32).eps
 """The noise is at least that: a lucky run shows none."""
 _BEFORE = 8
@@ -243,8 +243,8 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
 def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
     """Answers that show no difference tell nothing."""
     whole = torch.cat(own)
-    errors = {difference(found, own): float((torch.cat(found) != whole).double().mean()) ** 0.5 for found in equal}
-    fine = [error for error, part in errors.items() if 0 < error <= _FINE * part]  # of the part of tokens that moved
+    errors = {difference(found, own): int((torch.cat(found) != whole).sum()) for found in equal}
+    fine = [error for error, moved in errors.items() if moved >= _MANY and error <= _FINE * math.sqrt(moved / len(whole))]
     noise = max(_LEAST, max(fine) if fine else min(filter(None, errors), default=0.0))
     limit = TIMES * noise if fine else max(TIMES * noise, lost / _ROUGH)
     furthest = [float((torch.cat(found) - whole).abs().max()) for found in equal if difference(found, own) <= TIMES * noise]

@@ -62,16 +62,16 @@ def test_one_wrong_source_does_not_widen_what_passes():
 def test_noise_of_all_sources_passes_also_where_it_is_coarse():
     found = scale(rounded(2e-3), shift=3e-3)
     assert found.limit == pytest.approx(TIMES * 2e-3, rel=1e-2)
-    assert (few := scale(lambda rows: [x + 1e-4 * (len(rows) > 1) * (x == x[3]) for x in toy(rows)])).limit == few.lost / 10
+    for low, size in zip(OWN.sort().values[[1, 9]] - 1e-9, (1e-6, 1e-4)):  # flips of bfloat16 are no noise of float32
+        found = scale(lambda rows, low=low, size=size: [x + size * (len(rows) > 1) * (x < low) for x in toy(rows)])
+        assert found.limit == found.lost / 10
 
 
 def test_what_tells_nothing_is_refused():
     refused = {
         "do not depend on the tokens": lambda samples: [-torch.ones(len(ids) - 1).double() for ids in samples],
         "noise of .*nothing is proved": rounded(0.5),
-        "do not depend on the last tokens": lambda samples: [
-            torch.cat([-torch.ones(1).double(), score(ids)[:-1]]) for ids in samples
-        ],
+        "on the last tokens": lambda samples: [torch.cat([-torch.ones(1).double(), score(ids)[:-1]]) for ids in samples],
         "not a number for a sample alone": lambda samples: [x * float("nan") for x in toy(samples)],
         "asked twice": lambda samples: [x * (1 + torch.rand(1)) for x in toy(samples)],
     }
