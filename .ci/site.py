@@ -26,7 +26,7 @@ MODULES = (
     "collate.wrapping",
     "errors",
     "keys",
-    "consumers.consumer",
+    "consumers.mask_routing",
     "masks",
     "outputs",
     "parallel",

@@ -20,10 +20,9 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from collate_npu import BatchAdapter, CollateError
-from collate_npu.consumers.models import needs_mask_2d
-from collate_npu.consumers.probe import why_rows_move
+from collate_npu.consumers.model_traits import needs_mask_2d
+from collate_npu.consumers.probe import quiet, why_rows_move
 from collate_npu.consumers.recurrent import mend
-from collate_npu.consumers.tiny import quiet
 from collate_npu.segments import of_keep, of_lengths
 from collate_npu.testing import tiny_config, tiny_model
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collate_npu.collate.collators import PaddingCollator as PaddingCollator
     from collate_npu.collate.wrapping import wrap_collator as wrap_collator
     from collate_npu.consumers.adapter import BatchAdapter as BatchAdapter
-    from collate_npu.consumers.models import needs_mask_2d as needs_mask_2d
+    from collate_npu.consumers.model_traits import needs_mask_2d as needs_mask_2d
     from collate_npu.errors import CollateError as CollateError
     from collate_npu.integrations.adapt import adapt as adapt
     from collate_npu.masks.derive import derive_segments as derive_segments
@@ -37,7 +37,7 @@ _HOMES = {
     "collate.collators": "PaddingCollator",
     "collate.wrapping": "wrap_collator",
     "consumers.adapter": "BatchAdapter",
-    "consumers.models": "needs_mask_2d",
+    "consumers.model_traits": "needs_mask_2d",
     "errors": "CollateError",
     "integrations.adapt": "adapt",
     "masks.derive": "derive_segments",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import check_held, checked
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.segments import Segments
+from collate_npu.validation import check_held, checked
 
 
 @checked

@@ -16,7 +16,7 @@ from torch import Tensor
 import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
-from collate_npu.consumers.consumer import consumers
+from collate_npu.consumers.mask_routing import consumers
 from collate_npu.consumers.probe import why_sequences_mix
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
 from collate_npu.kernels.gated_delta import arguments

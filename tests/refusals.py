@@ -25,12 +25,12 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import check_recurrent_split, pad_documents
 
 RIGHT = Segments.from_lengths([3, 5])

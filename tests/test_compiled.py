@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, derive_segments, last_token, repad, unpad
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence
 from collate_npu.releases import MISSING_KERNEL_RAISES, installed
 

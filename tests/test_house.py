@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1795, 1250),
-    "masks": (2693, 2400),
-    "parallel": (1607, 1450),
+    "ground": (1797, 1250),
+    "masks": (2668, 2400),
+    "parallel": (1606, 1450),
     "kernels": (3441, 1900),
-    "consumers": (3287, 1950),
-    "collate": (1750, 1500),
-    "proof": (4271, 1900),
-    "integrations": (3427, 3000),
+    "consumers": (3246, 1950),
+    "collate": (1734, 1500),
+    "proof": (4278, 1900),
+    "integrations": (3435, 3000),
     "testing": (292, 450),
-    "tools": (4275, 1900),
-    "tests": (54019, 33000),
+    "tools": (4272, 1900),
+    "tests": (54016, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}
@@ -95,7 +95,7 @@ STACKS = ("mindspeed", "swift", "verl", "twinkle", "torchtitan", "axolotl", "lla
 """Not megatron, trl and accelerate: what they read is a form that others read too."""
 ELSEWHERE = {
     "mindspeed": """
-        consumers.adapter consumers.consumer consumers.megatron consumers.verl
+        consumers.adapter consumers.mask_routing consumers.megatron consumers.verl
         integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
         integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
         kernels.gated_delta.rules parallel.recurrent releases
@@ -103,8 +103,8 @@ ELSEWHERE = {
     "swift": """
         consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent
         tools.cli tools.env""",
-    "verl": "consumers.consumer",
-    "torchtitan": "consumers.adapter consumers.consumer consumers.models kernels.gated_delta.stacks",
+    "verl": "consumers.mask_routing",
+    "torchtitan": "consumers.adapter consumers.mask_routing consumers.model_traits kernels.gated_delta.stacks",
     "llamafactory": "tools.env",
     "deepspeed": "integrations.context_parallel",
 }

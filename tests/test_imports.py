@@ -15,7 +15,7 @@ import collate_npu
 
 ORDER = (
     ("errors", "debug", "moved"),
-    ("checked",),
+    ("validation",),
     ("releases",),
     ("arrays",),
     ("keys",),
@@ -72,7 +72,7 @@ def test_collating_and_adapting_load_no_framework():
     code = """
 import sys, json, types
 from collate_npu import *
-from collate_npu.consumers.consumer import consumers
+from collate_npu.consumers.mask_routing import consumers
 model = types.SimpleNamespace(layer_types=["full_attention"])
 lone = ("torchtitan", "mindspeed", "mindspeed_llm", "mindspeed_llm_fsdp2", "verl_npu", "transformer_engine",
         "mindspeed_mm", "transformer_engine_npu")  # right alone

@@ -34,7 +34,7 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.collate import Layout
-from collate_npu.consumers.consumer import Case, Model, consumer_named, consumers
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.parallel import join_shards

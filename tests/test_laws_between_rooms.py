@@ -1,6 +1,6 @@
 """Laws 9, 10 and 13: what a collator knew comes out of the door, nothing shares memory, no pattern is replaced.
 
-Law 11 (two sources that differ raise) is in masks/test_find.py, law 12 (every remedy works) in test_refusals.py.
+Law 11 (two sources that differ raise) is in masks/test_batch_reader.py, law 12 (every remedy works) in test_refusals.py.
 Legend: B rows, S width.
 """
 
@@ -19,7 +19,7 @@ from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingColl
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, varlen
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 DENSE = SimpleNamespace(layer_types=["full_attention"])

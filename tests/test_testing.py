@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 transformers = pytest.importorskip("transformers")
 
 from collate_npu import CollateError, testing  # noqa: E402
-from collate_npu.consumers.models import family_needs_mask_2d, needs_mask_2d  # noqa: E402
+from collate_npu.consumers.model_traits import family_needs_mask_2d, needs_mask_2d  # noqa: E402
 from collate_npu.consumers.recurrent import kernel_calls  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 

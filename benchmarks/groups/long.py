@@ -32,7 +32,7 @@ from collate_npu.collate import Layout
 from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import check_gated_delta_contract, gated_delta_kwargs
 from collate_npu.masks import dense, derive_segments
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.proof import watch
 from collate_npu.testing import tiny_model
 

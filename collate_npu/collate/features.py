@@ -22,7 +22,7 @@ from collate_npu.arrays import Array, entries, host_array, renumber
 from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
-from collate_npu.masks.offsets import parted_by_positions
+from collate_npu.masks.sources import parted_by_positions
 from collate_npu.segments import Segments
 
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, Side
-from collate_npu.checked import check_batch, check_collator, check_fields, check_return_tensors
+from collate_npu.collate.collators import Emitter, Layout, with_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.collate.wire import Emitter, Layout, with_offsets
 from collate_npu.consumers.adapter import has_choices
 from collate_npu.consumers.labels import behind_padding, labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.find import agreed, segments_from_batch
-from collate_npu.masks.polarity import Polarity, check_polarity
+from collate_npu.masks.batch_reader import agreed, segments_from_batch
+from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
+from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors
 
 Features = Sequence[Mapping[str, Any]]
 

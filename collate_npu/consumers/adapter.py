@@ -1,7 +1,9 @@
-"""Adapter: between the dataloader and the model, a batch found, checked, routed and split.
+"""Adapter: it reads and checks a batch before the model, gives it the form that the model reads, splits it over ranks, and
+moves it to a device in one copy.
 
 Costs O(B * S) for a batch that carries `attention_mask_2d` or a 2D mask; a 4D mask is proved in a few passes over its
-bytes. Legend: B batch, S width.
+bytes. All tensors go to a card in one copy out of pinned memory, which does not wait (torch: `non_blocking`).
+Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.checked import check_model, checked, here
-from collate_npu.consumers.consumer import Case, Consumer, ConsumerName, Model, Route, consumer_named
-from collate_npu.consumers.forwards import LabelRule
 from collate_npu.consumers.labels import check_decoder, labels_for
+from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.models import (
+from collate_npu.consumers.model_traits import (
+    LabelRule,
     attention_windows,
     consumer_of,
     known_config,
@@ -30,23 +31,77 @@ from collate_npu.consumers.models import (
     unwrap,
     windows,
 )
-from collate_npu.consumers.moving import moved
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.probe import why_rows_move, why_sequences_mix
 from collate_npu.consumers.recurrent import why_boundaries_unread
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.find import agreed, check_known
+from collate_npu.masks.batch_reader import agreed, check_known
+from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows, rows_told
-from collate_npu.masks.offsets import places_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.masks.polarity import Polarity, check_polarity
-from collate_npu.masks.sources import Sources
+from collate_npu.masks.sources import Sources, places_of
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
+from collate_npu.validation import check_model, checked, here
+
+_ALIGNED = 64
+"""Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
+
+
+def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch on this device, its plain host tensors as views of one storage there; what is there already stays.
+
+    Mappings of tensors (a mask for each kind of layer) come along. Tensors that are pinned already go by themselves.
+
+    >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
+    {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}
+    """
+    held = dict(_flat(batch))
+    together = {name: value for name, value in held.items() if _waits(value)}
+    there = {name: _alone(value, device) for name, value in held.items() if name not in together}
+    return _nested(batch, there | _in_one(together, device))
+
+
+def _flat(batch: Mapping[str, Any], *outer: str) -> Any:
+    for name, value in batch.items():
+        yield from _flat(value, *outer, name) if isinstance(value, Mapping) else [((*outer, name), value)]
+
+
+def _nested(batch: Mapping[str, Any], held: Mapping[Any, Any], *outer: str) -> dict[str, Any]:
+    inner = {name: (*outer, name) for name in batch}
+    return {
+        name: _nested(value, held, *inner[name]) if isinstance(value, Mapping) else held[inner[name]]
+        for name, value in batch.items()
+    }
+
+
+def _waits(value: Any) -> bool:
+    """Would its own copy keep the host waiting: a plain tensor in memory that is not pinned?"""
+    plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
+    return plain and not value.requires_grad and not value.is_pinned()
+
+
+def _alone(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
+
+
+def _in_one(tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+    ends, size = {}, 0
+    for name, tensor in tensors.items():
+        start, size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        ends[name] = slice(start, start + tensor.nbytes)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+    for name, tensor in tensors.items():
+        buffer[ends[name]].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = buffer.to(device, non_blocking=True)  # torch keeps the buffer until the copy is done
+    return {name: there[ends[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+
 
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels of a transformers model read of a flat row."""
@@ -314,7 +369,7 @@ class BatchAdapter:
         if chosen.keeps_mask_2d:
             out[KEEP_KEY] = segments.keep.to(device)
         if self.context_parallel is None:
-            return out if self.device is None else moved(out, self.device)
+            return out if self.device is None else move_batch(out, self.device)
         scheme = self.consumer.recurrent_scheme
         if scheme is not None and self.model.needs_mask_2d:
             heads = recurrent_heads(self.model.config)
@@ -322,7 +377,7 @@ class BatchAdapter:
         built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
         parts = {key: value for key, value in out.items() if key != built}
         out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)
-        return out if self.device is None else moved(out, self.device)
+        return out if self.device is None else move_batch(out, self.device)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
         """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.

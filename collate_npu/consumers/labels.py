@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.forwards import LabelRule
+from collate_npu.consumers.model_traits import LabelRule
 from collate_npu.errors import CollateError, explain_rows
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments

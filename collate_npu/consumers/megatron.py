@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from collate_npu.consumers import consumer, mindspeed
-from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
+from collate_npu.consumers import mask_routing, mindspeed
+from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.consumers.mindspeed import start_problem as start_problem
-from collate_npu.consumers.models import config_of
+from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.releases import MEGATRON_PACKED, installed
@@ -114,7 +114,7 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
     exact = none_is_exact(segments)
     if not exact:
-        consumer.consumer_named(kernel).route(Case(segments=segments))
+        mask_routing.consumer_named(kernel).route(Case(segments=segments))
     if recurrent and not exact:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
         remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from "

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import torch
 
-from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
+from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.parallel.layout import Layout
 

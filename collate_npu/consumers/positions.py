@@ -1,8 +1,8 @@
 """Positions: what a consumer is given as `position_ids`, and when it is better left to count by itself.
 
 Megatron-style stacks always get them. A transformers model gets them where its own count would be wrong (left padding,
-packing) or the batch has them, and then as that model counts (`forwards.position_rule`). Positions that count places over
-padding are counted again; a caller's own are never replaced.
+packing) or the batch has them, and then as that model counts (`model_traits.position_rule`). Positions that count places
+over padding are counted again; a caller's own are never replaced.
 Legend: B rows, S width, T tokens of a flat row.
 """
 
@@ -13,12 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.consumer import Case, Consumer
-from collate_npu.consumers.leaks import rope_limit
-from collate_npu.consumers.moving import positions_on
+from collate_npu.consumers.mask_routing import Case, Consumer
+from collate_npu.consumers.model_traits import rope_limit
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.masks.offsets import check_counts
-from collate_npu.masks.sources import Sources
+from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import Segments
 
@@ -107,3 +105,12 @@ def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     axes = text if own is None else own
     axes = axes if axes.ndim == 3 else axes.repeat(3, 1, 1)
     return axes if len(axes) == 4 else torch.cat([text[None], axes])
+
+
+def positions_on(segments: Segments, device: torch.device | None) -> Tensor:
+    """`segments.position_ids`, made on this device where rows of one sequence without holes say them by where they start."""
+    if device is None or segments.packed or segments.hole_rows:
+        return segments.position_ids
+    starts = dict.fromkeys(range(segments.shape[0]), segments.shape[1]) | {b: start for b, start, _ in segments.spans}
+    places_S = torch.arange(segments.shape[1], device=device)
+    return (places_S - torch.tensor([*starts.values()])[:, None].to(device, non_blocking=True)).clamp_(min=0)

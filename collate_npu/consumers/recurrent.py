@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.models import unwrap
+from collate_npu.consumers.model_traits import unwrap
 from collate_npu.kernels import packed_rows
 from collate_npu.releases import FLA_CONVOLUTION
 

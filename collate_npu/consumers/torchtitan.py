@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Consumer, Form, Refusal
+from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.releases import installed
 
 TORCHTITAN = Consumer(

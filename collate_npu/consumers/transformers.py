@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from collate_npu import debug
-from collate_npu.consumers import forwards, leaks
-from collate_npu.consumers.consumer import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.models import attention_windows, known_config, layer_masks, text_config, windows
+from collate_npu.consumers import model_traits
+from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.model_traits import attention_windows, known_config, layer_masks, text_config, windows
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -38,7 +38,7 @@ def _also_told(case: Case) -> tuple[str, ...]:
 
 def _calls_kda(config: Any) -> bool:
     try:
-        return forwards.calls(known_config(config), "chunk_kda")
+        return model_traits.calls(known_config(config), "chunk_kda")
     except CollateError:  # a config of a class of somebody's
         return False
 
@@ -188,13 +188,14 @@ def _leak(case: Case) -> str:
         one = "one" if case.segments.shape[0] == 1 and "one" in case.model.moves else "left"
         return case.model.moves.get(one if case.inside else "right", "")
     if case.recurrent:
-        return leaks.HOLE_IN_A_STATE
-    return case.model.moves.get("holes", "") or leaks.why_holes_cut(case.model.named, case.segments.longest_span)
+        return model_traits.HOLE_IN_A_STATE
+    return case.model.moves.get("holes", "") or model_traits.why_holes_cut(case.model.named, case.segments.longest_span)
 
 
 def _width(case: Case) -> str:
     """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
-    limit, sparse, S = case.model.ask(leaks.width_dependence), case.model.ask(leaks.sparse_from), case.segments.shape[1]
+    limit, sparse = case.model.ask(model_traits.width_dependence), case.model.ask(model_traits.sparse_from)
+    S = case.segments.shape[1]
     if sparse is not None and sparse < S and any(n != S for n in case.segments.sequence_lengths):
         return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
@@ -203,8 +204,8 @@ def _width(case: Case) -> str:
 
 
 def _clash(case: Case) -> str:
-    limited = case.model.ask(leaks.rope_limit) is not None
-    return leaks.why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
+    limited = case.model.ask(model_traits.rope_limit) is not None
+    return model_traits.why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
 
 
 def _pooled(case: Case) -> str:

@@ -20,11 +20,18 @@ import torch
 from torch import nn
 
 from collate_npu.arrays import host_array
-from collate_npu.checked import check_model
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
-from collate_npu.consumers.forwards import label_rule, poolers
 from collate_npu.consumers.labels import check_decoder, labels_for
-from collate_npu.consumers.models import consumer_of, has_two_sides, is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.model_traits import (
+    consumer_of,
+    has_two_sides,
+    is_transformers,
+    label_rule,
+    needs_mask_2d,
+    poolers,
+    text_config,
+    unwrap,
+)
 from collate_npu.consumers.probe import why_sequences_mix
 from collate_npu.consumers.recurrent import describe_packing, mend
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
@@ -32,6 +39,7 @@ from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments, of_keep
+from collate_npu.validation import check_model
 
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from axolotl.integrations.base import BasePlugin
 
 from collate_npu import adapt
 from collate_npu.collate.wrapping import WrappedCollator, wrap_collator
-from collate_npu.consumers.models import needs_mask_2d, unwrap
+from collate_npu.consumers.model_traits import needs_mask_2d, unwrap
 from collate_npu.releases import say_outside
 
 PACKAGE, TESTED = "axolotl", "0.19.0"

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import say_batch
-from collate_npu.consumers.models import config_of, needs_mask_2d, text_config, windows
+from collate_npu.consumers.mask_routing import say_batch
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
 from collate_npu.consumers.recurrent import asks_by_itself
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import ignore_first_labels, shift_labels

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from collate_npu.checked import check_collator
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
+from collate_npu.validation import check_collator
 
 PACKAGE, TESTED = "transformers", "5.23.0"
 

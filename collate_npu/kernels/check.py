@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from collate_npu import debug
-from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
@@ -26,6 +25,7 @@ from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
+from collate_npu.validation import checked
 
 ATTENTION = ("npu_fusion_attention", "npu_fusion_attention_v3")
 

@@ -30,7 +30,7 @@ from collate_npu.segments import Segments, position_array
 Attended = tuple[Tensor, Tensor]
 """bool `[Q, K]`: whom any head attends, and whom every head does."""
 BLOCKED = -9984
-"""An additive mask blocks at or below it (masks.polarity)."""
+"""An additive mask blocks at or below it (masks.dense_mask)."""
 
 
 def why_row_wrong(

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
-from collate_npu.checked import checked
 from collate_npu.errors import (
     AmbiguousMaskError,
     CollateError,
@@ -22,12 +21,12 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
+from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity, Square
+from collate_npu.masks.dense_reader import Known, Reading, UnexplainedError, read_square
 from collate_npu.masks.patterns import Pattern, Prefix
-from collate_npu.masks.polarity import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity
-from collate_npu.masks.readings import Known, Reading, UnexplainedError, read_square
 from collate_npu.masks.sources import misfit
-from collate_npu.masks.square import Square
 from collate_npu.segments import Segments, Values, of_keep, ready
+from collate_npu.validation import checked
 
 MASK_KEY = "attention_mask"
 

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_array
-from collate_npu.checked import checked, here, wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.polarity import Polarity
-from collate_npu.masks.square import fill_rows, regions_of
 from collate_npu.segments import Segments, keep_array, of_lengths
+from collate_npu.validation import checked, here, wrong_kind
 
 MAX_MASK_BYTES = 4 << 30
 EVALUATED_BYTES = 21

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import as_offsets, whole_number
-from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.validation import checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""

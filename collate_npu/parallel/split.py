@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, check_places, host_tensor, whole_number
-from collate_npu.checked import check_held, checked, dimension
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
-from collate_npu.masks.find import agreed, check_known
+from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.forms import aligned, check_cuts
-from collate_npu.masks.offsets import kept_apart
-from collate_npu.masks.sources import Sources, misfit
+from collate_npu.masks.sources import Sources, kept_apart, misfit
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
+from collate_npu.validation import check_held, checked, dimension
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
 _FEW_RUNS = 16

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import Case, consumer_named
+from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of
-from collate_npu.consumers.models import consumer_of, has_two_sides, unwrap
+from collate_npu.consumers.model_traits import consumer_of, has_two_sides, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
-from collate_npu.checked import checked
 from collate_npu.errors import CollateError, explain, explain_rows, printable, shape_of
 from collate_npu.proof.measure import FLOOR, MARGIN, REMEDY, TIMES, apart
+from collate_npu.validation import checked
 
 Sample = list[int]
 Ask = Callable[[str, list[Sample]], list[Tensor]]

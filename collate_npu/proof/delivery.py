@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.checked import check_model, checked, hold_against
-from collate_npu.consumers.consumer import Case
+from collate_npu.consumers.mask_routing import Case
 from collate_npu.consumers.megatron import start_problem
-from collate_npu.consumers.models import consumer_of, has_two_sides, is_compiled, unwrap
+from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
@@ -35,6 +34,7 @@ from collate_npu.proof.recording import Recorder
 from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
+from collate_npu.validation import check_model, checked, hold_against
 
 __all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
 

@@ -16,8 +16,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.consumer import Case
-from collate_npu.consumers.models import attention_windows, config_of, has_two_sides, layer_kinds, pattern_of, text_config
+from collate_npu.consumers.mask_routing import Case
+from collate_npu.consumers.model_traits import (
+    attention_windows,
+    config_of,
+    has_two_sides,
+    layer_kinds,
+    pattern_of,
+    text_config,
+)
 from collate_npu.errors import CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.told import Told, places_in, row_starts, shown, why_counts_wrong, why_differs, why_row_wrong

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
-from collate_npu.checked import check_collator, check_model
-from collate_npu.consumers.models import needs_mask_2d, text_config
+from collate_npu.consumers.model_traits import needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
 from collate_npu.proof.measure import (
@@ -40,6 +39,7 @@ from collate_npu.proof.measure import (
     uncached,
 )
 from collate_npu.segments import Segments, keep_array
+from collate_npu.validation import check_collator, check_model
 
 # --- where samples stand in a batch, told by their tokens: who made it chose its side, its order and whether rows are
 # packed. Its mask is under test, so it only decides between places where the tokens fit equally well. O(B * S) a sample.

@@ -23,7 +23,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from collate_npu.consumers.models import has_two_sides, is_transformers, pattern_of
+from collate_npu.consumers.model_traits import has_two_sides, is_transformers, pattern_of
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import LOSS_KEYS
 

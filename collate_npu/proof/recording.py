@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.consumer import Case
+from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.kernels.told import zeros_of

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import AT_MODEL, own_patterns
-from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.models import consumer_of, has_two_sides
+from collate_npu.consumers.mask_routing import Case, Model
+from collate_npu.consumers.model_traits import consumer_of, has_two_sides
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.keys import KEYS, of_kind, with_role
-from collate_npu.masks.find import agreed
+from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, ready

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import is_compiled, unwrap
+from collate_npu.consumers.model_traits import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
 from collate_npu.proof.forward import Fault, Forward, block

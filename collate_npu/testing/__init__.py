@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import family_needs_mask_2d, text_config
-from collate_npu.consumers.probe import why_rows_move
-from collate_npu.consumers.tiny import build, make_honest, quiet, shrunk
+from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
+from collate_npu.consumers.probe import build, make_honest, quiet, shrunk, why_rows_move
 from collate_npu.proof.conformance import conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
 from collate_npu.testing.kernels import reference_kernels as reference_kernels

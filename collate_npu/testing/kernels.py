@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.checked import check_model
-from collate_npu.consumers.models import unwrap
+from collate_npu.consumers.model_traits import unwrap
 from collate_npu.consumers.recurrent import READS, KernelCall, kernel_calls
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
 from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.releases import KERNELS_TOLD
+from collate_npu.validation import check_model
 
 OF_A_CARD = ("channels", "strides", "head-size", "backward")
 """Limits of a real kernel that a reference does not have, and a tiny model need not keep."""

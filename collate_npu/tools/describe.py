@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
-from collate_npu.consumers.consumer import cheapest_said, shape_said
+from collate_npu.consumers.mask_routing import cheapest_said, shape_said
 from collate_npu.errors import CollateError, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import hazards, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.hazards import hazards, reads
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
 

@@ -15,7 +15,7 @@ from strategies import laid_out
 from collate_npu import CollateError, PaddingCollator, unpad, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.keys import KEYS, TOKENS
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.releases import KERNELS_TOLD, installed
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator
-from collate_npu.collate import Layout, wire
+from collate_npu.collate import Layout, collators
 
 THREADS = 8
 LEFT = SimpleNamespace(pad_token_id=0, padding_side="left")
@@ -101,7 +101,7 @@ def test_one_object_in_eight_threads(name):
 
 def test_the_warning_of_the_neutral_form_is_given():
     """Once a process; threads that come to it in the same moment may each give it."""
-    wire._warn_of_neutral_form.cache_clear()
+    collators._warn_of_neutral_form.cache_clear()
     collator = PaddingCollator(pad_token_id=0, attention_mask="4d")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from collate_npu import CollateError, Segments, wrap_collator
 from collate_npu.collate import Layout
-from collate_npu.collate.wire import Emitter, with_offsets
+from collate_npu.collate.collators import Emitter, with_offsets
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.forms import offsets_of

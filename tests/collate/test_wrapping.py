@@ -14,7 +14,7 @@ from collate_npu.collate import Layout, wrapping
 from collate_npu.collate.features import sample_segment_ids
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.sources import Sources
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")

@@ -12,7 +12,7 @@ import torch
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments, debug
 from collate_npu.consumers import adapter as home
-from collate_npu.consumers.consumer import Model, consumers
+from collate_npu.consumers.mask_routing import Model, consumers
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import check
 from collate_npu.masks import dense

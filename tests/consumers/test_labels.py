@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, Segments
-from collate_npu.consumers.forwards import label_rule
+from collate_npu.consumers.model_traits import label_rule
 from collate_npu.outputs import ignore_first_labels, shift_labels
 
 LEFT = Segments.from_lengths([3, 5], side="left")

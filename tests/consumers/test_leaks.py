@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu.consumers.leaks import rope_limit, sparse_from, why_holes_cut, why_lengths_clash, width_dependence
+from collate_npu.consumers.model_traits import rope_limit, sparse_from, why_holes_cut, why_lengths_clash, width_dependence
 
 
 def config(**fields):

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from collate_npu import BatchAdapter, Segments
 from collate_npu.consumers import megatron
-from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args, refuse_unread_padding
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle

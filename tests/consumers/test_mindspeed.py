@@ -14,7 +14,7 @@ from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments
 from collate_npu.consumers import mindspeed
-from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu.consumers.models import (
+from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
     consumer_of,

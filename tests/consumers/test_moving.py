@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
-from collate_npu.consumers.moving import moved, positions_on
+from collate_npu.consumers.adapter import move_batch
+from collate_npu.consumers.positions import positions_on
 from collate_npu.masks import dense
 from collate_npu.masks.forms import _triangle_on
 
@@ -17,7 +18,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=6))
 def test_tensors_of_any_type_and_shape_arrive_as_they_left_in_one_storage(kinds):
     batch = {str(n): torch.randint(0, 2, shape).to(dtype) for n, (dtype, shape) in enumerate(kinds)}
-    out = moved({**batch, "none": None, "ids": ["a"]}, CPU)
+    out = move_batch({**batch, "none": None, "ids": ["a"]}, CPU)
     assert list(out) == [*batch, "none", "ids"]
     assert (out["none"], out["ids"]) == (None, ["a"])
     for name, tensor in batch.items():
@@ -29,7 +30,7 @@ def test_tensors_of_any_type_and_shape_arrive_as_they_left_in_one_storage(kinds)
 def test_what_is_no_plain_host_tensor_goes_by_itself():
     transposed, graph = torch.arange(6).view(2, 3).T, torch.ones(2, requires_grad=True)
     masks = {"full": torch.ones(2, 2, dtype=torch.bool), "linear": None}
-    out = moved({"t": transposed, "g": graph, "masks": masks}, torch.device("meta"))
+    out = move_batch({"t": transposed, "g": graph, "masks": masks}, torch.device("meta"))
     assert (out["t"].device.type, out["t"].shape, out["t"].is_contiguous()) == ("meta", (3, 2), True)
     assert out["g"].is_meta
     assert (out["masks"]["full"].is_meta, out["masks"]["linear"]) == (True, None)

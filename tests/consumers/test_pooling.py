@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_MAPPING_NAMES as BARE,
 )
 
-from collate_npu.consumers.forwards import pooling  # noqa: E402
+from collate_npu.consumers.model_traits import pooling  # noqa: E402
 from collate_npu.testing import tiny_config  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collate_npu import CollateError, Segments
-from collate_npu.consumers.consumer import Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.positions import kind_of, positions_for, restart
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks.sources import Sources

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Segments, debug
-from collate_npu.consumers.consumer import bytes_said, cheapest_said, cost_said, say_batch, shape_said
+from collate_npu.consumers.mask_routing import bytes_said, cheapest_said, cost_said, say_batch, shape_said
 
 
 @pytest.fixture

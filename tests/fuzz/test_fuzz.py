@@ -12,7 +12,7 @@ from rotation import PROFILE, SEED
 
 from collate_npu import Segments
 from collate_npu.collate import collators
-from collate_npu.consumers import consumer
+from collate_npu.consumers import mask_routing
 from collate_npu.kernels.gated_delta import arguments
 from collate_npu.masks import derive
 from collate_npu.masks.forms import Verdict
@@ -51,7 +51,7 @@ def first_runs(x, dim, runs):
 PLANTED = {
     "collate": (collators, "ignore_first_labels", lambda labels, segments, **_: labels),
     "derive": (derive, "of_keep", lambda keep_BS: Segments.from_keep(keep_BS[:, ::-1])),
-    "adapt": (consumer, "none_is_exact", lambda *_: Verdict(True, "always")),
+    "adapt": (mask_routing, "none_is_exact", lambda *_: Verdict(True, "always")),
     "split": (split, "take_runs", first_runs),
     "gather": (gather, "_in_order", lambda shards, pieces, dim: torch.cat(list(shards), dim)),
     "outputs": (Segments, "last_indices", property(lambda self: self.indices[: self.num_sequences])),

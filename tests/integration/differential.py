@@ -24,8 +24,8 @@ import transformers
 from torch import nn
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
-from collate_npu.consumers.models import text_config
-from collate_npu.consumers.tiny import make_honest, quiet
+from collate_npu.consumers.model_traits import text_config
+from collate_npu.consumers.probe import make_honest, quiet
 from collate_npu.testing import hybrid_model_types, left_out, tiny_config
 
 VOCAB, PAD, WINDOW = 61, 60, 6

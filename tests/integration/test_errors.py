@@ -28,7 +28,7 @@ from collate_npu import (  # noqa: E402
     split_batch,
     unpad,
 )
-from collate_npu.collate.wire import _warn_of_neutral_form  # noqa: E402
+from collate_npu.collate.collators import _warn_of_neutral_form  # noqa: E402
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
 from collate_npu.parallel import ContextParallel  # noqa: E402

@@ -11,9 +11,8 @@ from tiny_text import place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, Segments, UnsupportedFormError, testing
-from collate_npu.consumers import tiny
-from collate_npu.consumers.leaks import rope_limit, why_lengths_clash, width_dependence
-from collate_npu.consumers.models import text_config
+from collate_npu.consumers import probe
+from collate_npu.consumers.model_traits import rope_limit, text_config, why_lengths_clash, width_dependence
 from collate_npu.releases import installed, numbers
 
 VOCAB = 257
@@ -106,7 +105,7 @@ INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CON
 def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
     """Beyond its budget, appended real tokens move earlier logits as padding does: scores of exactly zero tie."""
     fields = {"index_topk": 8, "index_n_heads": heads} | ({"index_kpool": 4} if name == "glm5_next" else {})
-    monkeypatch.setitem(tiny._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
+    monkeypatch.setitem(probe._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
     errors = {length: [] for length in (8, 24)}
     for seed in range(3):
         model = testing.tiny_model(name, vocab_size=VOCAB, seed=seed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collate_npu import CollateError, adapt
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import hybrid_model_types, tiny_model
 

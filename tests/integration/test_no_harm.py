@@ -88,7 +88,7 @@ def test_known_harm_is_gone(what):
 
 def test_the_law_sees_harm(monkeypatch):
     """A door that drops the mask of a call, as 0.7 did."""
-    monkeypatch.setattr("collate_npu.consumers.consumer.Model.attends", lambda self, call: self.pattern)
+    monkeypatch.setattr("collate_npu.consumers.mask_routing.Model.attends", lambda self, call: self.pattern)
     found = judged(Case(**{**ALWAYS, **KNOWN["an embedding model by its config"]}))
     assert (found["plain"][0], *harm(found)) == ("right", "adapt")
 

@@ -14,7 +14,7 @@ from tiny_text import PAD, apart, logits_of, place, samples, text_model, worst
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, UnsupportedFormError
-from collate_npu.consumers.forwards import first_position, position_rule
+from collate_npu.consumers.model_traits import first_position, position_rule
 
 TOLERANCE, POWER = 1e-4, 0.1
 ABSOLUTE = ["gpt2", "opt", "gpt_bigcode", "xglm", "biogpt"]

@@ -12,7 +12,7 @@ import torch
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")

@@ -5,7 +5,7 @@ import torch
 
 from collate_npu import PaddingCollator, Segments
 from collate_npu.masks import dense
-from collate_npu.masks.hazards import hazards, reads
+from collate_npu.masks.batch_reader import hazards, reads
 from collate_npu.masks.sources import Sources
 
 LEFT, RIGHT = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([2, 3])

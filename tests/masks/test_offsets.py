@@ -10,7 +10,7 @@ from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import pad_documents, split_batch
 
 IDS = torch.arange(8)[None]

@@ -11,8 +11,7 @@ from strategies import segment_ids
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks.forms import aligned, fitting_places, least_room, own_places, with_tail
-from collate_npu.masks.offsets import places_of
-from collate_npu.masks.sources import Sources
+from collate_npu.masks.sources import Sources, places_of
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 multiples = st.sampled_from([1, 2, 4, 6])

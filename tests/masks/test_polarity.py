@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError
 from collate_npu.errors import AmbiguousMaskError, PolarityError
-from collate_npu.masks.polarity import MaskValues, blocks
+from collate_npu.masks.dense_mask import MaskValues, blocks
 
 KEEP = torch.tensor([[[[True, False], [True, True]]]])
 INTS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)

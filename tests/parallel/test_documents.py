@@ -10,7 +10,7 @@ from collate_npu import CollateError, Segments, arrays, unpad
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.keys import KEYS
 from collate_npu.masks import varlen
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, join_shards, pad_documents, split_batch
 from collate_npu.parallel.split import place_documents, with_fills
 

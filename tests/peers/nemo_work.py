@@ -46,7 +46,7 @@ from transformers import AutoConfig
 from watching import Watch
 
 from collate_npu import PaddingCollator, adapt
-from collate_npu.collate.wire import Layout
+from collate_npu.collate.collators import Layout
 
 COLLATE = "nemo_automodel.components.datasets.utils."
 SETTINGS = {

@@ -20,7 +20,7 @@ from fla.ops.utils import index
 from fla_interpreted import ASCEND, LAUNCHED
 
 from collate_npu import PaddingCollator, Segments, adapt
-from collate_npu.consumers import tiny
+from collate_npu.consumers import probe
 from collate_npu.kernels.gated_delta import (
     chunk_indices,
     chunk_offsets,
@@ -247,7 +247,7 @@ FOR_ASCEND |= {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64_npu", "chunk_bwd_
 def test_an_adapted_model_packs_with_them(monkeypatch):
     """Of a family that no other test of this process imports: transformers looks for causal-conv1d at an import."""
     heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)  # for the interpreter's sake
-    monkeypatch.setitem(tiny._FAMILY, "qwen3_5_moe_text", heads)
+    monkeypatch.setitem(probe._FAMILY, "qwen3_5_moe_text", heads)
     samples = [{"input_ids": ids, "labels": ids} for ids in ([5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200])]
     model = tiny_model("qwen3_5_moe_text", vocab_size=257)
     with adapt(model):

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="its models are what is tested")
 import fla_interpreted
 
 from collate_npu import PaddingCollator
-from collate_npu.consumers import tiny
+from collate_npu.consumers import probe
 from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
 
@@ -50,7 +50,7 @@ def model(request):
     package.causal_conv1d_fn, package.causal_conv1d_update = causal_conv1d_fn, None
     sys.modules["causal_conv1d"] = package
     with pytest.MonkeyPatch.context() as patch:  # one head, for the interpreter's sake
-        patch.setitem(tiny._FAMILY, "kimi_linear", {"linear_num_heads": 1})
+        patch.setitem(probe._FAMILY, "kimi_linear", {"linear_num_heads": 1})
         built = tiny_model(request.param, vocab_size=PAD + 1)
     fla_interpreted.count_in_triton()
     return built

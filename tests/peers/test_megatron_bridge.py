@@ -18,7 +18,7 @@ from megatron.bridge.training import gpt_step, vlm_step  # noqa: E402
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params  # noqa: E402
 
 from collate_npu import CollateError  # noqa: E402
-from collate_npu.masks.find import segments_from_batch  # noqa: E402
+from collate_npu.masks.batch_reader import segments_from_batch  # noqa: E402
 
 NEEDS = ("megatron", "nemo_automodel", "omegaconf")  # the environment that has Megatron-Bridge
 

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import DataLoader, default_collate
 
 from collate_npu import CollateError, PaddingCollator, needs_mask_2d, wrap_collator
-from collate_npu.collate.wire import Layout
+from collate_npu.collate.collators import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import segments_from_batch
 

@@ -10,7 +10,7 @@ from cells import PAD, Stack, of_job, samples, verdict
 from processes import found_by, saved_model
 
 from collate_npu import BatchAdapter, CollateError
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.testing import tiny_model
 
 NEEDS = ("nemo_automodel",)

@@ -12,7 +12,7 @@ from processes import found_by, saved_model
 from rotation import part
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from collate_npu.consumers.tiny import make_honest
+from collate_npu.consumers.probe import make_honest
 from collate_npu.testing import tiny_config
 
 NEEDS = ("verl", "hydra")

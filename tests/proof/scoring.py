@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collate_npu import PaddingCollator, Segments
-from collate_npu.consumers import tiny
+from collate_npu.consumers import probe
 from collate_npu.outputs import per_sequence
 from collate_npu.testing import tiny_model
 
@@ -17,7 +17,7 @@ WEIGHTS = torch.randn(PAD + 1, PAD + 1, generator=torch.Generator().manual_seed(
 @cache
 def built(name, dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:  # all experts: no choice that rounding turns
-        patch.setitem(tiny._FAMILY, "qwen3_next", {"num_experts_per_tok": 4})
+        patch.setitem(probe._FAMILY, "qwen3_next", {"num_experts_per_tok": 4})
         return tiny_model(name, vocab_size=PAD + 1, dtype=dtype)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from collate_npu import CollateError, Segments
-from collate_npu.consumers.consumer import Case, Model
+from collate_npu.consumers.mask_routing import Case, Model
 from collate_npu.proof.asked import check_alone
 
 MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})

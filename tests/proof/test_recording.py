@@ -9,7 +9,7 @@ from stranger import Model
 from torch import nn
 
 from collate_npu import Segments
-from collate_npu.consumers.consumer import Case, Model as Facts
+from collate_npu.consumers.mask_routing import Case, Model as Facts
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import watch
 from collate_npu.proof.forward import Forward

@@ -7,7 +7,7 @@ import torch
 
 from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.tools.describe import describe
 
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import host_tensor
-from collate_npu.checked import check_model
-from collate_npu.consumers.consumer import say_batch
 from collate_npu.consumers.labels import are_moved
+from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
-from collate_npu.consumers.models import config_of, needs_mask_2d, recurrent_heads, unwrap
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.consumers.positions import kind_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations import patching
@@ -33,9 +32,9 @@ from collate_npu.integrations.megatron.experts import (
 )
 from collate_npu.integrations.megatron.packed import flat_row_offsets, megatron_ranks, packed_seq_params, takes_places
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.find import agreed
+from collate_npu.masks.batch_reader import agreed
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
-from collate_npu.masks.polarity import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree
@@ -43,6 +42,7 @@ from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments, ready
+from collate_npu.validation import check_model
 
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.consumers.models import config_of, unwrap
+from collate_npu.consumers.model_traits import config_of, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.masks.forms import none_is_exact

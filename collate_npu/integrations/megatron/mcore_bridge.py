@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.consumer import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
+from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY

@@ -14,7 +14,7 @@ import torch
 
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.megatron import npu_engine
-from collate_npu.consumers.models import config_of, unwrap
+from collate_npu.consumers.model_traits import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.megatron.experts import depths
 from collate_npu.kernels.check import say_call

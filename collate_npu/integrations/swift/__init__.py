@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.recurrent import variables_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
@@ -39,8 +39,8 @@ from collate_npu.integrations.swift.masks import (
     segments_from_swift,
 )
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.find import segments_from_batch
-from collate_npu.masks.polarity import Polarity
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.parallel import gloo_group
 from collate_npu.segments import Segments
 
@@ -183,7 +183,7 @@ class _Trainers:
             number_sequences(out.get("packed_seq_params"))
             return out
         masks = self.masks_of(args)
-        segments = segments_from_swift(args, data, masks.polarity)
+        segments = segments_from_swift(args, data, masks.dense_mask)
         bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
         return pooled(args, masks.add(original(args, bare, vp_stage), segments), segments)
 

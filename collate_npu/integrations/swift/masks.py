@@ -18,13 +18,13 @@ from collate_npu.arrays import host_array, host_tensor
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
-from collate_npu.consumers.models import needs_mask_2d, recurrent_heads
+from collate_npu.consumers.model_traits import needs_mask_2d, recurrent_heads
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import dense
-from collate_npu.masks.polarity import Polarity
 from collate_npu.parallel import ContextParallel, check_recurrent_split, query_rows, split_tensor
 from collate_npu.proof.delivery import guard_first_batch
 from collate_npu.segments import Segments
@@ -173,7 +173,7 @@ def guarded(
             return prepared
     else:
         masks = masks_of(args)
-        segments, cp = segments_from_swift(args, given, masks.polarity), masks.cp
+        segments, cp = segments_from_swift(args, given, masks.dense_mask), masks.cp
     ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
     guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
     return prepared

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import Array
-from collate_npu.checked import check_model
-from collate_npu.consumers.consumer import say_batch
+from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import shift_labels
 from collate_npu.segments import Segments
+from collate_npu.validation import check_model
 
 _REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
 _REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."

@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import consumer_named
+from collate_npu.consumers.mask_routing import consumer_named
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
-from collate_npu.consumers.models import config_of, unwrap
+from collate_npu.consumers.model_traits import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import ContextParallel, pad_documents, split_batch
 from collate_npu.segments import Segments
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.context_parallel import refuse_model

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked, here
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED, prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.rules import COMPRESSED, MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
+from collate_npu.validation import checked, here
 
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]

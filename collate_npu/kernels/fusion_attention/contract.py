@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall, blocked_scores, query_blocks
 from collate_npu.kernels.fusion_attention.rules import breaches, refusals
 from collate_npu.masks.forms import mask_mod, varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
+from collate_npu.validation import checked
 
 LISTED = 8
 """Rows or sequences that a message names."""

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_array, once, whole_number
-from collate_npu.checked import here, wrong_kind
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.validation import here, wrong_kind
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.checked import checked
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
 from collate_npu.kernels.fusion_attention.operator_call import (
@@ -26,6 +25,7 @@ from collate_npu.kernels.fusion_attention.operator_call import (
     sizes_of,
 )
 from collate_npu.kernels.fusion_attention.rules import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusals
+from collate_npu.validation import checked
 
 SOFTMAX_LANES = 8
 """softmax_max and softmax_sum repeat each value this often (torch_npu op_plugin/meta/_meta_registrations.py:2317-2326)."""

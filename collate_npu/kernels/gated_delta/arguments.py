@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import whole_number
-from collate_npu.checked import checked, here
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
 from collate_npu.kernels.gated_delta.stacks import operator_named
 from collate_npu.segments import Segments, Values
+from collate_npu.validation import checked, here
 
 Kernel = Literal[
     "transformers", "fla", "fla_conv", "causal_conv1d", "fla_npu", "fla_npu_cumsum", "fla_npu_flash", "fla_npu_conv",

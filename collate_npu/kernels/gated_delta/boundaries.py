@@ -28,10 +28,10 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, whole_number
-from collate_npu.checked import checked
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.forms import fitting_places, with_tail
 from collate_npu.segments import Segments, Values
+from collate_npu.validation import checked
 
 Padding = Literal["own", "behind"]
 MAX_CHUNKS = 1 << 24

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from collate_npu.checked import checked
 from collate_npu.errors import CollateError
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.gated_delta import rules
@@ -23,6 +22,7 @@ from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.releases import FLA_ZIGZAG
 from collate_npu.segments import Segments
+from collate_npu.validation import checked
 
 
 @checked

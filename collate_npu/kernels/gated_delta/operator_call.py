@@ -26,13 +26,13 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, once, whole_number
-from collate_npu.checked import check_fields
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed
 from collate_npu.segments import Segments
+from collate_npu.validation import check_fields
 
 FIELDS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens"),

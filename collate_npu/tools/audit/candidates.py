@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from collate_npu.consumers.models import is_encoder, text_config
+from collate_npu.consumers.model_traits import is_encoder, text_config
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.invariance import check_one_stack

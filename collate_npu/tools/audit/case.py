@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from collate_npu.checked import check_model
-from collate_npu.consumers.consumer import Case, Model
-from collate_npu.consumers.models import needs_mask_2d
+from collate_npu.consumers.mask_routing import Case, Model
+from collate_npu.consumers.model_traits import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.adapt import adapt
 from collate_npu.masks.patterns import Pattern
@@ -29,6 +28,7 @@ from collate_npu.proof.recording import heard
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import DENSE_ALONE, FLAT, NO_BOUNDARIES, NO_MASK, WAYS, Layout, Subject
 from collate_npu.tools.refusals import first_line, said
+from collate_npu.validation import check_model
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ from torch import Tensor
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.models import layer_masks, pattern_of
+from collate_npu.consumers.model_traits import layer_masks, pattern_of
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import block_mask, dense
-from collate_npu.masks.polarity import Polarity
 from collate_npu.proof.measure import Batch
 from collate_npu.segments import Segments
 from collate_npu.testing import byte_tokenizer

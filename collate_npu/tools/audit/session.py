@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.consumers.models import pattern_of
+from collate_npu.consumers.model_traits import pattern_of
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.invariance import samples_of
 from collate_npu.proof.kernel_rows import KERNELS

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from collate_npu.arrays import Side
-from collate_npu.collate.collators import PaddingCollator
-from collate_npu.collate.wire import Layout
+from collate_npu.collate.collators import Layout, PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.consumer import SPELLED, Case, Route
+from collate_npu.consumers.mask_routing import SPELLED, Case, Route
 from collate_npu.errors import CollateError, explain
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, whole_number
-from collate_npu.checked import check_tokenizer
-from collate_npu.consumers.consumer import shape_said
+from collate_npu.consumers.mask_routing import shape_said
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.dense_mask import Bools, MaskValues, Polarity, Square, fill_rows, regions_of
+from collate_npu.masks.dense_reader import Known, Reading, sequences
 from collate_npu.masks.derive import MASK_KEY, derive_segments, read_bare_mask
-from collate_npu.masks.find import segments_from_batch
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.masks.polarity import Bools, MaskValues, Polarity
-from collate_npu.masks.readings import Known, Reading, sequences
 from collate_npu.masks.sources import Sources
-from collate_npu.masks.square import Square, fill_rows, regions_of
 from collate_npu.segments import Segments
+from collate_npu.validation import check_tokenizer
 
 
 class Cell(IntEnum):

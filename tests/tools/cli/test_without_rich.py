@@ -12,7 +12,7 @@ from typed import typed
 
 import collate_npu
 from collate_npu import PaddingCollator, Segments, describe
-from collate_npu.collate import wire
+from collate_npu.collate import collators
 from collate_npu.masks import dense
 from collate_npu.tools.show import picture
 
@@ -66,7 +66,7 @@ def test_the_others_say_in_one_line_what_to_install(gone, args, words):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_show_says_what_describe_and_picture_say(gone, side, recwarn):
-    wire._warn_of_neutral_form.cache_clear()
+    collators._warn_of_neutral_form.cache_clear()
     shown = typed("show", "--lengths", "3,5", "--side", side)
     assert (shown.exit_code, recwarn.list) == (0, [])
     batch = PaddingCollator(pad_token_id=0, padding_side=side)(ROWS)

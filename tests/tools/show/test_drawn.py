@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("rich")
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.tools.show import picture
 from collate_npu.tools.show.drawing import lines
 from collate_npu.tools.show.readers import consumer_panels, rank_panels

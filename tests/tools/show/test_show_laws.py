@@ -16,9 +16,9 @@ from strategies import attentions, free, packed, segments, sided
 from torch.nn.attention.flex_attention import create_mask
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
-from collate_npu.consumers.consumer import consumers
+from collate_npu.consumers.mask_routing import consumers
 from collate_npu.masks import dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import query_rows
 from collate_npu.tools.show.drawing import fitted, lines
 from collate_npu.tools.show.readers import consumer_panels, rank_panels

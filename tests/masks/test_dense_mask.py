@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import Segments
-from collate_npu.masks import dense, square as square_module
-from collate_npu.masks.polarity import MaskValues
-from collate_npu.masks.square import Square, fill_rows, regions_of
+from collate_npu.masks import dense, dense_mask
+from collate_npu.masks.dense_mask import MaskValues, Square, fill_rows, regions_of
 
 WRITTEN = [("keep", None), ("masked", None), ("keep", torch.int64), ("masked", torch.uint8), ("masked", torch.float16)]
 BIASES = [("bias", torch.float32), ("bias", torch.bfloat16), ("bias", torch.float16), ("bias", torch.float64)]
@@ -18,7 +17,7 @@ BIASES = [("bias", torch.float32), ("bias", torch.bfloat16), ("bias", torch.floa
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(square_module, "BLOCK", 24)
+    monkeypatch.setattr(dense_mask, "BLOCK", 24)
 
 
 @given(strategies.attentions(), st.sampled_from(WRITTEN + BIASES), st.sampled_from(["plain", "turned", "heads", "expanded"]))

@@ -1,13 +1,12 @@
-"""Readings: what a square mask means: sequences and one attention pattern that give it back, and no others that do too.
+"""Dense reader: what a dense mask means, as sequences and the one attention pattern that give it back.
 
-What the matrix shows comes first. A token is real if it attends itself and if its key is used; both must agree. A query row
-that attends everything while others do not is a filler (an empty row that its producer "unmasked") and is no evidence. Most
-masks are those of plain causal attention: that is guessed from a few reads of each row, and compared block by block; what is
-not as guessed is read.
+A token is real if it attends itself and if its key is used; both must agree. A query row that attends everything while
+others do not is a filler (an empty row that its producer "unmasked") and is no evidence. Most masks are those of plain
+causal attention: that is guessed from a few reads of each row and compared block by block; a mask that differs is read.
 
-The reading is proved: rows that a pattern gives are compared with those of the mask, a block at a time; the first block
+The reading is proved: rows that the pattern gives are compared with those of the mask, a block at a time; the first block
 with a wrong row ends it. Where another reading gives the same matrix, the mask is refused and both are named. What is known
-beside it (`Known`) is not guessed: with a keep mask only real rows count, with the Segments they are compared, no more.
+beside the mask (`Known`) is not guessed: with a keep mask only real rows count; with Segments only the rows are compared.
 
 One pass over the mask for each pattern that holds, one block for most that do not; memory is a block of rows; doubts cost
 O(B * S). Legend: B batch, S width, N sequences, Q/K query and key rows.
@@ -23,9 +22,8 @@ import numpy as np
 
 from collate_npu.arrays import Array, once
 from collate_npu.errors import AmbiguousMaskError, explain_rows
+from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Region, Square, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
-from collate_npu.masks.polarity import REMEDY_CARRY_2D, Bools
-from collate_npu.masks.square import Region, Square, regions_of
 from collate_npu.segments import Segments, of_keep
 
 Rows = list[tuple[int, str]]

@@ -1,6 +1,8 @@
-"""Checked: what a public function is given is held against its own annotations, so that a wrong kind of thing is refused
-in words and not met somewhere inside. Judged are tensors, whole numbers, flags, names and our own classes; what a function
-reads in many forms (`Any`, sequences) it judges itself. Costs 1 us a call.
+"""Validation: what a public function receives is compared with its own annotations, so that a wrong type is refused in words
+and not met somewhere inside.
+
+Checked are tensors, whole numbers, flags, names and classes of this package; a function checks by itself what it reads in
+many forms (`Any`, sequences). Costs 1 us a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Consumer: one model stack as an executable description: what it reads, what it refuses, and where that is written.
+"""Mask routing: a `Consumer` says what one model stack reads, what it refuses, and where that is written.
 
-The adapter runs it, and the guide's table is made of it. A new stack is one file beside this one that holds a `Consumer`;
-nothing else lists them. Legend: B batch, S width.
+The adapter runs it, and the guide's table is generated from it. A new stack is one file beside this one that holds a
+`Consumer`; nothing else lists them. Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import PaddingSide, once
-from collate_npu.consumers import forwards
-from collate_npu.consumers.models import config_of, consumer_of, has_virtual_tokens, needs_mask_2d, pattern_of, text_config
+from collate_npu.consumers import model_traits
+from collate_npu.consumers.model_traits import (
+    config_of,
+    consumer_of,
+    has_virtual_tokens,
+    needs_mask_2d,
+    pattern_of,
+    text_config,
+)
 from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY
@@ -141,7 +148,7 @@ class Model:
     attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
     """Of its parameters, where a module was there to be asked."""
-    positions: forwards.PositionRule = "places"
+    positions: model_traits.PositionRule = "places"
     """How a transformers model counts positions by itself; by place where nobody can know."""
     first_position: int = 0
     """The position of a sequence's first token."""
@@ -153,9 +160,9 @@ class Model:
     """Do its layers look ahead, and its masks not?"""
     follows_is_causal: bool = False
     """Do masks and kernels both follow what it says?"""
-    pooling: forwards.Pooling = ""
+    pooling: model_traits.Pooling = ""
     """Which token of a row its head takes."""
-    labels: forwards.LabelRule | None = None
+    labels: model_traits.LabelRule | None = None
     """What its head does with labels; None where nobody can know."""
     looks_ahead: tuple[str, ...] = ()
     """What tells its own masks that tokens see later ones: "images", "types" (`token_type_ids`)."""
@@ -190,14 +197,15 @@ class Model:
         attention = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
         asked = consumer_of(model) == "transformers"
         if asked or type(config).__module__.startswith("transformers."):
-            read = {"positions": forwards.position_rule(model), "first_position": forwards.first_position(model)}
+            read = {"positions": model_traits.position_rule(model), "first_position": model_traits.first_position(model)}
             read |= {"pattern": pattern_of(model)}
-            read |= {"follows_is_causal": forwards.follows_is_causal(model), "half_ahead": forwards.half_ahead(model)}
+            read["follows_is_causal"] = model_traits.follows_is_causal(model)
+            read["half_ahead"] = model_traits.half_ahead(model)
             if read["half_ahead"] and attention == "eager":  # which reads masks alone
                 read |= {"half_ahead": False, "pattern": "causal"}
             read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
-            read |= {"pooling": forwards.pooling(model), "labels": forwards.label_rule(model)}
-            read |= {"looks_ahead": tuple(by for by in ("images", "types") if forwards.looks_ahead(model, by))}
+            read |= {"pooling": model_traits.pooling(model), "labels": model_traits.label_rule(model)}
+            read |= {"looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by))}
             if asked and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
         if not asked and needs_2d and isinstance(model, torch.nn.Module):

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from collate_npu import CollateError
-from collate_npu.consumers import forwards
-from collate_npu.consumers.consumer import Model
-from collate_npu.consumers.forwards import first_position, label_rule, looks_ahead, pooling, position_rule
+from collate_npu.consumers import model_traits
+from collate_npu.consumers.mask_routing import Model
+from collate_npu.consumers.model_traits import first_position, label_rule, looks_ahead, pooling, position_rule
 
 pytest.importorskip("transformers")
 Base = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils", "main_input_name": "input_ids"})
@@ -41,7 +41,7 @@ def model(outer, inner=None, **config):
 @pytest.fixture
 def source(monkeypatch):
     def write(text):
-        monkeypatch.setattr(forwards, "_source", lambda module: text)
+        monkeypatch.setattr(model_traits, "_source", lambda module: text)
 
     return write
 

@@ -13,10 +13,9 @@ from live_bytes import peak_bytes
 
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError
-from collate_npu.masks import dense, readings, square as square_module
-from collate_npu.masks.polarity import MaskValues
-from collate_npu.masks.readings import Known, UnexplainedError, wrong_rows
-from collate_npu.masks.square import Square
+from collate_npu.masks import dense, dense_mask, dense_reader
+from collate_npu.masks.dense_mask import MaskValues, Square
+from collate_npu.masks.dense_reader import Known, UnexplainedError, wrong_rows
 
 
 def square(attends_BQK):
@@ -24,7 +23,7 @@ def square(attends_BQK):
 
 
 def read_square(attends_BQK, **known):
-    return readings.read_square(square(attends_BQK), Known(**known)).segments
+    return dense_reader.read_square(square(attends_BQK), Known(**known)).segments
 
 
 def drawn(text):
@@ -109,10 +108,10 @@ def test_known_segments_are_compared_at_real_queries_alone():
     """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
     segments = Segments([[1, 1, 2, 2, 0, 0]])
     document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
-    assert readings.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
+    assert dense_reader.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
     assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
     with pytest.raises(UnexplainedError):
-        readings.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
+        dense_reader.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +122,14 @@ def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would(declared,
     matrix = dense(segments, pattern=right)[:, 0].numpy()
     for known in (Known(pattern=declared), Known(segments=segments, pattern=declared)):
         with pytest.raises(UnexplainedError) as raised:
-            readings.read_square(square(matrix), known)
+            dense_reader.read_square(square(matrix), known)
         assert raised.value.instead == Pattern.of(right)
 
 
 def test_a_window_of_one_token_is_read_beside_padding():
     segments, window = Segments.from_lengths([3], 5), Pattern.sliding(1)
     matrix = dense(segments, pattern=window)[:, 0].numpy()
-    assert readings.read_square(square(matrix), Known(segments=segments)).pattern == window
+    assert dense_reader.read_square(square(matrix), Known(segments=segments)).pattern == window
 
 
 def test_a_declared_prefix_has_a_length_for_each_sequence():
@@ -141,7 +140,7 @@ def test_a_declared_prefix_has_a_length_for_each_sequence():
 def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
     matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
     with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
-        readings.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
+        dense_reader.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
     narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
     assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
     packed, keep = Segments([[1, 1, 1, 2, 2]]), np.ones((1, 5), bool)  # without a hole it is two
@@ -221,7 +220,7 @@ def test_one_flipped_place_is_noticed_in_every_real_row_and_in_no_other(attentio
     B, S = segments.shape
     full = dense(segments, pattern=pattern, polarity=polarity)
     at = b, _, q, _ = tuple(data.draw(st.integers(0, n - 1)) for n in (B, 1, S, S))
-    before, square_module.BLOCK = square_module.BLOCK, block
+    before, dense_mask.BLOCK = dense_mask.BLOCK, block
     try:
         assert list(wrong_rows(square_of(full, polarity), segments, pattern)) == []
         full[at] = ~full[at]
@@ -231,7 +230,7 @@ def test_one_flipped_place_is_noticed_in_every_real_row_and_in_no_other(attentio
         proved[b, q] = True
         assert list(wrong_rows(square_of(full, polarity), segments, pattern, proved)) == []
     finally:
-        square_module.BLOCK = before
+        dense_mask.BLOCK = before
 
 
 # --- work and memory, counted

@@ -8,8 +8,8 @@ import torch
 
 from collate_npu import ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.consumer import Case, Model, consumer_named, consumers
-from collate_npu.consumers.models import family_needs_mask_2d, layer_masks, text_config
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
+from collate_npu.consumers.model_traits import family_needs_mask_2d, layer_masks, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from collate_npu import CollateError, Pattern, Segments, debug
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
-from collate_npu.masks.find import segments_from_batch
+from collate_npu.masks.batch_reader import segments_from_batch
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")

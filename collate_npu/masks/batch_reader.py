@@ -1,13 +1,15 @@
-"""Find: the one door from a batch to its `Segments`; nothing else decides what a mask, offset, position or length says.
+"""Batch reader: the one function from a batch to its `Segments`, and the hazards of a batch in words.
 
-Read are `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions.
+It reads `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions,
+and raises where two of them differ. Hazards are what is legal in a batch and gives wrong numbers in some stack without an
+error: `describe` lists them, and COLLATE_NPU_DEBUG=1 logs each once; nothing is decided by them.
 Costs O(B * S), and for a dense mask a few passes over its bytes.
 Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,10 +19,10 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import Array, as_ids
-from collate_npu.checked import checked
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks import offsets
+from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, MaskValues, Polarity
+from collate_npu.masks.dense_reader import Known, Reading
 from collate_npu.masks.derive import (
     MASK_KEY,
     check_same_padding,
@@ -30,12 +32,127 @@ from collate_npu.masks.derive import (
     read_mask,
     spelled,
 )
-from collate_npu.masks.hazards import hazards, say_hazards
+from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.polarity import REMEDY_CARRY_2D, MaskValues, Polarity
-from collate_npu.masks.readings import Known, Reading
-from collate_npu.masks.sources import Sources, misfit
+from collate_npu.masks.sources import (
+    Sources,
+    check_known_offsets,
+    check_longest,
+    check_offsets,
+    check_positions,
+    misfit,
+    parted_by_positions,
+    says_padding,
+    segments_from_offsets,
+    unless_in_doubt,
+    without_tail,
+)
 from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
+from collate_npu.validation import checked
+
+_LISTED = 8
+
+
+def hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
+    """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
+    found = dict(_of_mask(sources, segments))
+    if segments is None:
+        return found
+    exact = none_is_exact(segments)
+    flat = sources.named["offsets"] or sources.get("packed_seq_params") is not None
+    if not (exact or flat or sources.named["mask"] or "attention_masks" in sources):
+        remedy = "Let a BatchAdapter build one for the model that reads the batch."
+        found["no mask"] = f"there is no attention_mask, and {exact.why}. {remedy}"
+    return found | hazards_of_tokens(sources, segments)
+
+
+def say_hazards(found: Mapping[str, str]) -> None:
+    """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
+    for kind, text in found.items():
+        debug.say(("hazard", kind), f"hazard in a batch as it arrives: {text}")
+
+
+def reads(full: Tensor, segments: Segments | None) -> str:
+    """What True, or a number, of a dense mask means, by what stands on its diagonal at a real token; "" where unknown."""
+    if full.is_floating_point():
+        return "additive" if bool((full <= BLOCKED_BELOW).any()) else ""
+    if segments is None or not segments.spans or tuple(full.shape[-2:]) != (segments.shape[1],) * 2:
+        return ""
+    b, start, _ = segments.spans[0]
+    for at in (b, 0)[: full.ndim - 2]:  # of the first head; one row may be that of all
+        full = full[min(at, len(full) - 1)]
+    keeps = bool(full[start, start])
+    return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
+
+
+def _of_mask(batch: Sources, segments: Segments | None) -> Iterator[tuple[str, str]]:
+    full = batch.get("attention_mask")
+    if not isinstance(full, Tensor) or full.ndim < 3:
+        return
+    harmless = segments is not None and segments.padding_side == "none" and not segments.packed
+    if batch.get(KEEP_KEY) is None and not harmless:
+        yield (
+            "4D alone",
+            f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
+            f"and ignore this one, without an error. Carry {KEEP_KEY} beside it.",
+        )
+    held = f"attention_mask is {str(full.dtype)[6:]}"
+    if full.is_floating_point():
+        yield from _of_bias(full, held, batch.get("inputs_embeds"))
+    elif full.dtype != torch.bool:
+        means = reads(full, segments)
+        yield (
+            "integer polarity",
+            f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
+            "transformers takes 1 for attended, and sdpa takes no integers. Name the consumer.",
+        )
+
+
+def _of_bias(full: Tensor, held: str, embeds: Any) -> Iterator[tuple[str, str]]:
+    if bool(((full == 0) | (full == 1)).all()):
+        yield (
+            "float without a bias",
+            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Hand over bool, or 0 and the "
+            "lowest number of the dtype.",
+        )
+    computed = embeds.dtype if isinstance(embeds, Tensor) else None
+    if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
+        beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
+        yield (
+            "dtype of a bias",
+            f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
+            "float16. Build it in the model's dtype.",
+        )
+    if bool((full == -torch.inf).all(-1).any()):
+        yield (
+            "empty rows of -inf",
+            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
+            "lowest finite number, or let those rows attend themselves.",
+        )
+
+
+def hazards_of_tokens(sources: Sources, segments: Segments) -> dict[str, str]:
+    """Those of a batch whose masks are ours."""
+    if segments.padding_side == "none":
+        return {}
+    keep_BS, found = keep_array(segments), dict[str, str]()
+    each = {key for key in ("labels", "input_ids") if tuple(getattr(sources.get(key), "shape", ())) == segments.shape}
+    if "labels" in each and (labels_BS := sources.array("labels")).dtype.kind != "f":
+        lost_BS = (labels_BS >= 0) & ~keep_BS
+        rows = np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]
+        if rows:
+            told = f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
+            found["labels on padding"] = told
+    if "input_ids" in each:
+        ids_BS = sources.array("input_ids")
+        padded = np.unique(ids_BS[~keep_BS])
+        if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
+            found["pad id of a real token"] = (
+                f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
+                "real tokens (is pad eos?). A mask made of ids != pad loses them. Carry attention_mask_2d, as the collators "
+                "here do."
+            )
+    return found
 
 
 @checked
@@ -82,17 +199,17 @@ def agreed(
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth, positions_BS = _parted(sources, _told(sources, shape, polarity, squares), shape, padding_free)
     told = truth is not None
-    parting_BS = None if told or positions_BS is None else offsets.unless_in_doubt(sources, positions_BS)
+    parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
         truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared, own))
     if truth is None:
         raise _unknown(sources, padding_free)
     if positions_BS is not None:
-        offsets.check_positions(positions_BS, truth.segments)
+        check_positions(positions_BS, truth.segments)
     if sources.lengths is not None or sources.named["sequence_index"]:
-        offsets.check_offsets(sources, truth.segments, truth.name)
+        check_offsets(sources, truth.segments, truth.name)
     if sources.named["longest"]:
-        offsets.check_longest(sources, truth.segments)
+        check_longest(sources, truth.segments)
     if not told:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
@@ -107,12 +224,12 @@ def check_known(sources: Sources, segments: Segments) -> None:
     form they have is their consumer's."""
     try:
         _told(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
-        offsets.check_known(sources, segments)
-        offsets.check_offsets(sources, segments, "segments")
-        offsets.check_longest(sources, segments)
+        check_known_offsets(sources, segments)
+        check_offsets(sources, segments, "segments")
+        check_longest(sources, segments)
         for positions_BS in map(sources.array, sources.named["positions"]):
             if positions_BS.shape == segments.shape and not counts_as(segments, positions_BS):
-                offsets.check_positions(positions_BS, segments)
+                check_positions(positions_BS, segments)
     except CollateError:
         with suppress(CollateError):  # a tail that numbers count as a sequence
             if agreed(sources, polarity=None, pattern=None, padding_free=False) == segments:
@@ -149,11 +266,11 @@ def _told(
     is known by the caller, of the keys that say the same alone."""
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
     numbers = known is None and (sources.offsets or sources.lengths)
-    flat = offsets.segments_from_offsets(sources, shape) if numbers else None
+    flat = segments_from_offsets(sources, shape) if numbers else None
     rows = {key: full for key, full in sources.masks.items() if key not in squares} if known is None else {}
     if polarity in (None, "keep"):
         tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
-        unsaid = tails and not offsets.says_padding(sources)
+        unsaid = tails and not says_padding(sources)
         repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
         rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
     told = [] if known is None else [_Truth("segments", known, True)]
@@ -197,7 +314,7 @@ def _parted(
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if known and (found := offsets.parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+    if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
         truth = _cut(sources, _Truth("position_ids", *found), positions_BS)
     return truth, positions_BS
 
@@ -205,9 +322,9 @@ def _parted(
 def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth | None:
     """The truth without the tail of a flat row, where numbers told it and no mask does."""
     by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
-    if truth is None or not by_numbers or offsets.says_padding(sources):
+    if truth is None or not by_numbers or says_padding(sources):
         return truth
-    return truth._replace(segments=offsets.without_tail(sources, truth.segments, positions_BS))
+    return truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
@@ -245,7 +362,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
         try:
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
-            told = None if positions_BS is None else offsets.parted_by_positions(positions_BS, None, padding_free=False)
+            told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
             if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])

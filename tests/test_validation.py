@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, outputs, wrap_collator
-from collate_npu.checked import _hints, checked, dimension, here
-from collate_npu.collate.wire import Layout
+from collate_npu.collate.collators import Layout
 from collate_npu.collate.wrapping import WrappedCollator
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.masks import (
@@ -34,6 +33,7 @@ from collate_npu.parallel import (
     split_tensor,
     token_rows,
 )
+from collate_npu.validation import _hints, checked, dimension, here
 
 ROWS, FLAT = Segments.from_lengths([2, 3]), Segments.from_lengths([[2, 3]])
 IDS, CP = torch.ones(2, 3, dtype=torch.int64), ContextParallel(1, 0)
