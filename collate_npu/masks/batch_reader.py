@@ -366,10 +366,10 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
             if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])
-    elif truth.parted:
-        known = Known(pattern=pattern, segments=truth.segments)
     else:
-        known = Known(pattern=pattern, keep=keep_array(truth.segments))
+        read = truth.segments.packed and not truth.parted  # what another mask showed, and none of the other keys says
+        one_a_row = of_keep(keep_array(truth.segments)) if read else truth.segments
+        known = Known(pattern=pattern, segments=one_a_row, parted=truth.parted)
     return read_mask(full, known, polarity=polarity)
 
 

@@ -257,9 +257,9 @@ class Square:
         return self._raw_BQK[b, low:high]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """`(first query, last query + 1)`, for every row of the batch: at most a fourth of the mask is read at once."""
+        """`(first query, last query + 1)`, for every row: at most a fourth of the mask is read at once, or 4 KiB."""
         B, S = self.shape
-        rows = max(min(BLOCK // max(S, 1), B * S // 4), 1)
+        rows = max(min(BLOCK, max(B * S * S // 4, 1 << 12)) // max(S, 1), 1)
         step = rows if rows < 8 else rows // 8 * 8
         for low in range(0, S, step):
             yield low, min(low + step, S)

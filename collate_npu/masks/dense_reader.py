@@ -24,7 +24,7 @@ from collate_npu.arrays import Array, once
 from collate_npu.errors import AmbiguousMaskError, explain_rows
 from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Region, Square, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
-from collate_npu.segments import Segments, of_keep
+from collate_npu.segments import Segments, keep_array, of_keep
 
 Rows = list[tuple[int, str]]
 
@@ -221,15 +221,20 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known beside the matrix. `keep` is bool `[B, S]`; `segments` says more and excludes it."""
+    """What is known beside the matrix: its sequences, or its padding alone (`parted=False`: one sequence a row)."""
 
-    keep: Bools | None = None
     segments: Segments | None = None
+    parted: bool = True
     pattern: Pattern | None = None
     """Declared; None looks for one."""
     unmasked_rows: bool = False
     """The producer fills fully blocked rows with True."""
     prove: bool = True
+
+    @property
+    def keep(self) -> Bools | None:
+        """bool `[B, S]`, True = real token; None where nothing is known."""
+        return None if self.segments is None else keep_array(self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +250,25 @@ def read_square(square: Square, known: Known) -> Reading:
 
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """
-    if known.segments is not None:
+    if known.segments is not None and known.parted:
         pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square)[0], 0))
         return Reading(known.segments, pattern)
-    shown = look(square, known.keep)
+    if known.segments is not None and known.prove and known.pattern in (None, CAUSAL):  # no other sequences give such rows
+        wrong = next(wrong_rows(square, known.segments, CAUSAL), None)
+        if wrong is None:
+            return Reading(known.segments, CAUSAL)
+    keep_BS = known.keep
+    shown = look(square, keep_BS)
     segments, proved_BQ = shown.segments, shown.proved
     if known.pattern is not None and known.pattern.cuts and segments.packed:
         segments, proved_BQ = of_keep(shown.real), np.zeros_like(proved_BQ)
-    if known.keep is not None:
+    if keep_BS is not None:
         refuse_inverted(square, segments)
     if not known.prove:
         return Reading(segments, None)
     refuse_gaps(shown, segments, known.pattern)
     pattern = prove(square, segments, known.pattern, lambda: (shown.extents, shown.reach), proved_BQ)
-    if known.keep is None:
+    if keep_BS is None:
         refuse_unmasked_rows(shown, pattern, declared=known.pattern is not None, unmasked_rows=known.unmasked_rows)
         refuse_visible_padding(shown, segments)
     if known.pattern is None and pattern.causal:

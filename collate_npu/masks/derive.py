@@ -79,13 +79,13 @@ def derive_segments(
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
         return ready(read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments)
     truth = read_keys("keep", host_tensor("keep", keep), "keep")
-    known = Known(keep=truth.array != 0, pattern=how, prove=prove)
+    known = Known(segments=of_keep(truth.array != 0), parted=False, pattern=how, prove=prove)
     return ready(read_mask(full, known, polarity=polarity).segments)
 
 
 def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Reading:
     """What a mask of any rank says beside a keep mask or the Segments of its batch; both must agree on what is real."""
-    keep_BS = known.keep if known.segments is None else known.segments.array != 0
+    keep_BS = known.keep
     assert keep_BS is not None
     values, (B, S) = MaskValues(full, polarity), keep_BS.shape
     if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in (1, B, S):
@@ -93,7 +93,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Readi
     if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
         found = _key_mask(values, keep_BS)
         check_same_padding(of_keep(keep_BS), MASK_KEY, found)
-        return Reading(known.segments or found, None)
+        return Reading(known.segments if known.parted else found, None)
     if full.shape[-2] != full.shape[-1]:
         raise _no_shape(values)
     return _square(values, known, B)
@@ -107,8 +107,17 @@ def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
     return of_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
-def _polarities(values: MaskValues) -> tuple[Polarity, ...]:
-    return (values.declared,) if values.declared else ("keep", "masked")
+def _polarities(values: MaskValues, known: Known | None = None) -> tuple[Polarity, ...]:
+    """Those that may be meant. A real token attends itself under every pattern: where one is known, its value decides."""
+    if values.declared:
+        return (values.declared,)
+    keep_BS = None if known is None else known.keep
+    if keep_BS is None or not keep_BS.any():
+        return "keep", "masked"
+    b, q = divmod(int(keep_BS.argmax()), keep_BS.shape[1])
+    raw = values.raw[:, 0] if values.raw.ndim == 4 else values.raw
+    raw = raw.reshape(-1, *raw.shape[-2:])
+    return ("keep",) if values.attending(raw[b % len(raw), q, q : q + 1], "keep")[0] else ("masked",)
 
 
 def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
@@ -195,7 +204,7 @@ def _readings(
     """By each polarity that may be meant: what a square mask says, or why that is not one thing; and why it says nothing."""
     found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
-    for polarity in _polarities(values):
+    for polarity in _polarities(values, known):
         try:
             found[polarity] = read_square(Square(values, polarity, batch_size), known)
         except AmbiguousMaskError as error:
@@ -249,7 +258,7 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
         remedy = f"Pass pattern={spelled(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
-    elif known.keep is not None or known.segments is not None:
+    elif known.segments is not None:
         rule = f"{got} and the other sources of the batch describe no same tokens under one pattern."
         remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
     else:

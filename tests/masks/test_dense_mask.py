@@ -39,7 +39,7 @@ def test_what_is_read_is_the_mask(attention, written, layout):
             assert (square.rows(b, low, high) == truth[b, low:high]).all()
             assert ((square.raw_rows(b, low, high) == square.attends) == truth[b, low:high]).all()
     assert [high for _, high in square.blocks()][-1] == S
-    assert all((high - low) * S <= max(min(24, B * S * S // 4), S) for low, high in square.blocks())
+    assert all((high - low) * S <= max(24, S) for low, high in square.blocks())
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 

@@ -23,6 +23,8 @@ def square(attends_BQK):
 
 
 def read_square(attends_BQK, **known):
+    if "keep" in known:
+        known |= {"segments": Segments.from_keep(known.pop("keep")), "parted": False}
     return dense_reader.read_square(square(attends_BQK), Known(**known)).segments
 
 
