@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from collate_npu import BatchAdapter, CollateError, Segments, adapt
-from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.segments import of_lengths
 from collate_npu.testing import hybrid_model_types, tiny_model
 
@@ -122,7 +122,7 @@ def _asked(family: str) -> tuple[float, str]:
     """What asking costs, anew, and which way each function is told."""
     model = tiny_model(family, vocab_size=VOCABULARY + 1)
     began = time.perf_counter()
-    why_sequences_mix(model, BatchAdapter, mended=True)
+    sequences_mix_reason(model, BatchAdapter, mended=True)
     cost = time.perf_counter() - began
     with adapt(model) as adapted:
         return cost, adapted.packed

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from collate_npu import BatchAdapter, CollateError
 from collate_npu.consumers.model_traits import needs_mask_2d
-from collate_npu.consumers.probe import quiet, why_rows_move
+from collate_npu.consumers.probe import quiet, rows_move_reason
 from collate_npu.consumers.recurrent import mend
 from collate_npu.segments import of_keep, of_lengths
 from collate_npu.testing import tiny_config, tiny_model
@@ -60,7 +60,9 @@ def main() -> None:
 
 def cells(family: str) -> tuple[Mapping[str, str], float]:
     """Of each form, what both say."""
-    why_rows_move(tiny_config(family, vocab_size=VOCABULARY), BatchAdapter, "right")  # raises where a tiny one is not tiny
+    rows_move_reason(
+        tiny_config(family, vocab_size=VOCABULARY), BatchAdapter, "right"
+    )  # raises where a tiny one is not tiny
     try:
         model: Any = tiny_model(family, vocab_size=VOCABULARY, seed=5)
     except ValueError:  # no sdpa
@@ -68,8 +70,8 @@ def cells(family: str) -> tuple[Mapping[str, str], float]:
     hybrid = needs_mask_2d(model)
     forms = [form for form in ROWS if not (hybrid and form == "holes")]  # refused there without asking
     began = time.perf_counter()
-    said = why_rows_move(model, BatchAdapter, *(forms[:2] if hybrid else forms))
-    mended = hybrid and why_rows_move(model, BatchAdapter, *forms[2:], mended=True)
+    said = rows_move_reason(model, BatchAdapter, *(forms[:2] if hybrid else forms))
+    mended = hybrid and rows_move_reason(model, BatchAdapter, *forms[2:], mended=True)
     cost = time.perf_counter() - began
     found = {form: _said_and_seen(said[form], _moved(model, form)) for form in forms if form in said}
     if mended:

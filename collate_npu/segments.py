@@ -374,7 +374,7 @@ def _places(S: int) -> Array:
     return np.arange(S)
 
 
-def counts_as(segments: Segments, positions_BS: Array) -> bool:
+def positions_match(segments: Segments, positions_BS: Array) -> bool:
     """Are these its `position_ids`, at every place?"""
     right = _places(segments.shape[1]) if _counts_places(segments) else position_array(segments)
     return bool((positions_BS == right).all())

@@ -17,7 +17,7 @@ import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
-from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
 from collate_npu.kernels.gated_delta import arguments
 from collate_npu.parallel import layout, recurrent
@@ -75,7 +75,7 @@ def asked(name: str) -> str:
         model = tiny_model(name, vocab_size=99)
     except ValueError:
         model = tiny_model(name, vocab_size=99, attn_implementation="eager")
-    if why := why_sequences_mix(model, BatchAdapter, mended=True):
+    if why := sequences_mix_reason(model, BatchAdapter, mended=True):
         return f"refused: {re.sub(r' [(]by .*[)]', '', why)}"
     kernels = {call.kernel: READS[call.kernel] for call in kernel_calls(model) if call.kernel in MENDS}
     told = ", ".join(f"`{kernel}` by `{key}`" for kernel, key in sorted(kernels.items()))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
-from collate_npu.segments import counts_as
+from collate_npu.segments import positions_match
 
 
 def sequences(row):
@@ -174,9 +174,9 @@ def test_lengths_may_be_a_table():
 def test_positions_are_known_again(lengths, side):
     segments = Segments.from_lengths(lengths, width=6, side=side)
     right = segments.position_ids.numpy()
-    assert counts_as(segments, right)
+    assert positions_match(segments, right)
     right[-1, -1] += 1
-    assert not counts_as(segments, right)
+    assert not positions_match(segments, right)
 
 
 def test_labels_of_one_token_a_row():

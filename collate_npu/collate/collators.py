@@ -26,24 +26,24 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.labels import behind_padding
+from collate_npu.consumers.labels import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, say_batch
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.batch_reader import hazards_of_tokens, say_hazards
+from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
+    add_tail,
     aligned,
     dense,
     least_room,
     none_is_exact,
     offsets_of,
     own_places,
-    with_tail,
 )
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.sources import Sources, places_of
+from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import Segments, of_lengths
@@ -172,7 +172,7 @@ class Emitter:
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
         if debug.ON:
-            say_hazards(hazards_of_tokens(Sources.of(batch), segments))
+            log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
                 asked = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
                 why = "offsets say it" if padding_free else asked
@@ -203,7 +203,7 @@ def _warn_of_neutral_form() -> None:
     )
 
 
-def with_offsets(
+def add_offsets(
     batch: Mapping[str, Any], segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None
 ) -> dict[str, Any]:
     """A flat row with all its offsets (`places` and `longest` as in `offsets_of`); a batch's own physical offsets stay
@@ -212,7 +212,7 @@ def with_offsets(
     Raises where images stand in the row and no positions say where.
     """
     if places is None and with_role(batch, "padded_offsets"):
-        places = places_of(Sources.of(batch), segments) or own_places(segments)
+        places = physical_offsets(Sources.of(batch), segments) or own_places(segments)
         longest = max((int(batch[key]) for key in with_role(batch, "longest") if batch[key] is not None), default=None)
     told, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
@@ -329,7 +329,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         raise CollateError(explain("start_positions", moved, rule, "Pass padding_side='right', without packing."))
     shorter = [b for b, length in enumerate(lengths) if length < width]
     if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
-        raise behind_padding(shorter)
+        raise labels_behind_padding_error(shorter)
     alone = [[b] for b in range(len(lengths))]
     rows = best_fit(lengths, min(width, collator.max_length or width)) if collator.packing else alone
     slots = Slots.of(rows, lengths, width, side)
@@ -393,7 +393,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     segments = of_lengths([lengths], written)
     if places is not None:
         batch, segments = place_documents(batch, segments, places, keys=with_fills(collator.keys, _fills(collator)))
-    batch = with_offsets(batch, segments, places, longest=width if collator.layout.max_sequences else None)
+    batch = add_offsets(batch, segments, places, longest=width if collator.layout.max_sequences else None)
     labels = batch.get("labels")
     if labels is not None and collator._predicts_next and samples.kinds["labels"] == "tokens":
         labels[0, [start for _, start, _ in segments.spans]] = collator.layout.separator_id
@@ -416,7 +416,7 @@ def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | 
     if collator.layout.sequence_multiple is None and count is None:
         return None, width
     causal = collator._attends.causal
-    return with_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
+    return add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 
 
 def _fills(collator: PaddingCollator) -> dict[Any, float]:

@@ -22,7 +22,7 @@ from collate_npu.arrays import Array, entries, host_array, renumber
 from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
-from collate_npu.masks.sources import parted_by_positions
+from collate_npu.masks.sources import split_by_positions
 from collate_npu.segments import Segments
 
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any
@@ -399,7 +399,7 @@ def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions
     width = max(lengths)
     real = [np.ones(n, np.int32) for n in lengths] if told is None else told
     known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
-    found = parted_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
+    found = split_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
     return told if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, Side
-from collate_npu.collate.collators import Emitter, Layout, with_offsets
+from collate_npu.collate.collators import Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import has_choices
-from collate_npu.consumers.labels import behind_padding, labels_for
+from collate_npu.consumers.labels import labels_behind_padding_error, labels_for
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
@@ -90,11 +90,11 @@ class WrappedCollator(Emitter):
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
             ignored = (labels[:, 0] == self.label_pad_token_id).tolist()
             if moved := [b for b, (real, gone) in enumerate(zip(begun, ignored)) if real and gone]:
-                raise behind_padding(moved)
+                raise labels_behind_padding_error(moved)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
-            whole, flat = batch | with_offsets(batch, segments), True
+            whole, flat = batch | add_offsets(batch, segments), True
         else:
             segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
@@ -256,7 +256,7 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
         else:  # labels of a whole sample stay
             flat[key] = unpad(value, segments)[None] if _follows(value, segments) else value
     lying = Segments.from_lengths([list(segments.sequence_lengths)])
-    return with_offsets(flat, lying), lying
+    return add_offsets(flat, lying), lying
 
 
 def _follows(value: Any, segments: Segments) -> bool:

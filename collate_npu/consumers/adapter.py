@@ -32,15 +32,15 @@ from collate_npu.consumers.model_traits import (
     windows,
 )
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
-from collate_npu.consumers.probe import why_rows_move, why_sequences_mix
-from collate_npu.consumers.recurrent import why_boundaries_unread
+from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
+from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity, check_polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, open_empty_rows, rows_told
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, offsets_of_rows, open_empty_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.masks.sources import Sources, places_of
+from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
@@ -191,13 +191,13 @@ class BatchAdapter:
         if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else nobody can be asked
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
-                moves = why_rows_move(model, BatchAdapter, *forms, attention=attention)
+                moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
             except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
                 why = f"no tiny copy of it runs that could be asked ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
         self.model = replace(self.model, moves=moves)
         if isinstance(model, torch.nn.Module) and self._asks:
-            unread = moves["flat"] and (why_boundaries_unread(model) or moves["flat"])
+            unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
             self.model = replace(self.model, boundaries_unread=unread)
 
     def _ask_config(self) -> None:
@@ -207,7 +207,7 @@ class BatchAdapter:
             config, attention = known_config(self.model.named), self.model.attn_implementation
             unread = "no installed transformers has a model of this config"
             if hasattr(type(config), "get_text_config"):
-                unread = why_sequences_mix(config, BatchAdapter, attention=attention, mended=True)
+                unread = sequences_mix_reason(config, BatchAdapter, attention=attention, mended=True)
         self.model = replace(self.model, boundaries_unread=unread)
 
     def _check(self) -> None:
@@ -484,5 +484,5 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
 
 def _offsets(sources: Sources, case: Case, device: torch.device) -> dict[str, Any]:
     flat = case.padding_free
-    told = offsets_of(case.segments, places_of(sources, case.segments)) if flat else rows_told(case.segments)
+    told = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
     return {key: told[key].to(device) if isinstance(told[key], Tensor) else told[key] for key in _FLAT_KEYS}

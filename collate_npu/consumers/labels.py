@@ -53,13 +53,13 @@ def check_decoder(sources: Sources, model_type: str) -> None:
         return
     read_BT = sources.array("labels") >= 0
     if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
-        raise behind_padding(bad)
+        raise labels_behind_padding_error(bad)
     if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):
         rule = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
         raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], rule, "Batch labels of one length."))
 
 
-def behind_padding(rows: Sequence[int]) -> CollateError:
+def labels_behind_padding_error(rows: Sequence[int]) -> CollateError:
     rule = "A decoder makes its tokens of the labels, and attends what stands before them; no mask says that it is padding."
     remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
     return CollateError(explain_rows("labels", [(b, "padding before its labels") for b in rows], rule, remedy))
@@ -79,7 +79,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, move
     named = sources.named["tokens"]
     tokens_BS = sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
     if moved is None and tokens_BS is not None:
-        moved = are_moved(tokens_BS, labels_BS, segments)
+        moved = labels_are_shifted(tokens_BS, labels_BS, segments)
     return read_BS & (~real_BS | _across(ids_BS, real_BS, labels_BS, tokens_BS, moved))
 
 
@@ -96,7 +96,7 @@ def _across(ids_BS: Array, real_BS: Array, labels_BS: Array, tokens_BS: Array | 
     return across_BS
 
 
-def are_moved(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
+def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
     """Do the labels at both ends of each sequence equal the next token, or their own? None where both do, or neither."""
     if tokens_BS.shape != labels_BS.shape:
         return None

@@ -63,16 +63,16 @@ class Route:
     """Why this form."""
 
 
-def say_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
+def log_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
     """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
-    cost = f", {cost_said(route.form, segments)}" if whole else ""
+    cost = f", {describe_cost(route.form, segments)}" if whole else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
     lines = (
         reader,
         f"{key}: {SPELLED[route.form]}{cost} ({route.why})",
         f"attention_mask_2d: {kept}",
-        f"the first such batch: {shape_said(segments)}",
+        f"the first such batch: {describe_shape(segments)}",
         f"context parallelism: {cp or 'none'}",
     )
     debug.say((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
@@ -88,32 +88,32 @@ def say_batch(
     if isinstance(full, Tensor):
         form = "keep_2d" if full.ndim == 2 else "masked"
     route = Route(form=form, keeps_mask_2d=KEEP_KEY in out, why=why)
-    say_route(reader, key, route, segments, cp, "whoever reads this batch needs it")
+    log_route(reader, key, route, segments, cp, "whoever reads this batch needs it")
 
 
-def cost_said(form: MaskForm, segments: Segments) -> str:
+def describe_cost(form: MaskForm, segments: Segments) -> str:
     """`18 bytes`, `8.0 MiB`: what such a mask takes; "" where only the kernel's package knows."""
     B, S = segments.shape
     each = {"keep_2d": 1, "masked": S, "keep": S, "bias": 4 * S}
-    return bytes_said(each[form] * B * S) if form in each else ""
+    return describe_bytes(each[form] * B * S) if form in each else ""
 
 
-def bytes_said(size: int) -> str:
+def describe_bytes(size: int) -> str:
     return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 
-def cheapest_said(segments: Segments) -> str:
+def describe_cheapest(segments: Segments) -> str:
     """Which form of these rows takes least and says everything of plain causal attention, and what others take."""
-    dense, in_rows = cost_said("keep", segments), cost_said("keep_2d", segments)
+    dense, in_rows = describe_cost("keep", segments), describe_cost("keep_2d", segments)
     if segments.packed:
-        offsets = bytes_said(4 * (segments.num_sequences + 1))
+        offsets = describe_bytes(4 * (segments.num_sequences + 1))
         return f"offsets of a flat row, {offsets}; a dense 4D takes {dense}"
     if none_is_exact(segments):
         return f"None with a causal kernel; the 2D mask takes {in_rows}, the dense 4D that models make of it {dense}"
     return f"the 2D mask, {in_rows}; the dense 4D that models make of it takes {dense}"
 
 
-def shape_said(segments: Segments) -> str:
+def describe_shape(segments: Segments) -> str:
     """`2 rows of 5, one sequence each; padding on the left, 2 of 10 places (20%)`."""
     (B, S), N = segments.shape, segments.num_sequences
     sequences = f"{N} sequence{'s' * (N != 1)}" if segments.packed or segments.empty_rows else "one sequence each"
@@ -392,7 +392,7 @@ class Consumer:
         if debug.ON:
             reads_2d = "this consumer always reads it" if self.keeps_mask_2d == "always" else "recurrent layers read it"
             reader = f"consumer {self.name}, {case.model.said}"
-            say_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)
+            log_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)
         return chosen
 
 

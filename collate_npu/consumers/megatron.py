@@ -77,8 +77,8 @@ TRANSFORMER_ENGINE_NPU = replace(
 def npu_engine() -> bool:
     """Is TransformerEngineNPU in TransformerEngine's place, by itself or under MegatronAdaptor? Not beside MindSpeed, which
     says what it puts there (`mindspeed.transformer_engine`). Nothing is imported."""
-    here = mindspeed.installed("transformer_engine_npu") or mindspeed.installed("megatron_adaptor")
-    return here and not mindspeed.installed()
+    here = mindspeed.is_installed("transformer_engine_npu") or mindspeed.is_installed("megatron_adaptor")
+    return here and not mindspeed.is_installed()
 
 
 def kernel_of(model: Any) -> str:
@@ -101,7 +101,7 @@ def kernel_of_args(args: Any) -> str:
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
     Where MindSpeed is installed it computes the attention (`consumers.mindspeed`), else TransformerEngineNPU where that is.
     """
-    if mindspeed.installed():
+    if mindspeed.is_installed():
         return mindspeed.kernel_of_settings(args)
     backend = getattr(args, "attention_backend", None)
     local = getattr(backend, "name", backend) == "local"  # an enum in Megatron's own arguments

@@ -73,7 +73,7 @@ MINDSPEED = Consumer(
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, WINDOW, NOT_EXACT),
     recurrent_scheme="head_exchange_zigzag",
-    here=lambda: installed(),
+    here=lambda: is_installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
     "core/transformer/flash_attention/generate_mask/adaptor.py:26-31",
 )
@@ -94,7 +94,7 @@ MINDSPEED_DENSE = Consumer(
     ),
     splits_rows=False,
     opens_empty_rows=True,
-    here=lambda: installed(),
+    here=lambda: is_installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/backend.py:24-26, 90-106; "
     "core/context_parallel/get_batch_utils.py:180-203",
 )
@@ -155,7 +155,7 @@ MINDSPEED_LLM_FSDP2 = replace(
 )
 
 
-def installed(package: str = "mindspeed") -> bool:
+def is_installed(package: str = "mindspeed") -> bool:
     """Is MindSpeed here, or another package? Nothing of it is imported."""
     try:
         return find_spec(package) is not None
@@ -256,7 +256,7 @@ _LISTED = 5
 
 def adaptors() -> list[str]:
     """The modules to import of the adaptors that are installed."""
-    return [adaptor for package, (adaptor, _, _) in _ADAPTORS.items() if installed(package)]
+    return [adaptor for package, (adaptor, _, _) in _ADAPTORS.items() if is_installed(package)]
 
 
 def start_problem() -> str:
@@ -268,12 +268,14 @@ def start_problem() -> str:
     >>> start_problem()  # Megatron is not imported here
     ''
     """
-    here = [package for package in _ADAPTORS if installed(package)]
+    here = [package for package in _ADAPTORS if is_installed(package)]
     if "megatron.core" not in sys.modules or not here:
         return ""
     ran = [package for package in here if _patches(package) or _first(package)]
     if not ran:
-        return f"Megatron is imported, {here[0]} is installed, and its adaptor has not run before it: {_first_of(here[0])}."
+        return (
+            f"Megatron is imported, {here[0]} is is_installed, and its adaptor has not run before it: {_first_of(here[0])}."
+        )
     replaced = {id(patch.orig_func): name for package in ran for name, patch in _patches(package).items()}
     asked = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
     flags = [name for name in asked if getattr(sys.modules.get(name), "HAVE_TE", True) is False]

@@ -498,7 +498,7 @@ def _source(module: str) -> str:
 HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
 
 
-def why_holes_cut(config: Any, longest: int) -> str:
+def holes_cut_reason(config: Any, longest: int) -> str:
     """Why padding between tokens cuts a window short; "" where no row, of `longest` places with its holes, fills one."""
     sizes = [size for size in windows(text_config(config)) if size < longest]
     return f"its window of {sizes[0]} counts places, those of a hole included" if sizes else ""
@@ -550,7 +550,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [{"rope_type": each.get("type"), **each} for each in nested or [settings]]
 
 
-def why_lengths_clash(model: Any, lengths: Iterable[int]) -> str:
+def lengths_clash_reason(model: Any, lengths: Iterable[int]) -> str:
     """Why these sequences (of all rows) must not share a batch; "" where they may."""
     limit, sizes = rope_limit(model), set(lengths)
     if limit is None or max(sizes, default=0) <= limit or len(sizes) == 1:

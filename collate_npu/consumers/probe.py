@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
-from collate_npu.consumers.recurrent import AS_IT_IS, asks_by_itself, kernel_calls, mend, variables_of
+from collate_npu.consumers.recurrent import AS_IT_IS, kernel_calls, mend, reads_boundaries_itself, variables_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -222,11 +222,11 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
             for name, parameter in made.named_parameters():
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
-            made(**alone_with(made, torch.arange(3)[None]))
+            made(**run_alone(made, torch.arange(3)[None]))
     return made
 
 
-def alone_with(model: Any, tokens_BS: Any) -> dict[str, Any]:
+def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """What a model is called with to show the states of these tokens: of two sides, always the same for the decoder."""
     taken = inspect.signature(model.forward).parameters
     asked = {"use_cache": False, "output_hidden_states": True}
@@ -262,7 +262,7 @@ ROWS: Mapping[bool, Mapping[str, Segments]] = {True: _rows(37, 9, 1, 70), False:
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
 
-def why_rows_move(
+def rows_move_reason(
     model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None, mended: bool = False
 ) -> dict[str, str]:
     """For each of these forms (`ROWS`), why its sequences do not come out of this transformers module as they do alone, ""
@@ -271,7 +271,9 @@ def why_rows_move(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(map(asks_by_itself, whole.modules())):  # they raise without offsets, alone too
+    if isinstance(whole, nn.Module) and any(
+        map(reads_boundaries_itself, whole.modules())
+    ):  # they raise without offsets, alone too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)
@@ -280,10 +282,12 @@ def why_rows_move(
     return dict(_ANSWERS[key])
 
 
-def why_sequences_mix(model: Any, adapter: Callable[..., Any], *, attention: str | None = None, mended: bool = False) -> str:
+def sequences_mix_reason(
+    model: Any, adapter: Callable[..., Any], *, attention: str | None = None, mended: bool = False
+) -> str:
     """Why packed rows move in recurrent layers; "" where they do not: a flat row, and of a mended model rows, too."""
     try:
-        found = why_rows_move(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
+        found = rows_move_reason(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
     except Exception as error:  # each config validates in its own way, and each model fails in its own
         return _said(error)
     return found["flat"] or found.get("packed", "")
@@ -341,7 +345,7 @@ def _limit(device: torch.device) -> float:
 
 def _hidden(copy: Any, **batch: Any) -> Any:
     """The last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens; None where none are."""
-    out = copy(**{**alone_with(copy, batch["input_ids"]), **batch})  # a batch may say use_cache, too
+    out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # a batch may say use_cache, too
     B, S = batch["input_ids"].shape
     if (encoded := getattr(out, "encoder_last_hidden_state", None)) is not None:  # of whole blocks (Pegasus-X)
         return encoded[:, :S].float()

@@ -51,10 +51,10 @@ class KernelCall(NamedTuple):
     of_hub: Callable[..., Any] | None
 
 
-def why_boundaries_unread(model: Any) -> str:
+def boundaries_unread_reason(model: Any) -> str:
     """Which functions of this transformers module's recurrent layers cannot read boundaries, and why; "" where all that are
     known can."""
-    if keeps_apart(model) or any(map(asks_by_itself, unwrap(model).modules())):
+    if keeps_apart(model) or any(map(reads_boundaries_itself, unwrap(model).modules())):
         return ""
     calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
     return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
@@ -75,7 +75,7 @@ def keeps_apart(model: Any) -> bool:
     return any(getattr(hook, "keeps_apart", False) for hook in hooks)
 
 
-def asks_by_itself(layer: Any) -> bool:
+def reads_boundaries_itself(layer: Any) -> bool:
     """Is it VeOmni's own Gated DeltaNet? Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and without a kernel
     that reads it raise (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")

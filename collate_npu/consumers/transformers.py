@@ -189,7 +189,7 @@ def _leak(case: Case) -> str:
         return case.model.moves.get(one if case.inside else "right", "")
     if case.recurrent:
         return model_traits.HOLE_IN_A_STATE
-    return case.model.moves.get("holes", "") or model_traits.why_holes_cut(case.model.named, case.segments.longest_span)
+    return case.model.moves.get("holes", "") or model_traits.holes_cut_reason(case.model.named, case.segments.longest_span)
 
 
 def _width(case: Case) -> str:
@@ -205,7 +205,7 @@ def _width(case: Case) -> str:
 
 def _clash(case: Case) -> str:
     limited = case.model.ask(model_traits.rope_limit) is not None
-    return model_traits.why_lengths_clash(case.model.named, case.segments.sequence_lengths) if limited else ""
+    return model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths) if limited else ""
 
 
 def _pooled(case: Case) -> str:

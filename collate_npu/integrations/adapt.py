@@ -32,7 +32,7 @@ from collate_npu.consumers.model_traits import (
     text_config,
     unwrap,
 )
-from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import describe_packing, mend
 from collate_npu.errors import UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
@@ -104,7 +104,7 @@ class _Door:
         self.settings, self.inside, self.outer = settings, inside, outer
         asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
         recurrent = is_transformers(unwrap(module)) and needs_mask_2d(module)
-        self.mixed = why_sequences_mix(module, BatchAdapter, **asked) if recurrent else ""
+        self.mixed = sequences_mix_reason(module, BatchAdapter, **asked) if recurrent else ""
         """Why the recurrent layers behind it do not keep the sequences of a row apart, even mended."""
         self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None

@@ -24,7 +24,7 @@ from collate_npu import debug
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
-from collate_npu.consumers.recurrent import asks_by_itself
+from collate_npu.consumers.recurrent import reads_boundaries_itself
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, Key, of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -230,7 +230,7 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
     each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
     """
     offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(asks_by_itself, model.modules())))
+    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(reads_boundaries_itself, model.modules())))
     width, why = batch.shape()[1] * ranks, ""
     if not exchanged or "flash" not in adapter.model.attn_implementation:
         why = "some of its layers see the places of their rank alone"

@@ -26,11 +26,11 @@ from collate_npu.masks.dense_reader import Known, Reading
 from collate_npu.masks.derive import (
     MASK_KEY,
     check_same_padding,
-    not_one_mask,
+    heads_differ_error,
     read_bare_mask,
     read_keys,
     read_mask,
-    spelled,
+    spell_pattern,
 )
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.patterns import Pattern
@@ -40,20 +40,20 @@ from collate_npu.masks.sources import (
     check_longest,
     check_offsets,
     check_positions,
-    misfit,
-    parted_by_positions,
+    drop_tail,
     says_padding,
     segments_from_offsets,
+    split_by_positions,
     unless_in_doubt,
-    without_tail,
+    wrong_shape_error,
 )
-from collate_npu.segments import Segments, counts_as, keep_array, of_ids, of_keep, ready
+from collate_npu.segments import Segments, keep_array, of_ids, of_keep, positions_match, ready
 from collate_npu.validation import checked
 
 _LISTED = 8
 
 
-def hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
+def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
     found = dict(_of_mask(sources, segments))
     if segments is None:
@@ -63,10 +63,10 @@ def hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     if not (exact or flat or sources.named["mask"] or "attention_masks" in sources):
         remedy = "Let a BatchAdapter build one for the model that reads the batch."
         found["no mask"] = f"there is no attention_mask, and {exact.why}. {remedy}"
-    return found | hazards_of_tokens(sources, segments)
+    return found | find_token_hazards(sources, segments)
 
 
-def say_hazards(found: Mapping[str, str]) -> None:
+def log_hazards(found: Mapping[str, str]) -> None:
     """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
     for kind, text in found.items():
         debug.say(("hazard", kind), f"hazard in a batch as it arrives: {text}")
@@ -131,7 +131,7 @@ def _of_bias(full: Tensor, held: str, embeds: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def hazards_of_tokens(sources: Sources, segments: Segments) -> dict[str, str]:
+def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
     """Those of a batch whose masks are ours."""
     if segments.padding_side == "none":
         return {}
@@ -215,7 +215,7 @@ def agreed(
     if not sources.named["segment_ids"]:
         _refuse_inverted(sources, shape, truth.segments, empty=told and bool(squares))
     if debug.ON:
-        say_hazards(hazards(sources, truth.segments))
+        log_hazards(find_hazards(sources, truth.segments))
     return truth.segments
 
 
@@ -228,7 +228,7 @@ def check_known(sources: Sources, segments: Segments) -> None:
         check_offsets(sources, segments, "segments")
         check_longest(sources, segments)
         for positions_BS in map(sources.array, sources.named["positions"]):
-            if positions_BS.shape == segments.shape and not counts_as(segments, positions_BS):
+            if positions_BS.shape == segments.shape and not positions_match(segments, positions_BS):
                 check_positions(positions_BS, segments)
     except CollateError:
         with suppress(CollateError):  # a tail that numbers count as a sequence
@@ -287,7 +287,7 @@ def _told(
         told.append(_Truth(*flat, True))
     for name, segments, _ in told:
         if segments.shape != shape:
-            raise misfit(name, str(list(segments.shape)), shape)
+            raise wrong_shape_error(name, str(list(segments.shape)), shape)
     parted = [each for each in told if each.parted]
     for each in told[1:]:
         check_same_padding(told[0].segments, each.name, each.segments)
@@ -310,11 +310,11 @@ def _parted(
     if positions_BS is None:
         return truth, None
     truth = _cut(sources, truth, positions_BS)
-    sources.counted = truth is not None and counts_as(truth.segments, positions_BS)
+    sources.counted = truth is not None and positions_match(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if known and (found := parted_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+    if known and (found := split_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
         truth = _cut(sources, _Truth("position_ids", *found), positions_BS)
     return truth, positions_BS
 
@@ -324,7 +324,7 @@ def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth 
     by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
     if truth is None or not by_numbers or says_padding(sources):
         return truth
-    return truth._replace(segments=without_tail(sources, truth.segments, positions_BS))
+    return truth._replace(segments=drop_tail(sources, truth.segments, positions_BS))
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
@@ -345,12 +345,12 @@ def _with_dense(
         remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1]:
-        raise misfit(key, shape_of(full), shape)
+        raise wrong_shape_error(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
     found = reading.pattern
     if pattern is None and found is not None and found not in own and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
-        remedy = f"Pass pattern={spelled(found)} if the model attends so."
+        remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
 
@@ -362,7 +362,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
         try:
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
-            told = None if positions_BS is None else parted_by_positions(positions_BS, None, padding_free=False)
+            told = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
             if told is None or not told[1]:
                 raise
             known = Known(pattern=pattern, segments=told[0])
@@ -377,7 +377,7 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
     """Heads that are all alike as one; a mask that says more than who attends whom has no other form."""
     if full.ndim == 4 and full.shape[1] > 1:
         if not bool((full == full[:, :1]).all()):
-            raise not_one_mask(key, full)
+            raise heads_differ_error(key, full)
         full = full[:, :1]
     if full.is_floating_point() and MaskValues(full, polarity, key).valued:
         remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"

@@ -130,7 +130,7 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
 
     def read(b: int, blocks: Iterable[tuple[int, int]]) -> None:
         for low, high in blocks:
-            used_BK[b] |= read_rows(square, b, low, high, shown.extents, keep_BS)
+            used_BK[b] |= read_query_rows(square, b, low, high, shown.extents, keep_BS)
             if (used_BK[b] & ~may_BK[b]).any():
                 raise wrong
 
@@ -177,7 +177,7 @@ def fillers(full_BQ: Bools) -> Bools:
     return filler_BQ
 
 
-def read_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
+def read_query_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
     """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend: where
     that is not known, all that do not attend everything."""
     rows_QK = square.rows(b, low, high)
@@ -199,7 +199,7 @@ def all_extents(square: Square, counts_BS: Bools | None = None) -> tuple[Extents
     extents = Extents(own_BQ, own_BQ.copy(), used_BK.copy(), used_BK.copy())
     for b in range(len(used_BK)):
         for low, high in square.blocks():
-            used_BK[b] |= read_rows(square, b, low, high, extents, counts_BS)
+            used_BK[b] |= read_query_rows(square, b, low, high, extents, counts_BS)
     return extents, used_BK
 
 

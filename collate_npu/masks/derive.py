@@ -24,7 +24,7 @@ from collate_npu.errors import (
 from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity, Square
 from collate_npu.masks.dense_reader import Known, Reading, UnexplainedError, read_square
 from collate_npu.masks.patterns import Pattern, Prefix
-from collate_npu.masks.sources import misfit
+from collate_npu.masks.sources import wrong_shape_error
 from collate_npu.segments import Segments, Values, of_keep, ready
 from collate_npu.validation import checked
 
@@ -89,7 +89,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Readi
     assert keep_BS is not None
     values, (B, S) = MaskValues(full, polarity), keep_BS.shape
     if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in (1, B, S):
-        raise misfit(MASK_KEY, values.got, (B, S))
+        raise wrong_shape_error(MASK_KEY, values.got, (B, S))
     if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
         found = _key_mask(values, keep_BS)
         check_same_padding(of_keep(keep_BS), MASK_KEY, found)
@@ -219,7 +219,7 @@ def _readings(
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
     if values.full.ndim == 4 and _heads_differ(values):
-        raise not_one_mask(MASK_KEY, values.full)
+        raise heads_differ_error(MASK_KEY, values.full)
     found, failed = _readings(values, known, batch_size)
     if not found:
         raise _unexplained(values, known, failed)
@@ -244,7 +244,7 @@ def _heads_differ(values: MaskValues) -> bool:
     return any(bool((read(head_QK) != read(heads[0])).any()) for heads in values.raw for head_QK in heads[1:])
 
 
-def not_one_mask(key: str, full: Tensor) -> AmbiguousMaskError:
+def heads_differ_error(key: str, full: Tensor) -> AmbiguousMaskError:
     """Heads that attend other keys than each other."""
     remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
     got = f"{shape_of(full)}, not the same for every head"
@@ -257,7 +257,9 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     got = values.got
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
-        remedy = f"Pass pattern={spelled(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
+        remedy = (
+            f"Pass pattern={spell_pattern(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
+        )
     elif known.segments is not None:
         rule = f"{got} and the other sources of the batch describe no same tokens under one pattern."
         remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
@@ -270,7 +272,7 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy, more="mask-pattern"))
 
 
-def spelled(pattern: Pattern) -> str:
+def spell_pattern(pattern: Pattern) -> str:
     """How a caller writes this pattern."""
     if isinstance(pattern, Prefix):
         return f"Pattern.prefix({list(pattern.lengths)})"

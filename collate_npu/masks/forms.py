@@ -299,10 +299,10 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     return told | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
 
 
-def rows_told(segments: Segments) -> dict[str, Any]:
+def offsets_of_rows(segments: Segments) -> dict[str, Any]:
     """The same of rows `[B, S]` as they are, one behind the other: each run, of padding too, is one of their sequences.
 
-    >>> told = rows_told(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
+    >>> told = offsets_of_rows(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
     >>> told["cu_seq_lens_q"].tolist(), told["seq_idx"].tolist()
     ([0, 2, 3, 4, 5, 8], [[0, 0, 1, 2], [3, 4, 4, 4]])
     """
@@ -365,11 +365,11 @@ def aligned(lengths: Sequence[int], multiple: int) -> list[int]:
 
 
 def least_room(count: int, max_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
-    """Tokens the tail must have for `with_tail` to bring `count` sequences up to `max_sequences`."""
+    """Tokens the tail must have for `add_tail` to bring `count` sequences up to `max_sequences`."""
     return 0 if max_sequences is None or repeats else max(max_sequences - count, 0) * multiple
 
 
-def with_tail(
+def add_tail(
     places: Sequence[int],
     width: int,
     *,

@@ -133,7 +133,7 @@ class Sources(dict[str, Any]):
         for key in self.named["positions"]:
             positions = self.array(key)
             if positions.ndim not in (2, 3) or positions.shape[-2:] not in (shape, (1, shape[1])):
-                raise misfit(key, str(list(positions.shape)), shape)
+                raise wrong_shape_error(key, str(list(positions.shape)), shape)
             if positions.ndim == 2 or len(positions) == 4:
                 text = positions if positions.ndim == 2 else positions[0]
                 wide = text if text.shape == shape else np.broadcast_to(text, shape)
@@ -162,7 +162,7 @@ class Sources(dict[str, Any]):
         return shape[0], shape[1]
 
 
-def misfit(name: str, got: str, shape: tuple[int, int]) -> CollateError:
+def wrong_shape_error(name: str, got: str, shape: tuple[int, int]) -> CollateError:
     """What has other rows or another width than the tokens."""
     rule = f"The tokens of the batch are {list(shape)} (rows, width)."
     return CollateError(explain(name, got, rule, "Build them together, and split them together."))
@@ -205,7 +205,7 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         named = sources.named["lengths"][0] if rows else ""
         pads_right = named in ("input_lengths", "packed_seq_lengths") and not says_padding(sources)
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
-    name, physical, real = kept_apart(offsets)
+    name, physical, real = physical_and_real_offsets(offsets)
     as_offsets(name, physical, S)
     real_N = _real_lengths(name, physical, real, lengths)
     starts_N, held = physical[:-1], real_N > 0
@@ -280,7 +280,7 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
     """Raise where the offsets of a flat row are not those of Segments that are known."""
     if segments.shape[0] != 1 or not sources.offsets:
         return
-    name, physical, real = kept_apart(sources.offsets)
+    name, physical, real = physical_and_real_offsets(sources.offsets)
     check_cuts(name, as_offsets(name, physical, segments.shape[1]), segments)
     if real is not None and [n for n in np.diff(real).tolist() if n] != list(segments.sequence_lengths):
         rule = f"The sequences have {list(segments.sequence_lengths[:8])} tokens."
@@ -329,14 +329,14 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
     return [[n for row in lengths for n in row]]
 
 
-def places_of(sources: Sources, segments: Segments) -> list[int] | None:
+def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
     """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
     named = (*sources.named["padded_offsets"], *sources.named["offsets"])
     told = (fitting_places(sources.offsets[name], segments) for name in named)
     return next((places for places in told if places is not None), None)
 
 
-def kept_apart(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
+def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
     """`(key, physical, real or None)`; every offset must be one of the two."""
     unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
     padded = {key for key in offsets if key.endswith("padded") or unpadded} - unpadded
@@ -370,7 +370,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
     return real_N
 
 
-def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
+def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
     """The sequences by positions that restart, which a keep mask does not show, and whether every row tells them; None where
     nothing is told. Without a mask (`known` is None) all of the row is real.
     """
@@ -383,7 +383,7 @@ def parted_by_positions(positions_BS: Array, known: Segments | None, *, padding_
     return parted, bool(tells_B.all()) and (restarts or known is None)
 
 
-def without_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
+def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
     """A flat row without what positions, offsets and lengths number as sequences, and no sequence is: its tail.
 
     A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions

@@ -23,7 +23,7 @@ from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedForm
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.forms import aligned, check_cuts
-from collate_npu.masks.sources import Sources, kept_apart, misfit
+from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments
@@ -150,7 +150,7 @@ def _offsets(
     if segments is not None and shape[0] == 1:
         check_cuts("cu_seqlens", offsets, segments)
     if batch.offsets:
-        name, held, _ = kept_apart(batch.offsets)
+        name, held, _ = physical_and_real_offsets(batch.offsets)
         real = held[-1] < offsets[-1] and len(held) == len(offsets) and (np.diff(held) <= np.diff(offsets)).all()
         if not real and not np.array_equal(held, offsets):
             rule = f"{name} of the batch is {held[:16].tolist()}."
@@ -296,7 +296,7 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
     """
     sources = Sources.of(batch)
     if sources.offsets:
-        name, physical, _ = kept_apart(sources.offsets)
+        name, physical, _ = physical_and_real_offsets(sources.offsets)
         value = sources.get(name)
         return value if isinstance(value, Tensor) and value.ndim == 1 else torch.from_numpy(physical)
     if segments is not None and segments.shape[0] == 1 and segments.padding_side == "none":
@@ -452,7 +452,7 @@ class _Plan:
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
         if held.layout is not torch.strided or not held.ndim or held.shape[dim] != self.width:
-            raise misfit(key, shape_of(held), (1, self.width))
+            raise wrong_shape_error(key, shape_of(held), (1, self.width))
         held = held if self.width else held.new_zeros([1 if d == dim else n for d, n in enumerate(held.shape)])
         taken = held.index_select(dim, self.source.to(held.device))
         steps = self.steps.to(held.device).view([-1 if d == dim else 1 for d in range(held.ndim)])

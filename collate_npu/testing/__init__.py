@@ -16,7 +16,7 @@ import torch
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
-from collate_npu.consumers.probe import build, make_honest, quiet, shrunk, why_rows_move
+from collate_npu.consumers.probe import build, make_honest, quiet, rows_move_reason, shrunk
 from collate_npu.proof.conformance import conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
 from collate_npu.testing.kernels import reference_kernels as reference_kernels
@@ -147,6 +147,6 @@ def left_out(attn_implementation: str = "sdpa") -> Mapping[str, str]:
 def _why_not(model_type: str, attn_implementation: str) -> str:
     try:
         model = tiny_model(model_type, vocab_size=257, attn_implementation=attn_implementation)
-        return why_rows_move(model, BatchAdapter, "left")["left"]
+        return rows_move_reason(model, BatchAdapter, "left")["left"]
     except Exception as error:  # whatever transformers raises is the reason
         return f"{type(error).__name__}: {re.split(r'(?<=[.]) |$', str(error), maxsplit=1, flags=re.M)[0]}"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
-from collate_npu.consumers.mask_routing import cheapest_said, shape_said
+from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
 from collate_npu.errors import CollateError, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
-from collate_npu.masks.batch_reader import hazards, reads, segments_from_batch
+from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
@@ -59,7 +59,7 @@ def describe(batch: Mapping[str, Any]) -> Description:
     except CollateError as error:
         told = [f"padding: not known. {error}"]
     facts = _facts(batch, segments) if segments is not None else told
-    wrong = (f"hazard: {text}" for text in hazards(batch, segments).values())
+    wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
     return Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
 
 
@@ -75,13 +75,13 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     real = segments.num_tokens
     share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
     yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
-    yield f"in words: {shape_said(segments)}"
+    yield f"in words: {describe_shape(segments)}"
     keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
     told = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
     yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in told)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
-    yield f"cheapest exact form: {cheapest_said(segments)}"
+    yield f"cheapest exact form: {describe_cheapest(segments)}"
 
 
 def _alone(batch: Sources, key: str, segments: Segments) -> str:

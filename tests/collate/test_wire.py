@@ -9,7 +9,7 @@ from hypothesis import given
 
 from collate_npu import CollateError, Segments, wrap_collator
 from collate_npu.collate import Layout
-from collate_npu.collate.collators import Emitter, with_offsets
+from collate_npu.collate.collators import Emitter, add_offsets
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.forms import offsets_of
@@ -86,7 +86,7 @@ def test_offsets_come_together():
 )
 def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
     batch = {"cu_seqlens_padded": torch.tensor([0, 4, 8]), **told}
-    out = with_offsets(batch, Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]]))
+    out = add_offsets(batch, Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]]))
     assert out["cu_seq_lens_q"].tolist() == [0, 4, 8]
     assert out["max_length_q"] == out["max_length_k"] == longest
 

@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu.consumers.model_traits import rope_limit, sparse_from, why_holes_cut, why_lengths_clash, width_dependence
+from collate_npu.consumers.model_traits import (
+    holes_cut_reason,
+    lengths_clash_reason,
+    rope_limit,
+    sparse_from,
+    width_dependence,
+)
 
 
 def config(**fields):
@@ -15,8 +21,8 @@ WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 8}
 
 
 def test_a_hole_cuts_a_window_short_where_a_row_is_longer():
-    assert [why_holes_cut(config(**WINDOW), n)[:15] for n in (8, 9)] == ["", "its window of 8"]
-    assert why_holes_cut(config(), 9) == ""
+    assert [holes_cut_reason(config(**WINDOW), n)[:15] for n in (8, 9)] == ["", "its window of 8"]
+    assert holes_cut_reason(config(), 9) == ""
 
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}
@@ -55,4 +61,4 @@ CLASHES = [
 
 @pytest.mark.parametrize(("fields", "lengths", "clash"), CLASHES)
 def test_lengths_clash_where_one_changes_the_frequencies_of_another(fields, lengths, clash):
-    assert bool(why_lengths_clash(config(**fields), lengths)) == clash
+    assert bool(lengths_clash_reason(config(**fields), lengths)) == clash

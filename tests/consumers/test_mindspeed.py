@@ -189,11 +189,11 @@ def install(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("te", FOLDERS)
 def test_the_release_is_told_by_its_files(install, te):
-    assert not mindspeed.installed()
+    assert not mindspeed.is_installed()
     without = SimpleNamespace(attention_backend="flash", attention_mask_type="general")
     assert kernel_of_args(without) == "transformer_engine"
     install(te)
-    assert mindspeed.installed()
+    assert mindspeed.is_installed()
     assert mindspeed.transformer_engine() == te
     general = {"own": "mindspeed_dense", "local": "mindspeed", "separate": "mindspeed"}[te]
     swift = SimpleNamespace(attention_backend=SimpleNamespace(name="flash"), context_parallel_size=1)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from collate_npu.consumers.recurrent import kernel_calls, why_boundaries_unread
+from collate_npu.consumers.recurrent import boundaries_unread_reason, kernel_calls
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
 
@@ -34,13 +34,13 @@ def test_the_calls_of_a_flat_row(name):
 @NEWER
 def test_each_missing_kernel_is_named_with_its_package():
     model = tiny_model("bamba", vocab_size=99)
-    assert why_boundaries_unread(model) == (
+    assert boundaries_unread_reason(model) == (
         "mamba_split_conv1d_scan_combined is plain torch, without the package mamba_ssm; "
         "causal_conv1d_fn is plain torch, without the package causal_conv1d; "
         "mamba_chunk_scan_combined is plain torch, without the package mamba_ssm"
     )
     with reference_kernels(model):
-        assert why_boundaries_unread(model) == ""
+        assert boundaries_unread_reason(model) == ""
 
 
 @NEWER
@@ -51,10 +51,10 @@ def test_a_kernel_that_does_not_take_the_key_does_not_do():
     with reference_kernels(model):
         cells = dict(zip(rule.__code__.co_freevars, rule.__closure__))
         cells["applicable_params"].cell_contents = ("q", "k", "v", "offsets")
-        assert why_boundaries_unread(model) == "chunk_gated_delta_rule of this fla does not take cu_seqlens"
+        assert boundaries_unread_reason(model) == "chunk_gated_delta_rule of this fla does not take cu_seqlens"
     model = tiny_model("jamba", vocab_size=99)
     with reference_kernels(model):
-        assert why_boundaries_unread(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
+        assert boundaries_unread_reason(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
 
 
 class Wrapped(torch.nn.Module):
@@ -111,12 +111,12 @@ def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
     if not isinstance(held, torch.nn.Module):
         held = as_kernels_does(held)
         monkeypatch.setitem(scope, "causal_conv1d_fn", held)
-    assert why_boundaries_unread(model) == "causal_conv1d_fn is plain torch, without the package causal_conv1d"
+    assert boundaries_unread_reason(model) == "causal_conv1d_fn is plain torch, without the package causal_conv1d"
     with reference_kernels(model):
-        assert why_boundaries_unread(model) == ""
+        assert boundaries_unread_reason(model) == ""
     held.forward = MethodType(reads, held)
-    assert why_boundaries_unread(model) == ""
+    assert boundaries_unread_reason(model) == ""
     held.forward = MethodType(deaf, held)
-    assert why_boundaries_unread(model) == "causal_conv1d_fn of the hub does not read seq_idx"
+    assert boundaries_unread_reason(model) == "causal_conv1d_fn of the hub does not read seq_idx"
     held.forward = MethodType(type(held).forward, held)  # there is no such kernel for this device
-    assert "is plain torch" in why_boundaries_unread(model)
+    assert "is plain torch" in boundaries_unread_reason(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Segments, debug
-from collate_npu.consumers.mask_routing import bytes_said, cheapest_said, cost_said, say_batch, shape_said
+from collate_npu.consumers.mask_routing import describe_bytes, describe_cheapest, describe_cost, describe_shape, say_batch
 
 
 @pytest.fixture
@@ -19,15 +19,15 @@ def said(monkeypatch):
 
 ONE, RIGHT, LEFT = Segments.from_lengths([2]), Segments.from_lengths([1, 3]), Segments.from_lengths([1, 3], side="left")
 SAID = [
-    (shape_said, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
-    (shape_said, RIGHT, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
-    (shape_said, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
-    (shape_said, Segments([[0, 1, 0]]),
+    (describe_shape, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
+    (describe_shape, RIGHT, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
+    (describe_shape, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
+    (describe_shape, Segments([[0, 1, 0]]),
      "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)"),
-    (cheapest_said, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
-    (cheapest_said, RIGHT, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
-    (cheapest_said, LEFT, "the 2D mask, 6 bytes; the dense 4D that models make"),
-    *((partial(cost_said, form), RIGHT, f"{size} bytes") for form, size in (
+    (describe_cheapest, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
+    (describe_cheapest, RIGHT, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
+    (describe_cheapest, LEFT, "the 2D mask, 6 bytes; the dense 4D that models make"),
+    *((partial(describe_cost, form), RIGHT, f"{size} bytes") for form, size in (
         ("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72))),
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ SAID = [
 @pytest.mark.parametrize(("says", "segments", "words"), SAID)
 def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
     assert says(segments).startswith(words)
-    assert [bytes_said(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
+    assert [describe_bytes(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):

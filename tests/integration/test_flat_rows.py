@@ -88,7 +88,7 @@ def test_attention_that_counts_places_takes_no_flat_row(name, monkeypatch):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with pytest.raises(UnsupportedFormError, match="begins: padding moves a sequence"):
         ours(model)(SAMPLES)
-    monkeypatch.setattr(adapter, "why_rows_move", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    monkeypatch.setattr(adapter, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
     assert errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))[0] > 1e-3  # what would come of it
 
 

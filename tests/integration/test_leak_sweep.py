@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, Segments, UnsupportedFormError, testing
 from collate_npu.consumers import probe
-from collate_npu.consumers.model_traits import rope_limit, text_config, why_lengths_clash, width_dependence
+from collate_npu.consumers.model_traits import lengths_clash_reason, rope_limit, text_config, width_dependence
 from collate_npu.releases import installed, numbers
 
 VOCAB = 257
@@ -142,7 +142,7 @@ def test_rotary_frequencies_follow_the_longest_sequence_where_it_is_said(kind):
         rows = samples(*lengths)
         ids, keep = place(rows, "right")
         error = worst(model, rows, ids, keep)
-        assert (error > POWER) if why_lengths_clash(model, lengths) else (error < TOLERANCE)
+        assert (error > POWER) if lengths_clash_reason(model, lengths) else (error < TOLERANCE)
     rows = samples(5, 7)
     ids, keep = (torch.nn.functional.pad(tensor, (0, 20)) for tensor in place(rows, "right"))
     assert worst(model, rows, ids, keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0)) < TOLERANCE

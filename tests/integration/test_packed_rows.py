@@ -18,7 +18,7 @@ from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
-from collate_npu.consumers.probe import why_sequences_mix
+from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import packed_rows
 from collate_npu.proof import watch
@@ -154,7 +154,7 @@ def test_two_adapted_models_of_a_family_leave_each_other_alone():
         other.remove()
         other.remove()
         model.config.rms_norm_eps *= 1.0000003  # asked anew
-        why_sequences_mix(model.config, Asking)
+        sequences_mix_reason(model.config, Asking)
         assert max(map(max, found)) < RIGHT
         assert max(errors(model, batch, truth, at)) < RIGHT
 
@@ -168,8 +168,8 @@ def test_the_probe_says_what_is_known(name):
         model = tiny_model(name, vocab_size=PAD + 1)
     except ValueError:
         model = tiny_model(name, vocab_size=PAD + 1, attn_implementation="eager")
-    assert bool(why_sequences_mix(model, BatchAdapter, mended=True)) == (name in MIXED)
-    assert why_sequences_mix(model, BatchAdapter)
+    assert bool(sequences_mix_reason(model, BatchAdapter, mended=True)) == (name in MIXED)
+    assert sequences_mix_reason(model, BatchAdapter)
 
 
 def test_the_probe_needs_no_parameter():

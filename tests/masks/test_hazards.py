@@ -5,7 +5,7 @@ import torch
 
 from collate_npu import PaddingCollator, Segments
 from collate_npu.masks import dense
-from collate_npu.masks.batch_reader import hazards, reads
+from collate_npu.masks.batch_reader import find_hazards, reads
 from collate_npu.masks.sources import Sources
 
 LEFT, RIGHT = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([2, 3])
@@ -18,7 +18,7 @@ def test_our_own_batches_have_none():
     for side in ("left", "right"):
         for form in ("auto", "4d", "2d"):
             collate = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask=form)
-            assert hazards(Sources(collate(rows)), Segments.from_lengths([3, 1], side=side)) == {}
+            assert find_hazards(Sources(collate(rows)), Segments.from_lengths([3, 1], side=side)) == {}
 
 
 KEEP = {"attention_mask_2d": LEFT.keep}
@@ -56,13 +56,13 @@ EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
     ],
 )
 def test_what_goes_wrong_is_named_and_nothing_else(segments, keys, expected):
-    assert "".join(hazards(Sources({"input_ids": IDS, **keys}), segments)) == expected
+    assert "".join(find_hazards(Sources({"input_ids": IDS, **keys}), segments)) == expected
 
 
 def test_the_rows_of_labels_on_padding_are_listed():
     assert (
         "1 labels stand on padding (rows [0])"
-        in hazards(Sources({"input_ids": IDS, "labels": IDS}), LEFT)["labels on padding"]
+        in find_hazards(Sources({"input_ids": IDS, "labels": IDS}), LEFT)["labels on padding"]
     )
 
 
@@ -72,10 +72,10 @@ def test_the_rows_of_labels_on_padding_are_listed():
 def test_integers_say_what_one_means(segments, polarity, dtype):
     full = dense(segments, polarity=polarity).to(dtype)
     batch = Sources({"input_ids": IDS, "attention_mask": full, "attention_mask_2d": segments.keep})
-    said = hazards(batch, segments)
+    said = find_hazards(batch, segments)
     assert set(said) == {"integer polarity"}
     assert f"1 = {'attends' if polarity == 'keep' else 'blocked'}" in said["integer polarity"]
-    assert "1 =" not in hazards(batch, None)["integer polarity"]
+    assert "1 =" not in find_hazards(batch, None)["integer polarity"]
     wide = Segments.from_lengths([3, 3], width=4)  # one mask for all rows is read too
     assert reads(dense(wide, polarity=polarity)[:1], wide).endswith("attends" if polarity == "keep" else "blocked")
 

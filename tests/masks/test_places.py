@@ -10,8 +10,8 @@ from strategies import segment_ids
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.masks.forms import aligned, fitting_places, least_room, own_places, with_tail
-from collate_npu.masks.sources import Sources, places_of
+from collate_npu.masks.forms import add_tail, aligned, fitting_places, least_room, own_places
+from collate_npu.masks.sources import Sources, physical_offsets
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 multiples = st.sampled_from([1, 2, 4, 6])
@@ -25,9 +25,9 @@ def offsets(places):
 def test_the_picture():
     held = aligned([3, 2], 4)
     assert offsets(held) == [0, 4, 8]
-    assert offsets(with_tail(held, 16)) == [0, 4, 8, 16]
-    assert offsets(with_tail(held, 16, max_sequences=4, multiple=4)) == [0, 4, 8, 12, 16]
-    assert offsets(with_tail(held, 16, max_sequences=4, multiple=4, repeats=True)) == [0, 4, 8, 16, 16]
+    assert offsets(add_tail(held, 16)) == [0, 4, 8, 16]
+    assert offsets(add_tail(held, 16, max_sequences=4, multiple=4)) == [0, 4, 8, 12, 16]
+    assert offsets(add_tail(held, 16, max_sequences=4, multiple=4, repeats=True)) == [0, 4, 8, 16, 16]
 
 
 def test_places_are_those_of_one_row():
@@ -67,7 +67,7 @@ def test_own_places_hold_one_sequence_each_at_its_start(ids):
 def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
     assert fitting_places(np.array(ends), APART) == expected
     batch = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}
-    assert places_of(Sources(batch), APART) == expected
+    assert physical_offsets(Sources(batch), APART) == expected
     assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
 
 
@@ -76,10 +76,10 @@ def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, cou
     held = aligned(lengths, multiple)
     width = sum(held) + room * multiple
     try:
-        places = with_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=behind)
+        places = add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=behind)
     except CollateError as error:
         for least in map(int, re.findall(r"Raise max_sequences to (\d+)", str(error))):
-            assert len(with_tail(held, width, max_sequences=least, repeats=True, behind=behind)) == least
+            assert len(add_tail(held, width, max_sequences=least, repeats=True, behind=behind)) == least
         short = not repeats and count > len(held) and width - sum(held) < least_room(len(held), count, multiple=multiple)
         assert count < len(held) or (count == len(held) and room and not behind) or short
         return
@@ -99,7 +99,7 @@ def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, cou
 
 def test_more_sequences_than_a_row_has_places_are_refused():
     with pytest.raises(CollateError, match="the most sequences that a row may hold"):
-        with_tail([4], 8, max_sequences=1 << 40, repeats=True)
+        add_tail([4], 8, max_sequences=1 << 40, repeats=True)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_more_sequences_than_a_row_has_places_are_refused():
 )
 def test_a_row_without_a_sequence_to_spare(width, count, behind, told):
     if isinstance(told, list):
-        assert with_tail([4, 4], width, max_sequences=count, behind=behind) == told
+        assert add_tail([4, 4], width, max_sequences=count, behind=behind) == told
         return
     with pytest.raises(CollateError, match=f"Raise max_sequences {told}"):
-        with_tail([4, 4], width, max_sequences=count, behind=behind)
+        add_tail([4, 4], width, max_sequences=count, behind=behind)
 
 
 def test_no_room_is_needed_where_no_sequence_is_missing_or_empty_ones_may_stand():
@@ -135,11 +135,11 @@ def test_the_least_room_is_the_least(lengths, multiple, more):
     held = aligned(lengths, multiple)
     count = len(held) + more
     room = least_room(len(held), count, multiple=multiple)
-    assert len(with_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
+    assert len(add_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
     with pytest.raises(CollateError, match="Raise the width"):
-        with_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)
+        add_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)
 
 
 def test_more_tokens_than_the_row_is_wide():
     with pytest.raises(CollateError, match=r"5 tokens with their alignment.*4 tokens wide"):
-        with_tail([3, 2], 4)
+        add_tail([3, 2], 4)

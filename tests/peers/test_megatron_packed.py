@@ -218,7 +218,7 @@ def test_what_takes_offsets_for_places_gets_physical_ones(thd, monkeypatch):
     assert [takes_places(model) for model in (thd, bridged)] == [False, True]
     monkeypatch.setattr(thd.config, "mtp_num_layers", 1)
     assert takes_places(thd)
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.installed", lambda: True)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.is_installed", lambda: True)
     for params in (packed_seq_params(truth), packed_seq_params(truth, padding_counts=True)):
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
         assert params.cu_seqlens_q is params.cu_seqlens_q_padded

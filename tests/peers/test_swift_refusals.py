@@ -49,7 +49,7 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, setting
 def test_where_mindspeed_is_installed_its_rules_are_asked(world, monkeypatch, settings, side, gets):
     """By its settings and its release (consumers/mindspeed.py), here one with a TransformerEngine attention of its own."""
     world.npu()
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.installed", lambda: True)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.is_installed", lambda: True)
     monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
     args, (data, truth) = arguments("qwen3"), as_kind(None, "2d", side=side)
     for name, value in settings.items():

@@ -80,7 +80,7 @@ def told(run, known):
     return verdict(float(torch.maximum(far, (learned - known[1]).norm() / known[1].norm())))
 
 
-def places_of(layout):
+def physical_offsets(layout):
     lengths = [len(ids) for ids in samples()]
     if layout.startswith("packed"):
         ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -105,7 +105,7 @@ def trained(model, layout, folder, *, ours):
         collator = wrap_collator(collator, model=model, padding_free=packs) if ours else collator
         data = [{"input_ids": ids, "labels": ids} for ids in samples()]
         trainer = Trainer(model, TrainingArguments(folder, **QUIET), data_collator=collator, eval_dataset=data)
-        return step(trainer, places_of(layout))
+        return step(trainer, physical_offsets(layout))
 
 
 @pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
@@ -138,7 +138,7 @@ def tuned(model, layout, folder, *, ours):
     data = Dataset.from_list([{"input_ids": ids} for ids in samples()])
     trainer = SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer_of("right"))
     with adapt(trainer.model) if ours else nullcontext():
-        return step(trainer, places_of(layout))
+        return step(trainer, physical_offsets(layout))
 
 
 @pytest.mark.parametrize("layout", ["padded right", "packed"])

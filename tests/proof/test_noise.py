@@ -69,7 +69,7 @@ def deafen(monkeypatch, model):
     """Its recurrent layers take the mask and do not apply it, and nobody asks them before."""
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
-    monkeypatch.setattr(adapter, "why_rows_move", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    monkeypatch.setattr(adapter, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collate_npu import debug
 from collate_npu.arrays import host_tensor
-from collate_npu.consumers.labels import are_moved
+from collate_npu.consumers.labels import labels_are_shifted
 from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
@@ -160,7 +160,7 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
 def _check_labels(sources: Sources, segments: Segments) -> None:
     if not sources.named["labels"]:
         return
-    if are_moved(sources.array("input_ids"), sources.array("labels"), segments):
+    if labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
         rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
         remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
         raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))

@@ -57,7 +57,7 @@ def packed_seq_params(
     fields = gated_delta_kwargs(segments, kernel="megatron", device=device)
     real = segments.cu_seqlens_host
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
-    places = padding_counts or mindspeed.installed() or npu_engine()
+    places = padding_counts or mindspeed.is_installed() or npu_engine()
     apart = not (places or unseen or real == offsets)
     for side in ("q", "kv"):
         # The very same tensor where they are equal: TransformerEngine's main branch reads "no padding" off the identity.

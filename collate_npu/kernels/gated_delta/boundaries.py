@@ -29,7 +29,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, as_offsets, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.masks.forms import fitting_places, with_tail
+from collate_npu.masks.forms import add_tail, fitting_places
 from collate_npu.segments import Segments, Values
 from collate_npu.validation import checked
 
@@ -54,7 +54,7 @@ def flat_offsets(
     `unpad`, `[1, T]`. Default: one row is kept as it is, of several the padding is taken out. `padding` says where the
     padding that is kept belongs (`"behind"`: with the sequence before it, as `pad_documents` and Megatron have it), or is
     the physical offsets of this very row, `batch["cu_seqlens_padded"]`. `max_sequences=N` makes N sequences, for graphs
-    and compilers, by cutting the padding at the end (`masks.forms.with_tail`); no sequence is ever empty.
+    and compilers, by cutting the padding at the end (`masks.forms.add_tail`); no sequence is ever empty.
 
     Raises `UnsupportedFormError` without a real token; where padding that is kept stands inside a sequence; for `"behind"`
     where it stands before the first one; and for offsets that do not fit the row.
@@ -96,7 +96,7 @@ def _of_one_length(
         raise UnsupportedFormError(explain("max_sequences", str(max_sequences), rule, remedy))
     tail = offsets[-1] == segments.array.size and not segments.array[-1, -1]
     places = np.diff(offsets[:-1] if tail else offsets).tolist()
-    return (0, *np.cumsum(with_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
+    return (0, *np.cumsum(add_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
 
 
 def _of_padded_rows(segments: Segments, *, own: bool) -> tuple[int, ...]:

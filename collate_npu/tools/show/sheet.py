@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_tensor, whole_number
-from collate_npu.consumers.mask_routing import shape_said
+from collate_npu.consumers.mask_routing import describe_shape
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -316,7 +316,7 @@ class Sheet:
 def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Sheet:
     """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
-        panels: Iterable[Panel] = (Panel(facts=shape_said(shown), ids=shown.array), _attends(shown))
+        panels: Iterable[Panel] = (Panel(facts=describe_shape(shown), ids=shown.array), _attends(shown))
     else:
         panels = _batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown))
     panels = list(panels)
@@ -358,7 +358,7 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[Panel]:
         yield from _refused(batch, masks)
         return
     heading = KEEP_KEY if KEEP_KEY in batch else "segments"
-    yield Panel(heading=heading, facts=shape_said(segments), ids=segments.array, labels=labels_of(batch, segments))
+    yield Panel(heading=heading, facts=describe_shape(segments), ids=segments.array, labels=labels_of(batch, segments))
     squares = {key: x for key, x in masks.items() if not _is_keys(x, segments.shape)}
     yield from (_mask(key, x, segments.shape[0], segments) for key, x in squares.items())
     if not squares:
@@ -416,7 +416,7 @@ def _alone(x: Tensor) -> Iterator[Panel]:
         return
     if x.ndim > 2:
         yield _mask("", x, segments.shape[0], segments)
-    yield Panel(facts=f"found: {shape_said(segments)}", ids=segments.array, derived=x.ndim > 2)
+    yield Panel(facts=f"found: {describe_shape(segments)}", ids=segments.array, derived=x.ndim > 2)
 
 
 def _are_numbers(x: Tensor) -> bool:
