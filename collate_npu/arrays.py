@@ -51,7 +51,7 @@ _UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator take
 
 
 def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys and values of a mapping, in a dict of its own; of a TensorDict what is no tensor as Python holds it.
+    """Return the keys and values of a mapping as a new dict; a TensorDict's non-tensor values as Python objects.
 
     Raises `CollateError` for a lazy stack whose rows differ in length or in keys (tensordict 0.15.3 _lazy.py).
     """
@@ -140,7 +140,7 @@ def host_array(name: str, value: Any) -> Array:
 
 
 def _means_something_else(kind: type) -> bool:
-    """Does this class answer torch's functions by itself, before Tensor does?"""
+    """True if this class answers torch's functions by itself, before Tensor does."""
     return next(base for base in kind.__mro__ if "__torch_function__" in vars(base)) not in (Tensor, torch.nn.Parameter)
 
 
@@ -164,14 +164,14 @@ OF_A_BATCH = "Pass the rows of one batch; a tensor that is expanded holds as man
 
 
 def check_places(name: str, places: int, remedy: str) -> None:
-    """Raise before memory is asked for that no batch needs: offsets of more places would not be int32."""
+    """Raise `CollateError` for more places than int32 offsets can count, before memory is allocated."""
     if places > MOST_PLACES:
         rule = f"Offsets are int32, so a batch has at most {MOST_PLACES} places."
         raise CollateError(explain(name, f"{places} places", rule, remedy))
 
 
 def one_run(keep_BS: Array, side: Side) -> list[int]:
-    """Real tokens of each row, if they stand together on one side, padding on this."""
+    """Return the real tokens of each row, for rows whose padding is all on this side."""
     B, S = keep_BS.shape
     if not S:
         return [0] * B
@@ -183,7 +183,7 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
-    """Where padding stands around rows of so many tokens, without gaps."""
+    """Return where padding stands, for rows of so many tokens without gaps."""
     if min(totals, default=width) == width:
         return "none"
     if side == "right" or not any(0 < n < width for n in totals):
@@ -192,7 +192,7 @@ def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
 
 
 def side_of(keep_BS: Array) -> PaddingSide:
-    """Where padding stands, over all rows."""
+    """Return where padding stands, over all rows."""
     if keep_BS.all():
         return "none"
     grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
@@ -202,7 +202,7 @@ def side_of(keep_BS: Array) -> PaddingSide:
 
 
 def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
-    """Real tokens whose value is not `step` more than that of the real token before them in their row, bool `[B, S]`."""
+    """Return bool `[B, S]`: real tokens whose value is not `step` more than that of the real token before in the row."""
     real_T = np.flatnonzero(keep_BS)
     values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
     follows_T = (values_T[1:] == values_T[:-1] + step) & (rows_T[1:] == rows_T[:-1])
@@ -212,13 +212,13 @@ def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
 
 
 def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
-    """Where sequences begin by their positions, bool `[B, S]`; in which rows each counts 0, 1, 2, ..., bool `[B]`."""
+    """Return where sequences begin by their positions, bool `[B, S]`, and which rows count 0, 1, 2, bool `[B]`."""
     starts_BS = run_starts(positions_BS, keep_BS, step=1)
     return starts_BS, ~(starts_BS & (positions_BS != 0)).any(axis=1)
 
 
 def as_ids(ids: Any) -> Array:
-    """int64 `[B, S]` of ids that may be those of sequences."""
+    """Return segment ids as int64 `[B, S]`. Raises `CollateError` for negative ids and other shapes."""
     ids_BS = host_array("segment ids", ids)
     check_places("segment ids", ids_BS.size, OF_A_BATCH)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":

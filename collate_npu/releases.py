@@ -120,11 +120,11 @@ class Since:
     """The release from which that is wrong; "" for all earlier ones."""
 
     def holds(self, text: str | None = None) -> bool:
-        """In this version, by default the installed one? Of a package that is not there, the newest is meant."""
+        """True if it holds in this version, by default the installed one; a missing package counts as the newest."""
         return numbers(installed(self.package) if text is None else text) >= numbers(self.release)
 
     def hurts(self, text: str) -> bool:
-        """Is this version one of those in which something is wrong?"""
+        """True if something is wrong in this version."""
         return bool(self.before) and not self.holds(text) and numbers(text) >= numbers(self.after or "0")
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ def cann_of(torch_npu: str) -> str:
 
 
 def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
-    """Is it a post release before the first one of its torch, or of a torch before all of them?"""
+    """True if it is a post release before the first one of its torch, or of a torch before all of them."""
     ours = numbers(torch_npu)
     same = [post(first) for first in firsts if numbers(first) == ours]
     return post(torch_npu) < same[0] if same else ours < min(map(numbers, firsts))

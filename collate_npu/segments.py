@@ -212,12 +212,12 @@ class Segments:
 
     @property
     def num_padding(self) -> int:
-        """Places of the batch that are padding, alignment and tail included: computed, and thrown away."""
+        """Places of the batch that are padding, alignment and tail included."""
         return self.shape[0] * self.shape[1] - self.num_tokens
 
     @property
     def padding_share(self) -> float:
-        """The part of all places that is padding, 0 to 1: what a throughput in tokens is to be corrected by."""
+        """The share of all places that is padding, 0 to 1. Throughput in places times (1 - share) is in real tokens."""
         return self.num_padding / max(self.shape[0] * self.shape[1], 1)
 
     @property
@@ -357,7 +357,7 @@ def _built(ids_BS: Array) -> Segments:
 
 
 def ready(segments: Segments) -> Segments:
-    """The same, with what compiled code reads computed now, for torch cannot trace the search."""
+    """Return `segments` with what compiled code reads computed now: torch cannot trace the search."""
     _ = segments.shape, segments._compiled
     return segments
 
@@ -375,7 +375,7 @@ def _places(S: int) -> Array:
 
 
 def positions_match(segments: Segments, positions_BS: Array) -> bool:
-    """Are these its `position_ids`, at every place?"""
+    """True if these equal its `position_ids` at every place."""
     right = _places(segments.shape[1]) if _counts_places(segments) else position_array(segments)
     return bool((positions_BS == right).all())
 

@@ -137,11 +137,11 @@ class Emitter:
 
     @property
     def _predicts_next(self) -> bool:
-        """Are labels those of the next token, not moved yet?"""
+        """True if labels are those of the next token and not shifted yet."""
         return not self.layout.labels_shifted and self._labels == "next"
 
     def _tells_positions(self, left: bool) -> bool:
-        """Could the model count some batch of this collator wrong: padding on the left, or with an id that it counts?
+        """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
 
         Then all have positions: a dispatcher takes the keys of the first batch for those of all.
         """

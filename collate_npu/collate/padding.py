@@ -42,7 +42,7 @@ def round_up(value: int, multiple: int | None) -> int:
 
 
 def is_ragged(value: Any) -> bool:
-    """May this be one value a token: a list, a tuple, an array or a tensor with a first dimension?"""
+    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension."""
     return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
 
 

@@ -117,7 +117,7 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
 
 
 def _room_for(value: Tensor) -> bool:
-    """Does it move into shared memory, where torch's pickler puts it else?"""
+    """True if it moves into shared memory, where torch's pickler would put it."""
     try:
         value.share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -157,7 +157,7 @@ def _memory(buffer: Any) -> Any:
 
 
 def _travels(value: Any) -> bool:
-    """Is it a plain tensor on the host, told by its values alone? Others go as torch sends them."""
+    """True for a plain tensor on the host that its values alone describe. Others go as torch sends them."""
     plain = type(value) is Tensor and value.dtype in _HELD and value.layout is torch.strided and not value.is_nested
     return plain and value.device.type == "cpu" and not value.requires_grad
 

@@ -173,7 +173,7 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
 
 
 def _begins(sample: Any) -> bool:
-    """Does this sample learn its first label?"""
+    """True if this sample learns its first label."""
     labels = sample.get("labels") if isinstance(sample, Mapping) else None
     return isinstance(labels, (Sequence, np.ndarray, Tensor)) and len(labels) > 0 and bool(labels[0] >= 0)
 

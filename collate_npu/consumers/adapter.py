@@ -53,7 +53,7 @@ _ALIGNED = 64
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch on this device, its plain host tensors as views of one storage there; what is there already stays.
+    """Return the batch on this device, its plain host tensors as views of one storage there; what is there already stays.
 
     Mappings of tensors (a mask for each kind of layer) come along. Tensors that are pinned already go by themselves.
 
@@ -80,7 +80,7 @@ def _nested(batch: Mapping[str, Any], held: Mapping[Any, Any], *outer: str) -> d
 
 
 def _waits(value: Any) -> bool:
-    """Would its own copy keep the host waiting: a plain tensor in memory that is not pinned?"""
+    """True if its own copy would keep the host waiting: a plain tensor in memory that is not pinned."""
     plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
     return plain and not value.requires_grad and not value.is_pinned()
 
@@ -182,7 +182,7 @@ class BatchAdapter:
 
     @property
     def _asks(self) -> bool:
-        """Must a transformers model still be asked what its recurrent layers read?"""
+        """True if a transformers model must still be asked what its recurrent layers read."""
         return self.consumer.counts_positions and bool(self.model.needs_mask_2d) and self.model.boundaries_unread is None
 
     def _ask(self, model: Any) -> None:
@@ -441,7 +441,7 @@ class BatchAdapter:
 
 
 def has_choices(sources: Sources) -> bool:
-    """Are these the choices of each sample, `[B, C, S]` (`ForMultipleChoice`)?"""
+    """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
     return getattr(sources.get("input_ids"), "ndim", 2) == 3
 
 
@@ -451,7 +451,7 @@ def _unflattened(value: Any, shape: torch.Size) -> Any:
 
 
 def own_patterns(config: Any) -> frozenset[Pattern]:
-    """What a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
+    """Return the patterns that a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
     found = attention_windows(config).items() if windows(config) else ()
     return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 

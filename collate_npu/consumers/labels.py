@@ -97,7 +97,7 @@ def _across(ids_BS: Array, real_BS: Array, labels_BS: Array, tokens_BS: Array | 
 
 
 def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
-    """Do the labels at both ends of each sequence equal the next token, or their own? None where both do, or neither."""
+    """True if the labels at both ends of each sequence equal the next token, False if their own; None if both or neither."""
     if tokens_BS.shape != labels_BS.shape:
         return None
     rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T

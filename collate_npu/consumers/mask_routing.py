@@ -54,7 +54,7 @@ SPELLED: Mapping[MaskForm, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What becomes of the masks of one batch."""
+    """Which form the mask of one batch gets, whether `attention_mask_2d` stays, and why."""
 
     form: MaskForm
     keeps_mask_2d: bool
@@ -144,7 +144,7 @@ class Model:
     config: Any = None
     model_type: str = ""
     needs_mask_2d: bool | None = None
-    """Does it carry state from token to token? None where nobody said."""
+    """True if it carries state from token to token; None where nobody said."""
     attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
     """Of its parameters, where a module was there to be asked."""
@@ -157,9 +157,9 @@ class Model:
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
     half_ahead: bool = False
-    """Do its layers look ahead, and its masks not?"""
+    """True if its layers look ahead and its masks do not."""
     follows_is_causal: bool = False
-    """Do masks and kernels both follow what it says?"""
+    """True if masks and kernels both follow it."""
     pooling: model_traits.Pooling = ""
     """Which token of a row its head takes."""
     labels: model_traits.LabelRule | None = None
@@ -167,12 +167,12 @@ class Model:
     looks_ahead: tuple[str, ...] = ()
     """What tells its own masks that tokens see later ones: "images", "types" (`token_type_ids`)."""
     virtual_tokens: bool = False
-    """Does a tuner of PEFT put tokens of its own before each row, behind our back?"""
+    """True if a tuner of PEFT puts learned tokens before each row."""
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can, None where nobody asked
     (the adapter does) or no module was there: a config does not know which kernels this process resolved."""
     keeps_apart: bool = False
-    """Was it adapted, so that its recurrent layers keep the sequences of any row apart?"""
+    """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
 
     moves: Mapping[str, str] = field(default_factory=dict)
     """Why rows of a form (probe.py) do not come out as their sequences do alone; a form that nobody asked is not there."""
@@ -263,9 +263,9 @@ class Case:
     call: Mapping[str, Any] = field(default_factory=dict)
     """The batch and options that the model is called with; nothing where only the rows are known."""
     restarts: bool = True
-    """Do its positions begin again with each sequence, and there alone?"""
+    """True if its positions begin again with each sequence, and there alone."""
     at_model: bool = False
-    """Does nobody but the model read what comes out? Trainers count tokens by a 2D mask (TRL)."""
+    """True if nobody but the model reads the result. Trainers count tokens by a 2D mask (TRL)."""
 
     @once
     def keys(self) -> Collection[str]:
@@ -274,7 +274,7 @@ class Case:
 
     @once
     def exact(self) -> Verdict:
-        """May the mask be left out?"""
+        """True if `attention_mask=None` gives the same result, with the reason."""
         return none_is_exact(self.segments, self.pattern)
 
     @once
@@ -284,12 +284,12 @@ class Case:
 
     @once
     def recurrent(self) -> bool:
-        """Does the model carry state from token to token? For a flat row True where nobody said."""
+        """True if the model carries state from token to token; for a flat row also where nobody said."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
     @once
     def inside(self) -> bool:
-        """Does padding stand before or between real tokens of a row?"""
+        """True if padding stands before or between real tokens of a row."""
         return self.segments.padding_side not in ("none", "right")
 
 
@@ -349,27 +349,27 @@ class Consumer:
     """dtype of a 2D mask under `key`."""
     keeps_mask_2d: Keeps = "recurrent"
     splits_rows: bool = True
-    """Can ranks share a row, each with its queries of a dense mask?"""
+    """True if ranks can share a row, each with its queries of a dense mask."""
     recurrent_scheme: RecurrentScheme | None = None
     """How its recurrent layers get what this rank has not, where ranks share a row; None where no release does it right."""
     not_shared: str = "its stack exchanges nothing between ranks"
     """Why not, where there is no scheme."""
     opens_empty_rows: bool = False
-    """Does its kernel want no query that sees no key? Such queries, all of them padding, then see themselves."""
+    """True if its kernel fails on a query that sees no key. Such queries, all of them padding, then see themselves."""
     counts_positions: bool = False
-    """Does the model count positions by itself, where they are left out?"""
+    """True if the model counts positions by itself where they are left out."""
     masks_flat_row: Callable[[Case], bool] = lambda case: False
-    """Does a flat row need a mask beside its offsets?"""
+    """True if a flat row needs a mask beside its offsets."""
     uncached: Callable[[Case], bool] = lambda case: False
-    """Are its sequences told by positions that restart, which a model with a cache does not look at?"""
+    """True if positions that restart separate its sequences, which a model with a cache does not look at."""
     reads_offsets: Callable[[Case], bool] = lambda case: False
-    """Does this batch need every key of a flat row, whichever of them arrived?"""
+    """True if this batch needs every key of a flat row, whichever of them arrived."""
     offsets_also: Callable[[Case], tuple[str, ...]] = lambda case: ()
-    """Under which other names do its kernels read `cu_seq_lens_q`?"""
+    """Other names under which its kernels read `cu_seq_lens_q`."""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
     """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
     here: Callable[[], bool] = lambda: False
-    """Is its stack installed? `collate-npu env` tells what it refuses."""
+    """True if its stack is installed: `collate-npu env` then prints what it refuses."""
     source: str
 
     def __reduce__(self) -> Any:

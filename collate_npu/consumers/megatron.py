@@ -75,8 +75,8 @@ TRANSFORMER_ENGINE_NPU = replace(
 
 
 def npu_engine() -> bool:
-    """Is TransformerEngineNPU in TransformerEngine's place, by itself or under MegatronAdaptor? Not beside MindSpeed, which
-    says what it puts there (`mindspeed.transformer_engine`). Nothing is imported."""
+    """True if TransformerEngineNPU stands in TransformerEngine's place, by itself or under MegatronAdaptor. Not beside
+    MindSpeed, which says what it puts there (`mindspeed.transformer_engine`). Nothing is imported."""
     here = mindspeed.is_installed("transformer_engine_npu") or mindspeed.is_installed("megatron_adaptor")
     return here and not mindspeed.is_installed()
 

@@ -156,7 +156,7 @@ MINDSPEED_LLM_FSDP2 = replace(
 
 
 def is_installed(package: str = "mindspeed") -> bool:
-    """Is MindSpeed here, or another package? Nothing of it is imported."""
+    """True if this package is installed, by default MindSpeed. Nothing of it is imported."""
     try:
         return find_spec(package) is not None
     except ValueError:  # imported, without a spec
@@ -294,7 +294,7 @@ def _patches(package: str) -> dict[str, Any]:
 
 
 def _first(package: str) -> bool:
-    """Was something of an adaptor without a list imported before Megatron was? `sys.modules` is in the order in which
+    """True if a module of an adaptor without a list was imported before Megatron. `sys.modules` is in the order in which
     imports ended."""
     adaptor, listed, _ = _ADAPTORS[package]
     order = [name for name in sys.modules if name == "megatron.core" or name.partition(".")[0] == package]

@@ -32,7 +32,7 @@ def consumer_of(model: Any) -> Stack | None:
 
 
 def is_transformers(model: Any) -> bool:
-    """Is this module itself, unwrapped, one of transformers'?"""
+    """True if this module itself, unwrapped, is one of transformers'."""
     return _stack(model) == "transformers"
 
 
@@ -64,7 +64,7 @@ def unwrap(model: Any) -> Any:
 
 
 def has_virtual_tokens(model: Any) -> bool:
-    """Does a wrapper of PEFT put learned tokens before each row? Prefix tuning keeps positions (peft 0.20 peft_model.py)."""
+    """True if a PEFT wrapper puts learned tokens before rows. Prefix tuning keeps positions (peft 0.20 peft_model.py)."""
     wrappers = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
     tuned = [config for configs in held for config in configs.values() if getattr(config, "is_prompt_learning", False)]
@@ -121,7 +121,7 @@ _RECURRENT_FIELD = re.compile(
 
 
 def needs_mask_2d(model: Any) -> bool:
-    """Does this model need the 2D mask beside its attention mask (recurrent layers)? A module, a config or a model type.
+    """True if this module, config or model type needs the 2D mask beside its attention mask: it has recurrent layers.
 
     Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
     fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
@@ -283,7 +283,7 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 
 
 def is_encoder(config: Any) -> bool:
-    """Is this config one of a masked language model that is not told to decode?"""
+    """True if this config is of a masked language model that is not told to decode."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers
@@ -293,13 +293,13 @@ def is_encoder(config: Any) -> bool:
 
 
 def has_two_sides(model: Any) -> bool:
-    """Is it an encoder beside a decoder? The config of a decoder alone may say so, too."""
+    """True for an encoder beside a decoder. The config of a decoder alone may say so, too."""
     said = getattr(config_of(model), "is_encoder_decoder", False)
     return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
 
 
 def is_compiled(model: Any) -> bool:
-    """Is a forward of this module compiled code, in part at least?"""
+    """True if a forward of this module is compiled code, at least in part."""
     return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in model.modules())
 
 
@@ -340,7 +340,7 @@ def first_position(model: Any) -> int:
 
 
 def follows_is_causal(model: Any) -> bool:
-    """Do its masks and its kernels both follow `is_causal=False`? 5.23 utils/generic.py:1062 gives forwards with a decorator
+    """True if its masks and its kernels both follow `is_causal=False`. 5.23 utils/generic.py:1062 gives decorated forwards
     the keyword, and each layer must hand it on: else sdpa stays causal where a sample alone needs no mask (StableLM)."""
     whole = unwrap(model)
     layers = {
@@ -355,18 +355,18 @@ def follows_is_causal(model: Any) -> bool:
 
 
 def calls(model: Any, kernel: str) -> bool:
-    """Does a modeling file of it call a kernel of this name?"""
+    """True if a modeling file of it calls a kernel of this name."""
     return _say(_classes(unwrap(model)), f'"{kernel}"')
 
 
 def half_ahead(model: Any) -> bool:
-    """Do its layers look ahead by `use_bidirectional_attention`, and the masks that it makes do not (Gemma, Gemma 2)?"""
+    """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
     asked = getattr(config_of(model), "use_bidirectional_attention", None) is True
     return asked and not _say(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
 
 
 def looks_ahead(model: Any, by: str) -> bool:
-    """Do masks that the model makes let tokens see later ones, told by its images or by `token_type_ids`?
+    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
 
     A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
@@ -432,7 +432,7 @@ def label_rule(model: Any) -> LabelRule | None:
 
 
 def _pools_first(part: Any) -> bool:
-    """Does this part of a model take token ids, and pool the first place of a row?"""
+    """True if this part of a model takes token ids and pools the first place of a row."""
     if not is_transformers(part) or "input_ids" not in _parameters(type(part)):
         return False
     pooler = getattr(part, "pooler", "")
@@ -485,7 +485,7 @@ def _code(cls: type) -> str:
 
 
 def _say(classes: list[type], *texts: str) -> bool:
-    """Does a modeling file of these classes hold one of the texts?"""
+    """True if a modeling file of these classes holds one of the texts."""
     sources = map(_source, {cls.__module__: None for cls in classes})
     return any(text in source for source in sources for text in texts)
 

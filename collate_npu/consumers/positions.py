@@ -82,7 +82,7 @@ def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["d
 
 
 def restart(positions: Tensor | None, segments: Segments) -> bool:
-    """Do they tell each sequence of rows without padding, as transformers takes them apart (masking_utils.py:773-780)?"""
+    """True if they separate the sequences of rows without padding as transformers does (masking_utils.py:773-780)."""
     if positions is None:
         return False
     text_BS = (positions[0] if positions.ndim == 3 else positions).cpu()

@@ -70,14 +70,14 @@ def describe_packing(model: Any) -> str:
 
 
 def keeps_apart(model: Any) -> bool:
-    """Was this model adapted, so that its recurrent layers keep the sequences of a row apart?"""
+    """True if this model was adapted, so that its recurrent layers keep the sequences of a row apart."""
     hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
     return any(getattr(hook, "keeps_apart", False) for hook in hooks)
 
 
 def reads_boundaries_itself(layer: Any) -> bool:
-    """Is it VeOmni's own Gated DeltaNet? Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and without a kernel
-    that reads it raise (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    """True for VeOmni's own Gated DeltaNet. Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and raise without
+    a kernel that reads it (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
     return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
 

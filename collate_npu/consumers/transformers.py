@@ -85,7 +85,7 @@ def _by_2d(case: Case) -> str:
 
 
 def _looks_ahead_by_2d(case: Case) -> bool:
-    """Does it make masks of a 2D one that look ahead? Chunked layers make causal ones, which a sample alone on sdpa goes
+    """True if it makes masks of a 2D one that look ahead. Chunked layers make causal ones, which a sample alone on sdpa goes
     without (masking_utils.py:1361)."""
     chunked = any("chunk" in kind for kind in _kinds(case)) and case.model.attn_implementation != "eager"
     return case.model.pattern == "bidirectional" or not chunked
@@ -127,7 +127,8 @@ def _masked_flat_row(case: Case) -> bool:
 
 
 def _by_positions(case: Case) -> bool:
-    """Do positions alone tell the sequences of a flat row? Where a router's loss or windows that look ahead take no mask."""
+    """True if positions alone separate the sequences of a flat row: where a router's loss or windows that look ahead take no
+    mask."""
     routed = case.model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and _learns_routing(case)
     ahead = case.model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and case.model.ask(windows)
     told = case.segments.shape[0] == 1 and case.restarts and case.segments.packed and case.segments.padding_side == "none"

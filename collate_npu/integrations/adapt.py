@@ -128,7 +128,7 @@ class _Door:
         return {**vars(self), "mended": None}
 
     def _has_lora(self) -> bool:
-        """Did PEFT put layers into the model (tuners_utils.py:323)?"""
+        """True if PEFT put layers into the model (tuners_utils.py:323)."""
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
 
     def remove(self) -> None:
@@ -205,7 +205,7 @@ def _cached(batch: Sources) -> bool:
 
 
 def _decodes(batch: Sources) -> bool:
-    """Does this call go on behind cached tokens? Its mask, if any, covers these too; `generate` makes None of a mask of
+    """True if this call continues cached tokens. Its mask, if any, covers these too; `generate` makes None of a mask of
     ones, so that a prefill without one has no padding, and of a static cache's masks for each kind of layer (transformers
     5.23 generation/utils.py:2899)."""
     mask, width = batch.get("attention_mask"), batch.shape()[1]
@@ -343,7 +343,7 @@ def _whole(model: nn.Module, named: bool) -> nn.Module:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Can its forward be given positions?"""
+    """True if its forward takes positions."""
     kinds = inspect.signature(type(module).forward).parameters
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
 

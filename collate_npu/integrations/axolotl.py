@@ -49,5 +49,5 @@ def _wrapped(inner: Any, model: Any, packs: bool) -> WrappedCollator:
 
 
 def _is_patched(model: Any) -> bool:
-    """Did axolotl put its own recurrent layers in? It does so where there is CUDA alone (loaders/patch_manager.py:573)."""
+    """True if axolotl put its own recurrent layers in, as it does where there is CUDA (loaders/patch_manager.py:573)."""
     return any(type(module).forward.__module__.startswith("axolotl.monkeypatch") for module in model.modules())

@@ -117,7 +117,7 @@ def release(holder: str) -> None:
 
 
 def in_place(ours: Callable[..., Any]) -> bool:
-    """Is this replacement in place anywhere, and still called? Another `install` mends what somebody replaced."""
+    """True if this replacement is in place anywhere and still called. Another `install` mends what somebody replaced."""
     return any(made.ours == ours and not _lost(made) for made in _TABLE)
 
 

@@ -66,7 +66,7 @@ class MaskValues:
 
     @property
     def got(self) -> str:
-        """What arrived, as a message says it."""
+        """dtype and shape of the mask, as a message prints them."""
         return shape_of(self.full)
 
     @once
@@ -88,7 +88,7 @@ class MaskValues:
 
     @property
     def valued(self) -> bool:
-        """Does it add something at places that attend (ALiBi, a position bias)?"""
+        """True if it adds a value at places that attend (ALiBi, a position bias)."""
         return self.declared == "bias" and any(bool((x[x > self._threshold] != 0).any()) for x in self._blocks())
 
     @once
@@ -156,7 +156,7 @@ BLOCK = 1 << 19
 
 
 def blocks(array: Array, most: int | None = None) -> Iterator[Array]:
-    """All of `array` in parts of at most `BLOCK` elements, or an eighth; what only repeats (stride 0) comes once."""
+    """Yield all of `array` in parts of at most `BLOCK` elements, or an eighth; repeated rows (stride 0) come once."""
     most = min(BLOCK, max(array.size // 8, 1 << 12)) if most is None else most
     if array.ndim and len(array) and array.strides[0] == 0:
         array = array[:1]
@@ -265,7 +265,7 @@ class Square:
             yield low, min(low + step, S)
 
     def diagonal(self, before: int = 0) -> Bools:
-        """`[B, S - before]`: does each token attend itself, or the one so many places before it?"""
+        """Return bool `[B, S - before]`: True where a token attends itself, or the token so many places before it."""
         return self._read(self._raw_BQK.diagonal(-before, axis1=1, axis2=2))
 
     def column(self, k: int) -> Bools:
@@ -290,5 +290,5 @@ class Square:
         return rows_QK
 
     def equals_given(self, found_QK: Bools) -> bool:
-        """Is it byte by byte what `given` gave last? bytearray compares at the speed of memory, numpy at half of it."""
+        """True if it equals what `given` returned last, byte by byte. bytearray compares twice as fast as numpy."""
         return self._scratch[len(found_QK)][0] == np.ascontiguousarray(found_QK)

@@ -76,12 +76,12 @@ class Shown:
 
     @property
     def filler(self) -> Bools:
-        """Rows that their producer unmasked, where nothing beside the matrix says which rows count."""
+        """Rows that their producer unmasked; none where a keep mask says which rows count."""
         return fillers(self.full) if self._keep_BS is None else np.zeros_like(self.full)
 
     @property
     def counts(self) -> Bools:
-        """Rows that are evidence."""
+        """Rows that count as evidence."""
         return ~self.filler if self._keep_BS is None else self._keep_BS
 
     @once
@@ -116,7 +116,7 @@ class Shown:
 
 
 def look(square: Square, keep_BS: Bools | None) -> Shown:
-    """What the matrix shows, unless a row that counts attends a key that is not real."""
+    """Return what the matrix shows. Raises `UnexplainedError` where a row that counts attends a key that is not real."""
     diagonal_BS, used_BK = square.diagonal(), np.zeros(square.shape, bool)
     may_BK = diagonal_BS if keep_BS is None else keep_BS
     wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
@@ -149,7 +149,7 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
 
 
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
-    """A sequence ends where a real token does not attend the real token before it; `[B, S]` says where one begins."""
+    """Return the Segments and, bool `[B, S]`, where a sequence begins: a real token that does not attend the one before."""
     begins_BS, follows_BS = real_BS.copy(), np.zeros_like(real_BS)
     follows_BS[:, 1:] = real_BS[:, :-1]
     begins_BS[:, 1:] &= ~(follows_BS[:, 1:] & square.diagonal(before=1))
@@ -164,12 +164,12 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
 
 
 def after_token(real_BS: Bools) -> Bools:
-    """Padding that stands behind the first token of its row."""
+    """Return the padding behind the first token of its row."""
     return np.logical_or.accumulate(real_BS, axis=1) & ~real_BS
 
 
 def fillers(full_BQ: Bools) -> Bools:
-    """Rows that attend every key, future ones included, while other rows do not."""
+    """Return the rows that attend every key, future ones included, while other rows do not."""
     if not full_BQ[:, :-1].any():
         return np.zeros_like(full_BQ)  # alone, a last row that sees everything is an ordinary causal row
     filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
@@ -178,8 +178,8 @@ def fillers(full_BQ: Bools) -> Bools:
 
 
 def read_query_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
-    """Read these query rows of one row of the batch `into` their place; the keys `[S]` that those that count attend: where
-    that is not known, all that do not attend everything."""
+    """Write the extents of these query rows of one row of the batch to `into`; return the keys `[S]` that they attend. Only
+    rows that count are returned: `counts_BS`, or without it those that do not attend everything."""
     rows_QK = square.rows(b, low, high)
     at, own_Q = (b, slice(low, high)), np.arange(low, high)
     first_Q, last_Q = rows_QK.argmax(axis=1), rows_QK.shape[1] - 1 - rows_QK[:, ::-1].argmax(axis=1)
@@ -340,7 +340,7 @@ def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[i
 
 
 def refuse_inverted(square: Square, segments: Segments) -> None:
-    """The 2D mask says which rows count. Turned around, padding that attends itself alone looks like many sequences."""
+    """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
     doubtful = [b for b, row in enumerate(segments.lengths) if len(row) > 1 and max(row) == 1]
     bad = [
         (b, f"{len(segments.lengths[b])} real tokens that attend themselves alone, beside padding that attends padding")
@@ -352,7 +352,7 @@ def refuse_inverted(square: Square, segments: Segments) -> None:
 
 
 def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
-    """Does one of these tokens attend another of them?"""
+    """True if one of these tokens attends another of them."""
     q_N = np.flatnonzero(among_S[low : low + len(rows_QK)])
     found_NK = rows_QK[q_N] & among_S
     found_NK[np.arange(len(q_N)), low + q_N] = False
@@ -360,7 +360,7 @@ def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
 
 
 def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:
-    """A producer that unmasks empty rows makes right padding by one, or a row of padding, equal to no padding at all."""
+    """Raise where empty rows may be unmasked: right padding by one, or a row of padding, then looks like no padding."""
     filler_BS = shown.filler
     unmasks = unmasked_rows or bool(filler_BS.any())
     if (filler_BS.shape[1] < 2 and not unmasked_rows) or not (unmasks or isinstance(pattern, Prefix)):
@@ -382,7 +382,7 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
 
 
 def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
-    """Padding may attend itself (a forced diagonal, a sequence of its own) and then looks like a sequence.
+    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence.
 
     Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
     it was unmasked, or is padding that attends the others and, on its diagonal, itself.
@@ -395,7 +395,7 @@ def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
 
 
 def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> None:
-    """Two sequences with padding between them look like one sequence whose hole is wider than its window."""
+    """Raise where two sequences with padding between them look like one whose hole is wider than its window."""
     if not segments.packed or (pattern is not None and not isinstance(pattern, Sliding)):
         return
     reach = pattern.size - 1 if isinstance(pattern, Sliding) else shown.reach
@@ -408,7 +408,7 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
 
 
 def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
-    """Packed sequences that end on multiples of one number look like one sequence a row under chunked attention.
+    """Raise where packed sequences end on multiples of one number: one sequence under chunked attention looks the same.
 
     Packing and chunks at once are not considered: any longest sequence would be doubtful. Places are counted from a row's
     first token; padding that attends as the sequence before it belongs to that one.

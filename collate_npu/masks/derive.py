@@ -108,7 +108,7 @@ def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
 
 
 def _polarities(values: MaskValues, known: Known | None = None) -> tuple[Polarity, ...]:
-    """Those that may be meant. A real token attends itself under every pattern: where one is known, its value decides."""
+    """Return the polarities to try. A real token attends itself under every pattern: one that is known decides."""
     if values.declared:
         return (values.declared,)
     keep_BS = None if known is None else known.keep
@@ -237,7 +237,7 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
 
 
 def _heads_differ(values: MaskValues) -> bool:
-    """Does a head attend other keys than the first?"""
+    """True if a head attends other keys than the first."""
     if values.raw.strides[1] == 0:  # one head, repeated
         return False
     read = partial(values.attending, polarity=values.declared or "keep")
@@ -245,7 +245,7 @@ def _heads_differ(values: MaskValues) -> bool:
 
 
 def heads_differ_error(key: str, full: Tensor) -> AmbiguousMaskError:
-    """Heads that attend other keys than each other."""
+    """Return the error for heads that attend different keys."""
     remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
     got = f"{shape_of(full)}, not the same for every head"
     return AmbiguousMaskError(explain(key, got, "One mask is for all heads.", remedy))
@@ -273,7 +273,7 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
 
 
 def spell_pattern(pattern: Pattern) -> str:
-    """How a caller writes this pattern."""
+    """Return the Python expression for this pattern."""
     if isinstance(pattern, Prefix):
         return f"Pattern.prefix({list(pattern.lengths)})"
     return f"Pattern.{pattern}" if "(" in str(pattern) else repr(str(pattern))

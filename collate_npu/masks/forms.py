@@ -52,7 +52,7 @@ _EXACT = Verdict(True, "causal attention, padding on the right only, one sequenc
 
 
 def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verdict:
-    """May the mask be left out, for a consumer that then attends causally and ignores outputs at padding?
+    """True if `attention_mask=None` gives the same result, for a consumer that attends causally and ignores padding.
 
     Yes only where no real token could see padding or another sequence: causal, padding on the right alone, one sequence
     a row. Nothing here looks at the device; the consumer's kernel decides (MindSpeed generate_mask/adaptor.py:26-31,

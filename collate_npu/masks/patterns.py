@@ -73,7 +73,7 @@ class Pattern:
         np.copyto(block_QK, np.where(seen, allowed, forbidden))
 
     def reaches(self, longest: int) -> bool:
-        """Is it more than plain causal attention, for sequences of up to `longest` places?"""
+        """True if it differs from plain causal attention for sequences of up to `longest` places."""
         return True
 
     def check(self, num_sequences: int) -> None:

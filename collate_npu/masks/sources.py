@@ -163,7 +163,7 @@ class Sources(dict[str, Any]):
 
 
 def wrong_shape_error(name: str, got: str, shape: tuple[int, int]) -> CollateError:
-    """What has other rows or another width than the tokens."""
+    """Return the error for a value with other rows or another width than the tokens."""
     rule = f"The tokens of the batch are {list(shape)} (rows, width)."
     return CollateError(explain(name, got, rule, "Build them together, and split them together."))
 
@@ -228,8 +228,8 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
 
 
 def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
-    """Does anything but offsets that end before their row say that the rest is padding? A mask or lengths, which are held
-    against them; labels; else one token again and again, or a last one at position 0 (NeMo RL's common.py:290)."""
+    """True if another source says that the rest of the row behind the offsets is padding: a mask or lengths, which are
+    compared with them; labels; else one repeated token, or a last one at position 0 (NeMo RL's common.py:290)."""
     if says_padding(sources) or sources.lengths is not None or sources.named["segment_ids"] or sources.masks:
         return True
     if (unread_S := _unread(sources, S)) is not None:
@@ -255,7 +255,7 @@ def _tail(sources: Sources) -> int:
 
 
 def says_padding(sources: Sources) -> bool:
-    """Does a mask say more than that all is real? One of ones stands beside tails and lengths (VeOmni, NeMo RL)."""
+    """True if a mask marks any padding. A mask of ones stands beside tails and lengths (VeOmni, NeMo RL)."""
     return bool(sources.named["keep"]) or any(full.ndim > 2 or bool((full != 1).any()) for full in sources.masks.values())
 
 

@@ -140,7 +140,7 @@ def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...]
 
 
 def same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
-    """Do the ranks hold the same in both layouts? Of one sequence zigzag and document_zigzag do, of several they do not."""
+    """True if the ranks hold the same tokens in both layouts: zigzag and document_zigzag do for one sequence alone."""
     held = (_held(place.size, place.layout, place.ulysses, sequences > 1) for place in (cp, other))
     return cp == other or next(held) == next(held)
 

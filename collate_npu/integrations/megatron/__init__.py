@@ -141,7 +141,7 @@ def _made(
 
 
 def _masked_by_layers(model: Any) -> bool:
-    """Is it a recurrent model of mcore-bridge, with `mcore_bridge.install()` in place?"""
+    """True for a recurrent model of mcore-bridge with `mcore_bridge.install()` in place."""
     return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
 
 

@@ -50,7 +50,7 @@ def balancing(config: Any) -> tuple[str, ...]:
 
 
 def counts_tokens(config: Any) -> bool:
-    """Does a router of this model add anything to the loss, or to its bias, that counts tokens?"""
+    """True if a router of this model adds something to the loss, or to its bias, that counts tokens."""
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
     told = [getattr(config, name, None) for name in names]
     return any(any(each) if isinstance(each, (list, tuple)) else each for each in told)
@@ -64,7 +64,7 @@ def _shares_places(config: Any) -> str | None:
 
 
 def _stops_at_mask(model: Any) -> bool:
-    """Is there a router whose expert bias is counted by Megatron's own function? mcore-bridge brings a mended one."""
+    """True if Megatron's own function counts the expert bias of a router. mcore-bridge brings a mended one."""
     if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
         return False
     from megatron.core.transformer.moe.router import TopKRouter

@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 
 def masks_padding(mcore_model_type: str | None) -> bool:
-    """Do the recurrent layers of such a model leave padding out? Measured on Qwen3-Next and Qwen3.5, dense and MoE."""
+    """True if the recurrent layers of such a model leave padding out. Measured on Qwen3-Next and Qwen3.5, dense and MoE."""
     return mcore_model_type in ("qwen3_next", "qwen3_5") and patching.in_place(_layer_forward)
 
 

@@ -70,7 +70,7 @@ def packed_seq_params(
 
 
 def takes_places(model: Any) -> bool:
-    """Does this model take `cu_seqlens_q` for where sequences stand, whatever the padded offsets say?
+    """True if this model takes `cu_seqlens_q` for where sequences stand, whatever the padded offsets say.
 
     Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
     Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).

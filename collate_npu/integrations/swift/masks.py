@@ -77,7 +77,7 @@ class TrainerMasks:
         return mcore_bridge.pass_through_forward(_model_class(self.args), {**out, "attention_mask": blocked}, extras)
 
     def _wants_dense(self, segments: Segments, *, recurrent: bool) -> bool:
-        """Does the kernel, or a layer, read a dense mask? Transformer Engine, which all backends but "local" run, computes
+        """True if the kernel or a layer reads a dense mask. Transformer Engine, which all backends but "local" run, computes
         causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
         args = self.args
         backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments

@@ -30,7 +30,7 @@ def arm() -> None:
 
 
 def _asked_for() -> bool:
-    """Does the variable name this module, or is verl importing it?"""
+    """True if the variable names this module, or verl is importing it."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != "verl":
         frame = frame.f_back  # type: ignore[assignment]
