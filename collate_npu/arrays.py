@@ -1,12 +1,11 @@
-"""Arrays: what a caller hands in, as a CPU tensor or an array; and what ids, keep masks and positions `[B, S]` show of
-their rows: where padding stands, where sequences begin. Everything public takes tensors, numpy arrays and nested lists.
-What is read of rows costs O(B * S). Legend: B batch rows, S width, T tokens without padding.
+"""Arrays: what a caller passes, as a CPU tensor or a numpy array. Everything public takes tensors, numpy arrays and nested
+lists.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, shape_of
 
 if TYPE_CHECKING:
     from functools import cached_property
@@ -168,134 +167,3 @@ def check_places(name: str, places: int, remedy: str) -> None:
     if places > MOST_PLACES:
         rule = f"Offsets are int32, so a batch has at most {MOST_PLACES} places."
         raise CollateError(explain(name, f"{places} places", rule, remedy))
-
-
-def one_run(keep_BS: Array, side: Side) -> list[int]:
-    """Return the real tokens of each row, for rows whose padding is all on this side."""
-    B, S = keep_BS.shape
-    if not S:
-        return [0] * B
-    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
-    real_B = keep_BS[np.arange(B), at_B]
-    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
-    lengths: list[int] = lengths_B.tolist()
-    return lengths
-
-
-def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
-    """Return where padding stands, for rows of so many tokens without gaps."""
-    if min(totals, default=width) == width:
-        return "none"
-    if side == "right" or not any(0 < n < width for n in totals):
-        return "right"
-    return "left" if all(totals) else "mixed"
-
-
-def side_of(keep_BS: Array) -> PaddingSide:
-    """Return where padding stands, over all rows."""
-    if keep_BS.all():
-        return "none"
-    grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
-    if not grows.any():
-        return "right"
-    return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"
-
-
-def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
-    """Return bool `[B, S]`: real tokens whose value is not `step` more than that of the real token before in the row."""
-    real_T = np.flatnonzero(keep_BS)
-    values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
-    follows_T = (values_T[1:] == values_T[:-1] + step) & (rows_T[1:] == rows_T[:-1])
-    starts_BS: Array = keep_BS.copy()
-    starts_BS.reshape(-1)[real_T[1:][follows_T]] = False
-    return starts_BS
-
-
-def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
-    """Return where sequences begin by their positions, bool `[B, S]`, and which rows count 0, 1, 2, bool `[B]`."""
-    starts_BS = run_starts(positions_BS, keep_BS, step=1)
-    return starts_BS, ~(starts_BS & (positions_BS != 0)).any(axis=1)
-
-
-def as_ids(ids: Any) -> Array:
-    """Return segment ids as int64 `[B, S]`. Raises `CollateError` for negative ids and other shapes."""
-    ids_BS = host_array("segment ids", ids)
-    check_places("segment ids", ids_BS.size, OF_A_BATCH)
-    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
-        rule = "Segment ids are a [B, S] tensor of whole numbers."
-        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
-    if ids_BS.size and ids_BS.min() < 0:
-        bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
-        rule = "0 is padding and sequences count from 1; no id is negative."
-        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
-    return ids_BS.astype(np.int64, copy=False)
-
-
-def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
-    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence, in a row of `width` tokens, of which they are
-    the `whole`. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1
-    may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
-    offsets = host_array(name, given)
-    if offsets.ndim == 2 and len(offsets) == 1:
-        offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
-    whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
-    rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
-    if rising and width is None:
-        check_places(name, int(offsets[-1]), "Count the tokens again.")
-    most = MOST_PLACES if width is None else width
-    if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
-        of_row = "" if width is None else f" The row has {width} tokens{', all of which they count' * whole}."
-        rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
-        remedy = "Pass [0, *accumulate(lengths)] of this very row, its tail counted; a batch may hold old ones, or a rank's."
-        if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
-            remedy = "Leave it out of a batch of several rows, and carry segment_ids."
-        elif rising and offsets[0] > 0:
-            remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
-        raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
-    return offsets.astype(np.int64, copy=False)
-
-
-def check_order(ids_BS: Array) -> None:
-    """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
-    bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
-    if len(bad):
-        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
-
-
-def _numbered(ids_BS: Array) -> tuple[Array, Array]:
-    """1, 2, ... for each run of one label in a row, and where each begins."""
-    starts_BS = run_starts(ids_BS, ids_BS != 0, step=0)
-    return np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0), starts_BS
-
-
-def renumber(ids_BS: Array) -> Array:
-    """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
-    numbered_BS, starts_BS = _numbered(ids_BS)
-    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
-    bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
-    if bad:
-        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
-        rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
-    return numbered_BS
-
-
-def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
-    """One list of token counts for each row of the batch, without what fills short lists; raises for what is no count."""
-    if not isinstance(lengths, (list, tuple)):
-        lengths = host_array(name, lengths)
-        if lengths.ndim not in (1, 2):
-            raise CollateError(explain(name, shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
-    rows: list[list[int]] = []
-    bad: list[tuple[int, str]] = []
-    for b, row in enumerate(lengths):
-        counts = np.atleast_1d(host_array(name, row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
-        counts = counts[counts != filler] if filler and counts.ndim == 1 else counts
-        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
-            bad.append((b, f"lengths {counts.tolist()}"[:80]))
-        rows.append(counts.tolist())
-    if bad:
-        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
-    return rows

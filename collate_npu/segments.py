@@ -1,8 +1,9 @@
-"""Segments: which sequence each token of a batch belongs to; 0 is padding.
+"""Segments: which sequence each token of a batch belongs to, 0 for padding; and the algebra of boundaries, from lengths,
+offsets, ids, positions and starts to each other.
 
-The smallest thing from which every mask, offset and position follows. It lives on the host, costs four bytes a token,
-and is built where the lengths are known (the collator) or derived, with proof, from a mask someone else built.
-Every tensor it gives is a fresh one: writing to it changes nothing else.
+Every mask, offset and position follows from Segments. It lives on the host and costs four bytes a token. The collator builds
+it from lengths; from a mask that somebody else built it is derived and proved. Every tensor that it returns is a fresh one:
+writing to it changes nothing else. What is read of rows costs O(B * S).
 Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch. `■` is a real token, `⬚` padding.
 """
 
@@ -11,15 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu import arrays
-from collate_npu.arrays import Array, PaddingSide, Side, once
+from collate_npu.arrays import (
+    MOST_PLACES,
+    OF_A_BATCH,
+    Array,
+    PaddingSide,
+    Side,
+    check_places,
+    host_array,
+    once,
+    whole_number,
+)
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Values = Tensor | npt.ArrayLike
@@ -57,8 +67,8 @@ class Segments:
     """
 
     def __init__(self, ids: Values) -> None:
-        ids_BS = arrays.as_ids(ids)
-        arrays.check_order(ids_BS)
+        ids_BS = as_ids(ids)
+        check_order(ids_BS)
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
@@ -80,16 +90,16 @@ class Segments:
         >>> Segments.from_lengths([[3, 2], [4]], width=6, side="left")
         Segments(B=2, S=6, lengths=[3+2, 4], padding='left')
         """
-        rows = arrays.length_rows(lengths)
+        rows = length_rows(lengths)
         totals = [sum(row) for row in rows]
-        width = max(totals, default=0) if width is None else arrays.whole_number("width", width)
+        width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
         if bad:
             rule = f"A row's lengths fit the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
         if side not in ("left", "right"):
             raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
-        arrays.check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
+        check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
         return ready(of_lengths(rows, width, side))
 
     @classmethod
@@ -99,8 +109,8 @@ class Segments:
         >>> Segments.from_keep([[False, True, True], [True, True, True]])
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
         """
-        keep_BS = arrays.host_array("keep", keep)
-        arrays.check_places("keep", keep_BS.size, arrays.OF_A_BATCH)
+        keep_BS = host_array("keep", keep)
+        check_places("keep", keep_BS.size, OF_A_BATCH)
         if keep_BS.ndim != 2 or not (keep_BS.dtype == bool or ((keep_BS == 0) | (keep_BS == 1)).all()):
             rule = "A keep mask is [B, S] and holds True/False or 1/0 (1 = real token)."
             remedy = "For packing ids (1 1 2 2 0) use Segments.from_ids; for 4D masks derive_segments."
@@ -118,7 +128,7 @@ class Segments:
         >>> Segments.from_ids([[7, 7, 4, 0]]).ids.tolist()
         [[1, 1, 2, 0]]
         """
-        return ready(of_ids(arrays.as_ids(ids)))
+        return ready(of_ids(as_ids(ids)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
@@ -127,7 +137,7 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
         """
-        offsets = arrays.as_offsets("cu_seqlens", cu_seqlens)
+        offsets = as_offsets("cu_seqlens", cu_seqlens)
         return cls.from_lengths([np.diff(offsets).tolist()], width=width)
 
     @classmethod
@@ -140,11 +150,11 @@ class Segments:
         >>> Segments.from_position_ids([[0, 1, 2, 0, 1]]).lengths
         ((3, 2),)
         """
-        positions_BS = arrays.host_array("position_ids", position_ids)
-        arrays.check_places("position_ids", positions_BS.size, arrays.OF_A_BATCH)
+        positions_BS = host_array("position_ids", position_ids)
+        check_places("position_ids", positions_BS.size, OF_A_BATCH)
         if positions_BS.ndim != 2:
             raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
-        starts_BS, counts_B = arrays.sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
+        starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
         if bad:
             rule = "Positions tell sequences apart where each of them counts 0, 1, 2, ..."
@@ -278,7 +288,7 @@ class Segments:
     @once
     def padding_side(self) -> PaddingSide:
         """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
-        return arrays.side_of(self.array != 0)
+        return side_of(self.array != 0)
 
     @once
     def packed(self) -> bool:
@@ -322,7 +332,7 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
     segments = object.__new__(Segments)
     segments.shape = len(rows), width
     segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
-    segments.padding_side = arrays.side_around(segments.row_lengths, width, side)
+    segments.padding_side = side_around(segments.row_lengths, width, side)
     spans: list[tuple[int, int, int]] = []
     for b, row in enumerate(segments.lengths):
         start = 0 if side == "right" else width - segments.row_lengths[b]
@@ -339,7 +349,7 @@ def of_keep(keep_BS: Array) -> Segments:
     """As `Segments.from_keep`, of a bool array."""
     real = np.count_nonzero(keep_BS)
     for side in _SIDES:
-        if real == sum(lengths := arrays.one_run(keep_BS, side)):
+        if real == sum(lengths := one_run(keep_BS, side)):
             segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
             segments._keep_BS = keep_BS.copy()  # whose it is may write to it
             return segments
@@ -349,7 +359,7 @@ def of_keep(keep_BS: Array) -> Segments:
 def of_ids(ids_BS: Array) -> Segments:
     """As `Segments.from_ids`, of an array of whole numbers."""
     one = ids_BS.max(initial=0) <= 1
-    return of_keep(ids_BS.astype(bool)) if one else _built(arrays.renumber(ids_BS))
+    return of_keep(ids_BS.astype(bool)) if one else _built(renumber(ids_BS))
 
 
 def _built(ids_BS: Array) -> Segments:
@@ -402,3 +412,137 @@ def position_array(segments: Segments) -> Array:
             last_L = np.maximum.accumulate(place_S[: stop - start] * real_L)
             positions_BS[b, start:stop] += np.cumsum(real_L) - 1 - last_L
     return positions_BS
+
+
+# --- the algebra of boundaries: lengths, offsets, ids, positions and starts, as arrays and lists
+
+
+def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
+    """One list of token counts for each row of the batch, without what fills short lists; raises for what is no count."""
+    if not isinstance(lengths, (list, tuple)):
+        lengths = host_array(name, lengths)
+        if lengths.ndim not in (1, 2):
+            raise CollateError(explain(name, shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
+    rows: list[list[int]] = []
+    bad: list[tuple[int, str]] = []
+    for b, row in enumerate(lengths):
+        counts = np.atleast_1d(host_array(name, row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        counts = counts[counts != filler] if filler and counts.ndim == 1 else counts
+        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
+            bad.append((b, f"lengths {counts.tolist()}"[:80]))
+        rows.append(counts.tolist())
+    if bad:
+        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+    return rows
+
+
+def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
+    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence, in a row of `width` tokens, of which they are
+    the `whole`. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1
+    may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
+    offsets = host_array(name, given)
+    if offsets.ndim == 2 and len(offsets) == 1:
+        offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
+    whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
+    rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
+    if rising and width is None:
+        check_places(name, int(offsets[-1]), "Count the tokens again.")
+    most = MOST_PLACES if width is None else width
+    if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
+        of_row = "" if width is None else f" The row has {width} tokens{', all of which they count' * whole}."
+        rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
+        remedy = "Pass [0, *accumulate(lengths)] of this very row, its tail counted; a batch may hold old ones, or a rank's."
+        if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
+            remedy = "Leave it out of a batch of several rows, and carry segment_ids."
+        elif rising and offsets[0] > 0:
+            remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
+        raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
+    return offsets.astype(np.int64, copy=False)
+
+
+def as_ids(ids: Any) -> Array:
+    """Return segment ids as int64 `[B, S]`. Raises `CollateError` for negative ids and other shapes."""
+    ids_BS = host_array("segment ids", ids)
+    check_places("segment ids", ids_BS.size, OF_A_BATCH)
+    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
+        rule = "Segment ids are a [B, S] tensor of whole numbers."
+        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
+    if ids_BS.size and ids_BS.min() < 0:
+        bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
+        rule = "0 is padding and sequences count from 1; no id is negative."
+        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
+    return ids_BS.astype(np.int64, copy=False)
+
+
+def check_order(ids_BS: Array) -> None:
+    """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
+    bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
+    if len(bad):
+        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
+
+
+def renumber(ids_BS: Array) -> Array:
+    """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
+    numbered_BS, starts_BS = _numbered(ids_BS)
+    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
+    bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
+    if bad:
+        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
+        rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
+    return numbered_BS
+
+
+def _numbered(ids_BS: Array) -> tuple[Array, Array]:
+    """1, 2, ... for each run of one label in a row, and where each begins."""
+    starts_BS = run_starts(ids_BS, ids_BS != 0, step=0)
+    return np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0), starts_BS
+
+
+def run_starts(values_BS: Array, keep_BS: Array, step: int) -> Array:
+    """Return bool `[B, S]`: real tokens whose value is not `step` more than that of the real token before in the row."""
+    real_T = np.flatnonzero(keep_BS)
+    values_T, rows_T = values_BS.reshape(-1)[real_T], real_T // max(keep_BS.shape[1], 1)
+    follows_T = (values_T[1:] == values_T[:-1] + step) & (rows_T[1:] == rows_T[:-1])
+    starts_BS: Array = keep_BS.copy()
+    starts_BS.reshape(-1)[real_T[1:][follows_T]] = False
+    return starts_BS
+
+
+def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
+    """Return where sequences begin by their positions, bool `[B, S]`, and which rows count 0, 1, 2, bool `[B]`."""
+    starts_BS = run_starts(positions_BS, keep_BS, step=1)
+    return starts_BS, ~(starts_BS & (positions_BS != 0)).any(axis=1)
+
+
+def one_run(keep_BS: Array, side: Side) -> list[int]:
+    """Return the real tokens of each row, for rows whose padding is all on this side."""
+    B, S = keep_BS.shape
+    if not S:
+        return [0] * B
+    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
+    real_B = keep_BS[np.arange(B), at_B]
+    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
+    lengths: list[int] = lengths_B.tolist()
+    return lengths
+
+
+def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
+    """Return where padding stands, for rows of so many tokens without gaps."""
+    if min(totals, default=width) == width:
+        return "none"
+    if side == "right" or not any(0 < n < width for n in totals):
+        return "right"
+    return "left" if all(totals) else "mixed"
+
+
+def side_of(keep_BS: Array) -> PaddingSide:
+    """Return where padding stands, over all rows."""
+    if keep_BS.all():
+        return "none"
+    grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]
+    if not grows.any():
+        return "right"
+    return "left" if not falls.any() and keep_BS[:, -1].all() else "mixed"

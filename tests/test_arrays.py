@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import CollateError, Segments, arrays
-from collate_npu.arrays import host_array, host_tensor, once, renumber, sequence_starts, side_around, side_of
+from collate_npu.arrays import host_array, host_tensor, once
+from collate_npu.segments import renumber, sequence_starts, side_around, side_of
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2), st.sampled_from(["right", "left"]))

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, entries, host_array, renumber
+from collate_npu.arrays import Array, entries, host_array
 from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, renumber
 
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any
 """Samples, columns, or whatever speaks Arrow's C interface (`pa.Table`, `pa.RecordBatch`, polars)."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import debug
-from collate_npu.arrays import Array, as_ids
+from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, MaskValues, Polarity
@@ -47,7 +47,7 @@ from collate_npu.masks.sources import (
     unless_in_doubt,
     wrong_shape_error,
 )
-from collate_npu.segments import Segments, keep_array, of_ids, of_keep, positions_match, ready
+from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
 from collate_npu.validation import checked
 
 _LISTED = 8

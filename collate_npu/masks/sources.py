@@ -17,22 +17,20 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import (
-    Array,
-    as_offsets,
-    entries,
-    host_array,
-    host_tensor,
-    length_rows,
-    once,
-    run_starts,
-    sequence_starts,
-    whole_number,
-)
+from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places
-from collate_npu.segments import Segments, keep_array, of_ids, of_lengths
+from collate_npu.segments import (
+    Segments,
+    as_offsets,
+    keep_array,
+    length_rows,
+    of_ids,
+    of_lengths,
+    run_starts,
+    sequence_starts,
+)
 
 Named = Role | Literal["positions", "vision"]
 

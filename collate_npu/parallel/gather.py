@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import as_offsets
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
 from collate_npu.parallel.layout import ContextParallel, check_group, gloo_group, indices, mesh_group, token_runs
 from collate_npu.parallel.split import jagged, jagged_cu_seqlens
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import checked, dimension
 
 Loss = Literal["same", "local"]

@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import as_offsets, whole_number
+from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.segments import as_offsets
 from collate_npu.validation import checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

@@ -28,11 +28,10 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from collate_npu.arrays import as_offsets
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import check_cuts
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import checked
 
 RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag", "row_zigzag"]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, as_offsets, check_places, host_tensor, whole_number
+from collate_npu.arrays import Array, check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
@@ -26,7 +26,7 @@ from collate_npu.masks.forms import aligned, check_cuts
 from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import check_held, checked, dimension
 
 _RECURRENT_KINDS = ("linear_attention", "conv")

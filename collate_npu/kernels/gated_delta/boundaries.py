@@ -27,10 +27,10 @@ from typing import Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, as_offsets, whole_number
+from collate_npu.arrays import Array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.forms import add_tail, fitting_places
-from collate_npu.segments import Segments, Values
+from collate_npu.segments import Segments, Values, as_offsets
 from collate_npu.validation import checked
 
 Padding = Literal["own", "behind"]

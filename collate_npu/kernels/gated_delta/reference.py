@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from collate_npu.arrays import as_offsets
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.segments import as_offsets
 from collate_npu.validation import checked
 
 
