@@ -83,17 +83,12 @@ class Rows(list[Any]):
         self.ragged = bool(self.flat) or types <= _LISTS or all(map(is_ragged, self))
         self.lengths = list(map(len, self)) if self.ragged else []
 
-    @classmethod
-    def of(cls, rows: Sequence[Any]) -> Rows:
-        """These rows; a record of them as it is."""
-        return rows if type(rows) is cls else cls(rows)
-
 
 def on_host(key: str, values: Sequence[Any]) -> Rows:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
     types = set(map(type, values))
     if not any(issubclass(kind, Tensor) for kind in types):
-        return Rows.of(values)
+        return values if isinstance(values, Rows) else Rows(values)
     try:
         return Rows(
             map(Tensor.numpy, values)
@@ -150,7 +145,7 @@ def pad_rows(
     key: str, rows: Sequence[Row], *, width: int, side: Side = "right", fill: Filler = 0, whole: bool = False
 ) -> Tensor:
     """Rows of `[length, ...F]` to `[B, width, ...F]`, padded on one side. Inverse of `unpad` with the lengths."""
-    rows = Rows.of(rows)
+    rows = rows if isinstance(rows, Rows) else Rows(rows)
     slots = Slots.of([[b] for b in range(len(rows))], rows.lengths, width, side)
     return lay_rows(key, rows, slots=slots, fill=fill, whole=whole)
 
@@ -160,7 +155,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
 
     int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
-    rows, total = Rows.of(rows), slots.shape[0] * slots.shape[1]
+    rows, total = rows if isinstance(rows, Rows) else Rows(rows), slots.shape[0] * slots.shape[1]
     _check_size(key, total, fill)
     packs = whole and rows.lists
     at_once = packs or (rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths))
@@ -192,7 +187,7 @@ def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """Raise where a row of this key has another length than the row's `input_ids`."""
-    found = Rows.of(rows).lengths
+    found = rows.lengths if isinstance(rows, Rows) else Rows(rows).lengths
     if found == lengths:
         return
     bad = [(b, f"{n} values beside {length} input_ids") for b, (n, length) in enumerate(zip(found, lengths)) if n != length]
