@@ -70,7 +70,7 @@ def _read(distribution: str) -> str:
 
 
 def outside(package: str, tested: str = "", here: str | None = None) -> str:
-    """What is to be said of a release (default: the installed one) that is not among those that were run; else ""."""
+    """Return a warning for a release (default: the installed one) that was not run here; "" for one that was."""
     here = installed(package) if here is None else here
     oldest, newest = RUN.get(package, (tested, tested))
     if not here or numbers(oldest) <= numbers(here) <= numbers(newest):
@@ -80,7 +80,7 @@ def outside(package: str, tested: str = "", here: str | None = None) -> str:
 
 
 def page_of(package: str) -> str:
-    """The page of the guide that says what was checked of a package: its title names it."""
+    """Return the guide page about a package: its title names it."""
     pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
     titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
     named = [name for name, title in titles.items() if re.search(rf"\b{re.escape(package)}\b", title)]
@@ -108,7 +108,7 @@ def post(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What holds from a release of a package on. `str()` of it is the release."""
+    """A fact that holds from one release of a package on. `str()` of it is the release."""
 
     package: str
     release: str

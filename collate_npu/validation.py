@@ -163,7 +163,7 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
 
 
 def check_fields(held: Any) -> None:
-    """The same for the fields of a dataclass, when it is made."""
+    """Check the fields of a dataclass as `hold_against` does, when it is made."""
     hold_against(held.__class__, ((name, getattr(held, name, None)) for name in _kinds(held.__class__) if name[0] != "_"))
 
 

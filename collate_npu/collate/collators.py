@@ -54,7 +54,7 @@ MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are laid out, beside what transformers' collators can be told.
+    """How rows are laid out, beyond the options of transformers' collators.
 
     * `sequence_multiple`: of flat rows: pads each sequence behind its tokens, exact for causal layers, and the row.
     * `max_sequences`: of flat rows: offsets for so many, and `max_length_q/k` is the width. The rest of the row is cut into
@@ -101,9 +101,9 @@ class Emitter:
     keys: Mapping[str, Key] = field(default_factory=lambda: KEYS, repr=False)
     layout: Layout = field(default_factory=Layout)
     _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
-    """Of the consumer named, or told by the model, which is not kept."""
+    """The adapter of the named consumer or of the model, which is not kept."""
     _attends: Pattern = field(init=False, repr=False, compare=False)
-    """The attention the batch is for: declared, told by the model, or plain causal."""
+    """The attention that the batch is for: declared, the model's own, or plain causal."""
     _labels: LabelRule = field(init=False, repr=False, compare=False)
     """What the model does with labels."""
 

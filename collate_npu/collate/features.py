@@ -41,7 +41,7 @@ _BOOLS = np.dtype(bool)
 _BOOL = "values that are true or false"
 _BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
-"""How many values of a long list of labels tell whether they are floats; the rest is checked where it is packed."""
+"""How many values of a long list of labels are looked at for floats; the rest is checked where it is packed."""
 
 
 class Samples(NamedTuple):
@@ -235,7 +235,7 @@ def _is_numeric(row: Any) -> bool:
 
 
 def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, list[Any]]:
-    """Each key with B values, None where a sample has none of it. Raises `CollateError` for what is no batch of samples."""
+    """Return each key with B values, None where a sample has none. Raises `CollateError` for what is no batch of samples."""
     if isinstance(features, list):
         return _of_samples(features)
     if hasattr(features, "__arrow_c_stream__") or hasattr(features, "__arrow_c_array__"):

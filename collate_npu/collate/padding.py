@@ -63,11 +63,11 @@ class Rows(list[Any]):
     firsts: set[type]
     """Types of the first value of each list that has one."""
     lists: bool
-    """Is each a plain list or tuple of values, none of which is a list or an array itself?"""
+    """True if each is a plain list or tuple of values, none of which is a list or an array."""
     flat: set[Any]
     """The dtypes, where each is an array `[L]` of numbers."""
     ragged: bool
-    """May each be one value a token?"""
+    """True if each may be one value a token."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         super().__init__(values)

@@ -77,7 +77,7 @@ def _watch_trainer(worker: int) -> None:
 
 
 def _end_with(trainer: Any, parent: int, queues: list[Queue[Any]]) -> None:
-    """A forked worker's siblings keep its sentinel of the trainer open, so there its parent tells."""
+    """A forked worker's siblings keep its sentinel of the trainer open, so its parent process id is compared there."""
     while trainer.is_alive() and os.getppid() == parent:
         sleep(1)
     for queue in queues:

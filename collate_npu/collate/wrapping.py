@@ -35,7 +35,7 @@ Features = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
-    """Middleware: the batch of any collator in, ours out; picklable if `inner` is.
+    """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
 
     The inner batch may carry a 2D mask, a 4D mask, both, or none. Samples tell their lengths, own masks, packing ids and
     `seq_lengths`. Where the batch holds whole samples, this counts, and the masks of the batch must agree with it. A flat,
@@ -77,7 +77,7 @@ class WrappedCollator(Emitter):
         self._settle(model, model_type)
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inner collator's batch, its masks replaced. Raises `CollateError` where its padding cannot be told."""
+        """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)
@@ -116,7 +116,7 @@ class WrappedCollator(Emitter):
         return batch | labels if labels else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
-        """Through the door, with what the samples tell as one more source where they stand whole in the batch."""
+        """Read the batch, with the lengths of the samples as one more source where they stand whole in the batch."""
         told = [] if SEGMENT_KEY in batch else samples.standing(batch)
         for known in told:
             try:

@@ -173,9 +173,9 @@ class BatchAdapter:
         if isinstance(model, torch.nn.Module) and self.consumer.counts_positions and consumer_of(model) == "transformers":
             self._ask(model)
         self.declared = None if pattern is None else Pattern.of(pattern)
-        """What the caller says that attention sees; None: as the model says at each call."""
+        """The pattern that the caller declared; None: the model's own at each call."""
         self.pattern = self._seen({}) or CAUSAL
-        """What it sees where a call says nothing else."""
+        """The pattern of a call that declares none."""
         self.at_model = False
         """As `Case.at_model`; `adapt` sets it."""
         self._check()
@@ -277,8 +277,8 @@ class BatchAdapter:
             return self.mended(Sources.of(batch), padding_free=self.padding_free)
 
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
-        """A stranger's batch routed, with the labels that a loss should see, and its Segments; choices `[B, C, S]` as B * C
-        rows, and as choices again."""
+        """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
+        `[B, C, S]` are read as B * C rows and returned as choices."""
         if getattr(sources.get("input_ids"), "ndim", 2) == 3:
             choices = [key for key, value in sources.items() if getattr(value, "shape", ()) == sources["input_ids"].shape]
             rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
@@ -304,14 +304,14 @@ class BatchAdapter:
         return segments
 
     def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
-        """What the caller, or a model that looks ahead in this call, says that attention sees; None leaves it open."""
+        """Return the declared pattern, or that of a model that looks ahead in this call; None leaves it open."""
         model = self.model
         if self.declared is not None or (model.pattern is model.config_is_causal is None and "is_causal" not in call):
             return self.declared
         return _BOTH_SIDES if model.attends(call) == "bidirectional" else None
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
-        """What the head does with labels: as its class tells, else by whether attention looks ahead in this call."""
+        """Return what the head does with labels: by its class, else by whether attention looks ahead in this call."""
         return self.model.labels or ("places" if getattr(self._seen(call), "name", "") == "bidirectional" else "next")
 
     @checked
@@ -457,7 +457,7 @@ def own_patterns(config: Any) -> frozenset[Pattern]:
 
 
 def _reader(model: Any, model_type: str | None) -> str:
-    """The consumer that the model itself tells."""
+    """Return the consumer that the model's own classes name."""
     read = consumer_of(model) if model is not None or model_type is None else "megatron"
     if read is None:
         rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."

@@ -81,7 +81,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
 def say_batch(
     reader: str, out: Mapping[str, Any], segments: Segments, *, why: str, cp: ContextParallel | None = None
 ) -> None:
-    """The same for a finished batch of a stack whose route no consumer chooses."""
+    """Log a finished batch of a stack that has no consumer, as `log_route` does."""
     key = "attention_masks" if "attention_masks" in out else "attention_mask"
     full = out.get(key)
     form: MaskForm = "mapping" if isinstance(full, Mapping) else "block_mask" if hasattr(full, "mask_mod") else "none"
@@ -103,7 +103,7 @@ def describe_bytes(size: int) -> str:
 
 
 def describe_cheapest(segments: Segments) -> str:
-    """Which form of these rows takes least and says everything of plain causal attention, and what others take."""
+    """Return the cheapest form that is exact for plain causal attention on these rows, and the cost of the others."""
     dense, in_rows = describe_cost("keep", segments), describe_cost("keep_2d", segments)
     if segments.packed:
         offsets = describe_bytes(4 * (segments.num_sequences + 1))
@@ -149,11 +149,11 @@ class Model:
     dtype: torch.dtype | None = None
     """Of its parameters, where a module was there to be asked."""
     positions: model_traits.PositionRule = "places"
-    """How a transformers model counts positions by itself; by place where nobody can know."""
+    """How a transformers model counts positions by itself; by place where it is unknown."""
     first_position: int = 0
     """The position of a sequence's first token."""
     pattern: PatternName | None = None
-    """What its attention layers say they are; None where nobody asked them."""
+    """The pattern that its attention layers declare; None where no module was read."""
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
     half_ahead: bool = False
@@ -163,19 +163,19 @@ class Model:
     pooling: model_traits.Pooling = ""
     """Which token of a row its head takes."""
     labels: model_traits.LabelRule | None = None
-    """What its head does with labels; None where nobody can know."""
+    """What its head does with labels; None where it is unknown."""
     looks_ahead: tuple[str, ...] = ()
-    """What tells its own masks that tokens see later ones: "images", "types" (`token_type_ids`)."""
+    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     virtual_tokens: bool = False
     """True if a tuner of PEFT puts learned tokens before each row."""
     boundaries_unread: str | None = None
-    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can, None where nobody asked
-    (the adapter does) or no module was there: a config does not know which kernels this process resolved."""
+    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
+    asks, or without a module: a config does not know which kernels this process resolved."""
     keeps_apart: bool = False
     """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
 
     moves: Mapping[str, str] = field(default_factory=dict)
-    """Why rows of a form (probe.py) do not come out as their sequences do alone; a form that nobody asked is not there."""
+    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not asked are missing."""
 
     _asked: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -188,7 +188,7 @@ class Model:
         needs_2d: bool | None = None,
         attn_implementation: str | None = None,
     ) -> Model:
-        """From a module, a config or a name in transformers' registry; what the caller says wins."""
+        """Read it from a module, a config or a name in transformers' registry; arguments of the caller win."""
         config = None if model is None else config_of(model)
         text = None if config is None else text_config(config)
         if needs_2d is None and (model is not None or model_type is not None):
@@ -227,7 +227,7 @@ class Model:
         return SimpleNamespace(model_type=self.model_type) if self.config is None else self.config
 
     def option(self, name: str, call: Mapping[str, Any]) -> Any:
-        """What this call says of an option, else the config."""
+        """Return an option of this call, else of the config."""
         said = call.get(name)
         return getattr(text_config(self.named), name, None) if said is None else said
 
@@ -239,7 +239,7 @@ class Model:
         return "bidirectional" if causal is False else self.pattern
 
     def ask(self, question: Callable[..., Any], *details: Any) -> Any:
-        """What the config says, asked once: reading a config takes longer than collating a row."""
+        """Return `question(config)`, computed once: reading a config takes longer than collating a row."""
         if (question, details) not in self._asked:
             self._asked[question, details] = question(self.named, *details)
         return self._asked[question, details]
@@ -279,12 +279,12 @@ class Case:
 
     @once
     def plain(self) -> bool:
-        """Plain causal attention, one sequence a row: a 2D mask says everything."""
+        """True for plain causal attention with one sequence a row: a 2D mask is complete."""
         return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
 
     @once
     def recurrent(self) -> bool:
-        """True if the model carries state from token to token; for a flat row also where nobody said."""
+        """True if the model carries state from token to token; for a flat row also where it is unknown."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
     @once
@@ -312,7 +312,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What has no right form here: `of` says it in words for the guide, and `rule` may name the reason as `{why}`.
+    """A kind of batch without a correct form: `of` describes it for the guide, and `rule` may hold the reason as `{why}`.
 
     >>> PACKED_RECURRENT.of
     'several sequences in a row, on recurrent layers'

@@ -96,7 +96,7 @@ def kernel_of(model: Any) -> str:
 
 
 def kernel_of_args(args: Any) -> str:
-    """The same from an argument namespace of ms-swift or Megatron-LM: its `attention_backend` and `masked_softmax_fusion`.
+    """Return the consumer of arguments of ms-swift or Megatron-LM: by `attention_backend` and `masked_softmax_fusion`.
 
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
     Where MindSpeed is installed it computes the attention (`consumers.mindspeed`), else TransformerEngineNPU where that is.

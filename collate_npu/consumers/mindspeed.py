@@ -222,7 +222,7 @@ def layout_of_settings(settings: Any) -> Layout:
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
-    """The same for the modules of a model; "" where MindSpeed computes the attention of none of them."""
+    """Return the consumer of the modules of a model; "" where MindSpeed computes the attention of none of them."""
     for module in modules:
         if "DotProductAttention" in type(module).__name__:
             home = getattr(type(module).forward, "__globals__", {}).get("__name__", "")  # a wrapper's own, not its name's

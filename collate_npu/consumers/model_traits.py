@@ -27,7 +27,7 @@ Stack = Literal["transformers", "megatron", "torchtitan"]
 
 
 def consumer_of(model: Any) -> Stack | None:
-    """The stack whose code runs this module, wrapped or not, by where its base classes come from; else None."""
+    """Return the stack whose base classes this module has, wrapped or not; else None."""
     return _stack(unwrap(model))
 
 
@@ -107,7 +107,7 @@ _MASKS_OF: Mapping[str, Mapping[str, _Masks]] = {
     "nemotron_h": {"moe": {}, "mlp": {}},  # modeling_nemotron_h.py:1141
     "qwen4_exp_text": {"indexed_attention": {"indexed_attention": "attention"}},  # in glm5_next it is a 2D mask
 }
-"""The same of kinds that one family alone has; transformers 5.23."""
+"""Kinds of layer that one family alone has; transformers 5.23."""
 
 _BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
 
@@ -205,7 +205,7 @@ def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
 
 
 def recurrent_heads(config: Any) -> tuple[int, ...]:
-    """The numbers of key and of value heads of Gated DeltaNet layers, which ranks may share out; () where not said."""
+    """Return the numbers of key and value heads of Gated DeltaNet layers, which ranks may share; () without any."""
     # transformers 5.23 configuration_qwen3_next.py, megatron-core 0.19.2 transformer_config.py:1368-1382
     names = ("linear_num_key_heads", "linear_num_value_heads")
     return tuple(n for name in names if isinstance(n := getattr(text_config(config), name, None), int))
@@ -412,7 +412,8 @@ def poolers(model: Any) -> list[Any]:
 
 
 def label_rule(model: Any) -> LabelRule | None:
-    """What the head of a transformers model does with labels; None where its class does not tell, or of a decoder's config.
+    """Return what the head of a transformers model does with labels; None where its class does not show it, or for a
+    decoder's config.
 
     * "next": it moves them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
     * "places": it reads them in place: classes of tokens, masked language models, and a few that predict the next token of
@@ -505,7 +506,7 @@ def holes_cut_reason(config: Any, longest: int) -> str:
 
 
 def width_dependence(model: Any) -> int | None:
-    """The longest sequence whose attention does not depend on the width of the tensor, padded or not; None: any length.
+    """Return the longest sequence whose attention does not depend on the width of the tensor; None: any length.
 
     An indexer keeps the best `index_topk` keys; ReLU makes many scores exactly zero where it has few heads, and which of
     equal scores win depends on how many there are. Measured on 5.23: with 2 heads every family moves, with 8 none.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back transformers' notices on configs nobody chose and on CUDA kernels that a CPU cannot use."""
+    """Silence transformers' notices on default configs and on CUDA kernels that a CPU cannot use."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -200,7 +200,7 @@ def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
 
 
 def _text(config: Any) -> Any:
-    """The config that says what its layers are: of an encoder beside a decoder, that of both."""
+    """Return the config that lists its layers: of an encoder beside a decoder, that of both."""
     return config if getattr(config, "is_encoder_decoder", False) else text_config(config)
 
 
@@ -265,8 +265,8 @@ _ANSWERS: dict[Any, Mapping[str, str]] = {}
 def rows_move_reason(
     model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None, mended: bool = False
 ) -> dict[str, str]:
-    """For each of these forms (`ROWS`), why its sequences do not come out of this transformers module as they do alone, ""
-    where they do. Of a config, a model of it is asked. Raises what transformers raises where no copy runs.
+    """Return for each of these forms (`ROWS`) why its sequences do not come out of this transformers module as alone; ""
+    where they do. For a config, a model of it is built. Raises what transformers raises where no copy runs.
 
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
@@ -294,7 +294,7 @@ def sequences_mix_reason(
 
 
 def _said(error: Exception) -> str:
-    """What transformers, a kernel or a patch of somebody's raises is the answer; of our own, its rule."""
+    """Return the message of an error that transformers, a kernel or a patch raised; of a `CollateError`, its rule."""
     said = str(error).partition("\n")[0][:400]
     return said.split(". ")[1] if isinstance(error, CollateError) and ". " in said else f"{type(error).__name__}: {said}"
 

@@ -1,4 +1,4 @@
-"""Recurrent layers of a transformers model: which functions they call, and how each is told where a sequence begins.
+"""Recurrent layers of a transformers model: which functions they call, and how each learns where a sequence begins.
 
 The functions are resolved when the modeling file is imported: the kernel of a package, else a torch function, which knows no
 sequences (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`, and either
@@ -32,7 +32,7 @@ READS: Mapping[str, str] = {
     "mamba_chunk_scan_combined": "seq_idx",
     "mamba_split_conv1d_scan_combined": "seq_idx",
 }
-"""Kernel -> how it is told where a sequence begins. The others of transformers (mamba's selective scan) cannot be told, and
+"""Kernel -> the argument that says where a sequence begins. Others of transformers (mamba's selective scan) have none, and
 mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
 
 _STEP = re.compile(r"_update$|^fused_recurrent")
@@ -180,7 +180,7 @@ AS_IT_IS: set[int] = set()
 
 def mend(model: Any) -> Mended:
     """Let the recurrent layers of this transformers module, and of all of its family, keep the sequences of a row apart
-    where a batch tells them `seq_idx`, and run as they are where it does not."""
+    where a batch has `seq_idx`, and run as they are where it has not."""
     mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
     weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is gone
     return mended

@@ -1,4 +1,4 @@
-"""transformers: the 2D mask wherever it says everything, else the dense masks that the attention implementation takes.
+"""transformers: the 2D mask wherever it is complete, else the dense masks that the attention implementation takes.
 
 Rules depend on the release installed (4.57 to 5.23 were read and run) and on the model's config; both are looked at.
 """
@@ -23,15 +23,15 @@ from collate_npu.releases import IS_CAUSAL_READ, POSITIONS_SPLIT, installed
 
 
 def _state_runs_on(case: Case) -> str:
-    """Why a recurrent layer computes a flat row wrong although it is told its offsets: its state runs from one sequence into
-    the next, for lack of a question in its code, or of a kernel that reads the answer."""
+    """Why a recurrent layer computes a flat row wrong although the batch has offsets: its code does not pass them on, or no
+    kernel reads them, so that its state runs from one sequence into the next."""
     if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
     return (case.model.boundaries_unread or "") if case.model.model_type else "nobody said which model it is"
 
 
 def _also_told(case: Case) -> tuple[str, ...]:
-    """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so the batch says it under both
+    """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so it goes out under both
     names (modeling_kimi_linear.py:683-705)."""
     return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.ask(_calls_kda) else ()
 
@@ -271,8 +271,8 @@ def _routers_loss(case: Case) -> str:
 
 
 def _unplaced(case: Case) -> str:
-    """Packed rows on a model that cannot be told where a sequence begins, or mixes tokens in other ways than attention. Who
-    counts places counts those of a sequence before the tokens as those of padding."""
+    """Why a model cannot run packed rows: it does not learn where a sequence begins, or mixes tokens in other ways than
+    attention. A model that counts places counts the sequence before as it counts padding."""
     if not case.segments.packed or case.recurrent or case.model.config is None:
         return ""
     return case.model.moves.get("left", "")

@@ -122,7 +122,7 @@ def in_place(ours: Callable[..., Any]) -> bool:
 
 
 def _strip(owner: Any, name: str) -> None:
-    """Take wrappers of ours that nobody holds off the top; a stranger's, and what is below it, stays."""
+    """Remove our own unused wrappers from the top; foreign wrappers, and what is below them, stay."""
     made = _patch_of(vars(owner).get(name))
     if made is None or made.holders:
         return

@@ -132,7 +132,7 @@ def _of_bias(full: Tensor, held: str, embeds: Any) -> Iterator[tuple[str, str]]:
 
 
 def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
-    """Those of a batch whose masks are ours."""
+    """Return the hazards of a batch that a collator of this package built: those of its tokens and labels."""
     if segments.padding_side == "none":
         return {}
     keep_BS, found = keep_array(segments), dict[str, str]()
@@ -188,8 +188,8 @@ def agreed(
     padding_free: bool,
     own: Collection[Pattern] = (),
 ) -> Segments:
-    """`segments_from_batch` of a record that the caller goes on reading. `own` are patterns that the model makes by itself:
-    a mask of one of them says of padding what a plain causal one says."""
+    """Return the Segments of a record that the caller goes on reading. `own` are patterns that the model makes by itself: a
+    dense mask of such a pattern is accepted like a plain causal one."""
     declared = None if pattern is None else Pattern.of(pattern)
     shape = sources.shape()
     if padding_free and shape[0] != 1:
@@ -220,8 +220,8 @@ def agreed(
 
 
 def check_known(sources: Sources, segments: Segments) -> None:
-    """Raise where a batch says something else than Segments that its caller knows. Masks of attention are not read: whose
-    form they have is their consumer's."""
+    """Raise where a batch contradicts the Segments that its caller knows. `attention_mask` is not read: its form is the
+    consumer's."""
     try:
         _told(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
         check_known_offsets(sources, segments)
@@ -262,8 +262,8 @@ def _told(
     squares: Mapping[str, Tensor],
     known: Segments | None = None,
 ) -> _Truth | None:
-    """Of the sources that need no other, the one that says most, once all have the shape of the tokens and agree; with what
-    is known by the caller, of the keys that say the same alone."""
+    """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
+    `known` Segments, only the keys that carry the same facts are compared."""
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
     numbers = known is None and (sources.offsets or sources.lengths)
     flat = segments_from_offsets(sources, shape) if numbers else None
@@ -305,7 +305,7 @@ def _told(
 def _parted(
     sources: Sources, truth: _Truth | None, shape: tuple[int, int], padding_free: bool
 ) -> tuple[_Truth | None, Array | None]:
-    """The truth with what positions say of it, and the positions, where they may say more."""
+    """Return the Segments, split where positions restart, and the positions where they may split them further."""
     positions_BS = sources.text_positions(shape)
     if positions_BS is None:
         return truth, None
@@ -320,7 +320,7 @@ def _parted(
 
 
 def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth | None:
-    """The truth without the tail of a flat row, where numbers told it and no mask does."""
+    """Return the Segments without the tail of a flat row, where offsets or lengths gave them and no mask did."""
     by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
     if truth is None or not by_numbers or says_padding(sources):
         return truth
@@ -335,7 +335,7 @@ def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
 def _with_dense(
     key: str, full: Tensor, truth: _Truth | None, positions_BS: Array | None, shape: tuple[int, int], declared: _Declared
 ) -> _Truth:
-    """The truth with what a dense mask says of it; the mask must be that of the pattern."""
+    """Return the Segments that a dense mask shows beside what is known. Raises where the mask is not of the pattern."""
     polarity, pattern, own = declared
     full = _one_head(key, full, polarity)
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
@@ -356,7 +356,7 @@ def _with_dense(
 
 
 def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int, declared: _Declared) -> Reading:
-    """What is known beside the mask decides; positions only what the mask alone leaves open, were all of it real."""
+    """Read the mask with what is known beside it; positions decide only where the mask alone is ambiguous."""
     polarity, pattern, _ = declared
     if truth is None:
         try:
@@ -374,7 +374,7 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
 
 
 def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
-    """Heads that are all alike as one; a mask that says more than who attends whom has no other form."""
+    """Return one head of equal heads. Raises where heads differ, or where the mask adds values at places that attend."""
     if full.ndim == 4 and full.shape[1] > 1:
         if not bool((full == full[:, :1]).all()):
             raise heads_differ_error(key, full)
@@ -398,8 +398,8 @@ def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
 
 
 def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
-    """A dense mask alone that shows no padding, over rows that look padded: one token again and again at an end, without
-    labels. Plain causal masks carry no padding, and nobody can tell whether this one should."""
+    """Raise for a dense mask alone that shows no padding, over rows that look padded: one token repeated at an end, without
+    labels. A plain causal mask carries no padding, and nothing says whether this one should."""
     ids_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else np.zeros((0, 0), np.int64)
     if truth.segments.padding_side != "none" or ids_BS.size < 2 or (ids_BS == ids_BS[0, 0]).all():
         return
@@ -418,8 +418,8 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
 
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
-    """A keep mask turned around leaves a row without a real token (`empty`: a second mask says so too), or puts every label
-    on padding; without labels, one token again and again is real in it, and text is padding."""
+    """Raise for a 2D mask that looks inverted: a row has no real token (unless `empty`: a second mask agrees), or all labels
+    are on padding, or, without labels, one repeated token is real and text is padding."""
     empty_rows = segments.empty_rows
     bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
     labels = sources.get("labels")

@@ -34,7 +34,7 @@ REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are pac
 BLOCKED_BELOW = -9984.0
 """A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
 DECLARED_BELOW = -5000.0
-"""A declared bias may have a position bias added to that fill, which lifts it: half of it is the border."""
+"""A declared bias may add a position bias to that fill: half of the fill is the border."""
 FILLED_BELOW = -6e4
 """No bias of a position reaches so far (ALiBi's slopes are below 1): finite values beyond it are a fill."""
 

@@ -309,7 +309,7 @@ def prove(
 
 
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Rows of the batch in which some real query attends other keys than this pattern says, but for those `proved`."""
+    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
     counts_BQ = segments.array != 0
     if proved_BQ is not None:
         counts_BQ &= ~proved_BQ
@@ -327,7 +327,7 @@ def _differs(square: Square, b: int, at: tuple[int, int], regions: list[Region],
 
 
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:
-    """What `Pattern.explaining` is told; where real queries attend another sequence, it need not make sense."""
+    """Return the arguments of `Pattern.explaining`: how far back real queries look, and the prefix of each sequence."""
     place_Q = np.arange(segments.shape[1])
     real_BQ = segments.array != 0
     back_BQ = np.where(real_BQ, place_Q - extents.first, 0)

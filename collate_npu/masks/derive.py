@@ -84,7 +84,7 @@ def derive_segments(
 
 
 def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Reading:
-    """What a mask of any rank says beside a keep mask or the Segments of its batch; both must agree on what is real."""
+    """Read a mask of any rank beside a keep mask or the Segments of its batch; both must agree on what is real."""
     keep_BS = known.keep
     assert keep_BS is not None
     values, (B, S) = MaskValues(full, polarity), keep_BS.shape
@@ -100,7 +100,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Readi
 
 
 def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
-    """A mask of keys alone may have either polarity here: one that tells the truth is right."""
+    """Return the Segments of a key mask: of its two polarities, the one that agrees with the keep mask."""
     if values.packing_ids:
         return Segments.from_ids(values.raw)
     readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in _polarities(values)]
@@ -139,7 +139,7 @@ def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
 
 
 def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
-    """What a mask of any rank says by itself, for a batch of `batch_size` rows where that is known."""
+    """Read a mask of any rank by itself, for a batch of `batch_size` rows where that is known."""
     values, shape = MaskValues(full, polarity), full.shape
     _refuse_compressed(values)
     if not full.numel() and len(shape) in (2, 3, 4):
@@ -201,7 +201,7 @@ def _from_keys(values: MaskValues) -> Segments:
 def _readings(
     values: MaskValues, known: Known, batch_size: int
 ) -> tuple[dict[str, Reading | AmbiguousMaskError], dict[str, UnexplainedError]]:
-    """By each polarity that may be meant: what a square mask says, or why that is not one thing; and why it says nothing."""
+    """Return, for each possible polarity, the reading of a square mask or why it is ambiguous; and why a polarity fails."""
     found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
     for polarity in _polarities(values, known):

@@ -300,7 +300,7 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
 
 
 def offsets_of_rows(segments: Segments) -> dict[str, Any]:
-    """The same of rows `[B, S]` as they are, one behind the other: each run, of padding too, is one of their sequences.
+    """Return the offsets of rows `[B, S]` laid one behind the other: each run, of padding too, counts as a sequence.
 
     >>> told = offsets_of_rows(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
     >>> told["cu_seq_lens_q"].tolist(), told["seq_idx"].tolist()
@@ -318,8 +318,8 @@ def offsets_of_rows(segments: Segments) -> dict[str, Any]:
 
 
 def own_places(segments: Segments) -> list[int]:
-    """What a flat row `[1, S]` says by itself: padding between sequences belongs to the one before it, as alignment does,
-    and so does that behind the last; a row with padding at its end alone has a tail, which is one more sequence.
+    """Return the places of each sequence of a flat row `[1, S]`. Padding behind a sequence belongs to it, as alignment does;
+    a row with padding at its end alone has a tail, which is one more sequence.
 
     Raises `UnsupportedFormError` for several rows, padding before the first token, and padding inside a sequence.
     """

@@ -245,7 +245,7 @@ class Prefix(Pattern):
 
 @lru_cache(maxsize=256)
 def _check_declared(pattern: Pattern) -> None:
-    """Raise where a pattern declares something else than its definition says, on the first tokens of a sequence."""
+    """Raise where a pattern's declared facts differ from its predicate, on the first tokens of a sequence."""
     L = 24
     seen_QK = np.asarray(pattern.attends(np.arange(2 * L)[:, None], np.arange(L)[None], np.array(0)))
     settles = not pattern.settles or bool((seen_QK[L:] == seen_QK[L - 1]).all())

@@ -61,7 +61,7 @@ class Sources(dict[str, Any]):
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
-        """Are its positions those that follow from its Segments? The door says so, or the collator that made them."""
+        """True if its positions follow from its Segments: the batch reader found it, or the collator built them."""
         listed = [name for name, value in self.items() if value is not None and name in _ROLES]
         for name in sorted(listed, key=_ORDER.__getitem__):
             self.named[_ROLES[name]] += (name,)
@@ -115,7 +115,7 @@ class Sources(dict[str, Any]):
 
     @once
     def padded_lengths(self) -> list[list[int]] | None:
-        """What each of them takes up in its row, likewise."""
+        """`seq_lens_padded`, in the same form: the places that each sequence takes in its row."""
         return self._listed("padded_lengths")
 
     def _listed(self, role: Role) -> list[list[int]] | None:
@@ -187,7 +187,7 @@ _REMEDY = "Keep one set of them, of this very batch: a collator or a split may h
 
 
 def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str, Segments] | None:
-    """The key that tells, and the `Segments` of the offsets, lengths and sequence numbers of a batch; None without any.
+    """Return the deciding key and the `Segments` of the offsets, lengths and sequence numbers of a batch; None without any.
 
     Of a padded batch of several rows lengths say nothing of places, and are checked where a mask tells the rest; but with
     the places beside them (NeMo Automodel), or of NeMo RL, which pads right.
@@ -286,8 +286,8 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
 
 
 def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
-    """Raise where the lengths or sequence numbers of a batch speak of other sequences than its `Segments`, which that key
-    told."""
+    """Raise where the lengths or sequence numbers of a batch describe other sequences than its `Segments`, which the key
+    `told_by` gave."""
     if sources.lengths is not None and told_by not in sources.named["lengths"]:
         rows = _length_rows(sources, segments.shape[0])
         told = enumerate(zip(rows, segments.lengths))
@@ -306,7 +306,7 @@ def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
 
 
 def check_longest(sources: Sources, segments: Segments) -> None:
-    """Raise where kernels of attention would be told of fewer tokens than the longest sequence has: they leave the rest."""
+    """Raise where a batch's longest length is smaller than its longest sequence: attention kernels would drop the rest."""
     for key in sources.named["longest"]:
         held = sources.array(key)
         if held.size != 1 or whole_number(key, held.item()) < segments.max_length:
@@ -369,8 +369,8 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
-    """The sequences by positions that restart, which a keep mask does not show, and whether every row tells them; None where
-    nothing is told. Without a mask (`known` is None) all of the row is real.
+    """Return the sequences by positions that restart, and whether every row restarts; None where no row does. Without
+    `known` Segments all of the row is real.
     """
     keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
@@ -414,7 +414,7 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
 
 
 def _unread(sources: Sources, S: int) -> Array | None:
-    """bool `[S]`: places of a flat row without a label, by whatever tells; None where nothing does."""
+    """Return bool `[S]`: places of a flat row without a label; None where the batch has no labels and no loss mask."""
     for name in ("labels", "shift_labels", "shifted_labels", "loss_mask"):
         if sources.get(name) is not None and (told_BS := sources.array(name)).shape == (1, S):
             return np.asarray(told_BS[0] == 0 if name == "loss_mask" else told_BS[0] < 0)
@@ -422,8 +422,8 @@ def _unread(sources: Sources, S: int) -> Array | None:
 
 
 def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
-    """The positions, where they can tell sequences from padding: a token alone at position 0 that nobody learns may be
-    either."""
+    """Return the positions where they can separate sequences from padding: a single token at position 0 without a label may
+    be either."""
     alone_BS = positions_BS == 0
     alone_BS[:, :-1] &= positions_BS[:, 1:] == 0
     labels_BS = sources.array("labels") if sources.named["labels"] else None
@@ -460,7 +460,7 @@ def check_counts(positions_BS: Array, segments: Segments) -> None:
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
-    """Where sequences begin, and the rows that tell."""
+    """Return where sequences begin, and the rows whose positions restart."""
     starts_BS, counts_B = sequence_starts(positions_BS, keep_BS)
     counting = bool((starts_BS != keep_BS)[counts_B].any())
     return starts_BS, counts_B & (counting | (keep_BS.sum(axis=1) < 2))

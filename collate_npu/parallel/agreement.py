@@ -47,12 +47,12 @@ class RanksApartError(CollateError):
 
 
 Heard = dict[int, dict[str, Any]]
-"""By rank, what it says of one call: its facts, or {"raised": why it does not go on}."""
+"""Facts of one call by rank, or {"raised": the reason} for a rank that stops."""
 
 
 @dataclass(slots=True)
 class Meeting:
-    """The talk of the ranks of one group, one of which is this process, for as long as the group exists."""
+    """Exchanges facts between the ranks of one group for as long as the group exists."""
 
     ranks: tuple[int, ...]
     name: str
@@ -63,7 +63,7 @@ class Meeting:
     open: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By thread, what it is about to say."""
     data: RLock = field(default_factory=RLock)
-    """Held from what is said of a collective to its end: those of one group have one order on all ranks."""
+    """Held from the exchange before a collective to its end: collectives of a group have one order on all ranks."""
 
     def greet(self, stream: str, timeout: timedelta) -> None:
         """Agree on a name that no earlier meeting in the same store had: ranks and groups that begin again count from 1
@@ -95,13 +95,13 @@ class Meeting:
                 raise _silent([rank for rank, seen in zip(self.ranks, met) if seen != session.encode()], timeout)
 
     def say(self, stream: str, message: Mapping[str, Any]) -> None:
-        """Tell the others the next thing in a stream, and wait for nobody."""
+        """Send the next message of a stream to the other ranks, without waiting."""
         with self._stream(stream).turn, _store() as store:
             self._say(store, stream, message)
 
     def exchange(self, stream: str, message: Mapping[str, Any], timeout: timedelta) -> tuple[int, Heard]:
-        """Say it, and hear what each rank says at the same call; the call's number in its stream, and that. Where a rank
-        does not come in time it raises `CollateError`, and tells those who come late."""
+        """Send a message, and return the call's number in its stream and what each rank sent at the same call. Raises
+        `CollateError` where a rank is late, and tells that rank when it comes."""
         with self._stream(stream).turn, _store() as store:
             number = self._say(store, stream, message)
             for last in _tries(timeout):
@@ -198,7 +198,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Call = Literal["block", "split", "gather", "backward", "objects"]
 Facts = dict[str, str | Callable[[], str]]
-"""What one rank holds, by name. A function is a digest: it is called where there is somebody to tell."""
+"""Facts of one rank by name. A function computes a digest, and is called only where there are other ranks."""
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def weighed(value: Tensor) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """The same text, or two sums that rounding may part."""
+    """True for equal texts, or for two sums that differ by rounding."""
     sums = [text.split(" within ") for text in (one, other)]
     if one == other or not all(len(parts) == 2 for parts in sums):
         return one == other
@@ -330,12 +330,12 @@ def _same(one: str, other: str) -> bool:
 
 
 def digest_offsets(offsets: Tensor | Sequence[int] | None) -> str:
-    """The same for the same numbers, in whatever they stand."""
+    """Return an equal digest for equal numbers, whatever type holds them."""
     return "none" if offsets is None else digest(host_array("cu_seqlens", offsets).astype(np.int64))
 
 
 def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) -> bool:
-    """Masks, and what is of tokens; of a dense mask the `segments` tell."""
+    """Return the facts of the masks and per-token keys of a batch; a dense mask is represented by its `segments`."""
     if key.role == "mask" and value.ndim > 2 and segments is not None:
         return False
     return key.kind in ("tokens", "positions", "truth", "offsets")

@@ -67,7 +67,7 @@ def mesh_group(group: Any) -> Any:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long ranks of this group wait for each other: what `init_process_group` or `new_group` was told."""
+    """Return how long ranks of this group wait for each other: the timeout of `init_process_group` or `new_group`."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(told := getattr(options, "_timeout", None), timedelta):

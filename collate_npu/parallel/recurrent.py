@@ -45,12 +45,12 @@ _TAKES: dict[RecurrentScheme, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
     "head_exchange_zigzag": (("zigzag",), ("document_zigzag",)),
     "row_zigzag": (("zigzag",), ()),
 }
-"""Of padded rows and of a flat row: the layouts whose tokens a scheme puts in order, the one to name first. () = none."""
+"""For padded rows and for a flat row: the layouts whose tokens a scheme puts in order, the best first. () = none."""
 
 
 @checked
 def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
-    """The same ranks in the layout whose tokens `scheme` puts in order. Raises where no layout is right.
+    """Return the same ranks in the layout whose tokens `scheme` puts in order. Raises where there is none.
 
     >>> recurrent_parallel(ContextParallel(2, 0), "head_exchange").layout
     'contiguous'

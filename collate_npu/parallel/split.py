@@ -45,7 +45,7 @@ def split_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     keys: Mapping[str, Key] = KEYS,
 ) -> dict[str, Any]:
-    """This rank's batch: per key as `keys` says, keys in the same order. `gather_sequence` undoes it, key by key.
+    """Return this rank's batch: each key shared by its row of `keys`, in the same order. `gather_sequence` undoes it by key.
 
     A key that KEYS does not list is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
@@ -142,7 +142,7 @@ def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
 def _offsets(
     batch: Sources, shape: tuple[int, int], cp: ContextParallel, segments: Segments | None, given: Any
 ) -> list[int] | None:
-    """Where documents stand: as given, which must fit what the batch says, or by the batch."""
+    """Return the offsets of the documents: those given, which must agree with the batch, or the batch's."""
     if given is None:
         found = cu_seqlens_of(batch, segments if cp.documents else None) if cp.documents or shape[0] == 1 else None
         return None if found is None else as_offsets("cu_seqlens", found).tolist()
@@ -365,7 +365,7 @@ def pad_documents(
 
 
 def _check_kinds(sources: Sources) -> None:
-    """Raise for what says where tokens stand, and cannot be built again here."""
+    """Raise for keys that hold places of tokens and cannot be built again here."""
     for key, full in sources.masks.items():
         if full.ndim > 2:
             remedy = "Leave it out and build dense(segments) from what pad_documents returns."
@@ -377,7 +377,7 @@ def _check_kinds(sources: Sources) -> None:
 
 
 def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
-    """The same keys with numbers for what padding holds, where `fills` has them by name ("pad", "ignored", ...)."""
+    """Return the keys with numbers for the named fills ("pad", "ignored", ...)."""
     return {key: replace(rule, fill=fills[rule.fill]) if rule.fill in fills else rule for key, rule in keys.items()}
 
 
@@ -393,7 +393,7 @@ def place_documents(
 
 
 def as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -> Any:
-    """A list or an array of tokens as a tensor; under a key that nobody knows, one of numbers that begins `[B, S]`."""
+    """Return a list or array of tokens as a tensor; under an unknown key only numbers whose shape begins `[B, S]`."""
     if not isinstance(value, (list, tuple, np.ndarray)):
         return value
     if rule is not None:

@@ -1,4 +1,4 @@
-"""What Megatron-core's mixture of experts does with padding: what its routers are told, and where telling does not help.
+"""Padding in Megatron-core's mixture of experts: the mask its routers read, and where a mask does not help.
 
 `padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their code). A router leaves it
 out of its losses and its expert bias (router.py:471-626), and still routes it: three settings let that reach real tokens.

@@ -64,7 +64,7 @@ def get_attention_masks(
 
 
 def layers_of(model: Any) -> Layers:
-    """What the layers of a `Decoder` read, by its config; raises for models whose masks have names of their own.
+    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names.
 
     >>> layers_of(model)  # doctest: +SKIP
     """
