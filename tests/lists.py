@@ -247,7 +247,7 @@ def between(page: str, **made: str) -> dict[Path, str]:
 
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
-    code = PACKAGE / "consumers" / "consumer.py"
+    code = PACKAGE / "consumers" / "mask_routing.py"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
