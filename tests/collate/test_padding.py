@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, arrays, unpad
 from collate_npu.collate import padding
-from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, round_up, stack_values
+from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, stack_values
 from collate_npu.keys import KEYS, SAMPLE
 
 
@@ -84,11 +84,6 @@ def test_dtypes_of_other_keys():
     assert pad_rows("x", [[], []], width=2).tolist() == [[0, 0], [0, 0]]
     assert pad_rows("x", [np.zeros((0, 4)), np.ones((2, 4))], width=2).shape == (2, 2, 4)
     assert not pad_rows("x", [torch.ones(2, requires_grad=True)], width=3).requires_grad
-
-
-@pytest.mark.parametrize(("value", "multiple", "rounded"), [(5, None, 5), (5, 4, 8), (8, 4, 8), (0, 4, 0), (5, 1, 5)])
-def test_round_up(value, multiple, rounded):
-    assert round_up(value, multiple) == rounded
 
 
 @pytest.mark.parametrize(
