@@ -1,16 +1,15 @@
 """A square mask read in blocks is the mask, in every dtype, polarity and layout; any stretch of query rows that is written,
 of rows cut into many sequences, is that stretch of the whole."""
 
-import numpy as np
 import pytest
 import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError
 from collate_npu.errors import AmbiguousMaskError, PolarityError
 from collate_npu.masks import dense, dense_mask
-from collate_npu.masks.dense_mask import MaskValues, Square, blocks, fill_rows, regions_of
+from collate_npu.masks.dense_mask import MaskValues, Square
 
 WRITTEN = [("keep", None), ("masked", None), ("keep", torch.int64), ("masked", torch.uint8), ("masked", torch.float16)]
 BIASES = [("bias", torch.float32), ("bias", torch.bfloat16), ("bias", torch.float16), ("bias", torch.float64)]
@@ -43,34 +42,6 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     assert all((high - low) * S <= max(24, S) for low, high in square.blocks())
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
-
-
-@given(strategies.attentions(), st.data())
-def test_a_stretch_of_rows_is_that_of_the_whole(attention, data):
-    segments, pattern = attention
-    S = segments.shape[1]
-    low, high = sorted(data.draw(st.tuples(st.integers(0, S), st.integers(0, S))))
-    whole = dense(segments, pattern=pattern)[:, 0].numpy()
-    for b, regions in enumerate(regions_of(segments)):
-        rows = np.full((high - low, S), 7, np.int8)
-        fill_rows(rows, low, regions, pattern, 1, 0)
-        assert (rows == whole[b, low:high]).all()
-
-
-def test_only_the_sequences_of_a_stretch_are_written():
-    """Of thousands of sequences of a token, a stretch of rows touches its own: work does not grow with the others."""
-    (regions,) = regions_of(Segments.from_lengths([[1] * 4000]))
-    written = []
-
-    class Counting:
-        causal, settles = True, False
-
-        def fill(self, block_QK, q0, n, allowed, forbidden):
-            written.append(n)
-            block_QK[:] = allowed
-
-    fill_rows(np.zeros((8, 4000), bool), 2000, regions, Counting(), True, False)
-    assert written == list(range(2000, 2008))
 
 
 # --- Numbers of every dtype mean True = attends under one polarity, or are refused
@@ -133,13 +104,3 @@ def test_numbers_that_mean_nothing_certain(written, declared, error, told):
 def test_where_a_bias_begins_to_block(written, declared, attends, valued):
     values = MaskValues(torch.tensor([written]).float(), declared)
     assert (values.declared, values.read("bias").tolist(), values.valued) == ("bias", [attends], valued)
-
-
-@pytest.mark.parametrize("most", [1, 3, 7, 10, 35])
-def test_blocks_are_all_of_an_array_and_no_larger_than_asked(most):
-    grid = np.arange(35).reshape(5, 7)
-    for array in (grid, grid.T, np.broadcast_to(grid[:, :1], (5, 7)), np.array(3)):
-        parts = list(blocks(array, most))
-        assert np.array_equal(np.unique(np.concatenate([part.ravel() for part in parts])), np.unique(array))
-        assert max(part.size for part in parts) <= most
-    assert [part.size for part in blocks(np.broadcast_to(grid[0], (5, 7)), 35)] == [7]  # what repeats comes once

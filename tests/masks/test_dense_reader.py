@@ -85,14 +85,6 @@ def test_every_row_in_doubt_is_named_and_no_other(picture):
     assert named == [0, 2]
 
 
-def test_one_pattern_explains_the_whole_batch():
-    """Rows of different windows: each is a pattern, together they are none that a model has."""
-    rows = [dense(Segments.from_lengths([4]), pattern=Pattern.sliding(w))[0].numpy() for w in (2, 4)]
-    with pytest.raises(UnexplainedError) as raised:
-        read_square(np.concatenate(rows))
-    assert [row for row, _ in raised.value.rows()] == [0]
-
-
 # --- what is known beside the matrix
 
 

@@ -27,7 +27,6 @@ from collate_npu.masks.forms import (
     own_places,
     with_tail,
 )
-from collate_npu.masks.sources import Sources, places_of
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -162,24 +161,6 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
         assert not same
 
 
-@pytest.mark.parametrize(
-    ("segments", "pattern", "why"),
-    [
-        (Segments.from_lengths([3, 5]), "causal", None),
-        (Segments.from_lengths([3, 5], side="left"), "causal", "on the left"),
-        (Segments.from_ids([[1, 0, 1]]), "causal", "between real tokens"),
-        (Segments.from_lengths([[3, 5]]), "causal", "several sequences"),
-        (Segments.from_lengths([3, 5]), Pattern.sliding(4), "sliding(4)"),
-    ],
-)
-def test_when_none_is_exact(segments, pattern, why):
-    verdict = none_is_exact(segments, pattern)
-    with pytest.raises(CollateError, match="segments"):
-        none_is_exact(segments.keep, pattern)
-    assert verdict.ok == (why is None)
-    assert (why or "padding on the right only") in verdict.why
-
-
 # --- varlen
 
 
@@ -258,7 +239,6 @@ def test_a_query_that_sees_no_key_sees_itself_and_no_other_changes():
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 multiples = st.sampled_from([1, 2, 4, 6])
-APART = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 
 def offsets(places):
@@ -279,26 +259,6 @@ def test_own_places_hold_one_sequence_each_at_its_start(ids):
     assert [len(h) for h in held if len(h)] == list(segments.sequence_lengths)
     assert all((part[: len(h)] == n).all() for n, (part, h) in enumerate(zip(parts, held), start=1))
     assert fitting_places(np.array(offsets(places)), segments) == places
-
-
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ([0, 4, 8], [4, 4]),
-        ([0, 4, 6, 8], [4, 2, 2]),
-        ([0, 4, 6, 8, 8], [4, 2, 2, 0]),
-        ([0, 4, 6], None),  # two places of the row are in none
-        ([0, 3, 8], None),  # the second sequence begins inside its place
-        ([0, 2, 4, 8], None),
-        ([0, 8], None),
-        ([0, 4, 4, 8], None),  # an empty one before a sequence
-    ],
-)
-def test_offsets_of_a_batch_count_where_they_fit(ends, expected):
-    assert fitting_places(np.array(ends), APART) == expected
-    batch = {"cu_seqlens": torch.tensor([0, 3, 5]), "cu_seqlens_padded": torch.tensor(ends)}
-    assert places_of(Sources(batch), APART) == expected
-    assert fitting_places(np.array(ends), Segments([[1, 1, 1, 0, 2, 2, 0, 0]] * 2)) is None
 
 
 @given(lengths, multiples, st.integers(0, 60), st.integers(1, 8) | st.none(), st.booleans(), st.booleans())
@@ -325,11 +285,6 @@ def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, cou
     else:
         assert min(places) > 0
         assert max(places[len(held) :], default=0) - min(places[len(held) :], default=0) <= multiple
-
-
-def test_more_sequences_than_a_row_has_places_are_refused():
-    with pytest.raises(CollateError, match="the most sequences that a row may hold"):
-        with_tail([4], 8, max_sequences=1 << 40, repeats=True)
 
 
 @pytest.mark.parametrize(
