@@ -197,18 +197,18 @@ def test_arguments_go_before_the_tokenizer():
 
 
 def test_model_and_return_tensors_are_taken_as_transformers_takes_them():
-    model = SimpleNamespace(layer_types=["full_attention"])
-    named = {"consumer": "megatron", "return_tensors": "pt"}
-    made = PaddingCollator(tokenizer(), model, **named), wrap_collator(PaddingCollator(tokenizer()), model, **named)
-    for collator, by_name in zip(made, (PaddingCollator(tokenizer(), model=model, **named), made[0])):
-        assert collator._adapter.model == by_name._adapter.model
-        assert collator.return_tensors == "pt"
-    for name in ("np", "tf", 3):
-        for make in (PaddingCollator, wrap_collator):
+    for make in (PaddingCollator, lambda given, *more, **settings: wrap_collator(PaddingCollator(given), *more, **settings)):
+        by_place, by_name = (
+            make(tokenizer(), HYBRID, consumer="megatron"),
+            make(tokenizer(), model=HYBRID, consumer="megatron"),
+        )
+        assert "attention_mask_2d" in by_place(THREE_AND_FIVE, "pt")
+        assert by_place(THREE_AND_FIVE).keys() == by_name(THREE_AND_FIVE).keys()
+        for name in ("np", "tf", 3):
             with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
-                make(PaddingCollator(tokenizer()) if make is wrap_collator else tokenizer(), return_tensors=name)
+                make(tokenizer(), return_tensors=name)
         with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
-            made[0](THREE_AND_FIVE, name)
+            by_place(THREE_AND_FIVE, "np")
 
 
 # --- consumers

@@ -8,14 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from test_layout import LAYOUTS, places
+from test_layout import places
 
 from collate_npu import CollateError, Segments, arrays, unpad
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
     ContextParallel,
     cu_seqlens_of,
@@ -23,7 +22,6 @@ from collate_npu.parallel import (
     pad_documents,
     query_rows,
     split_batch,
-    split_tensor,
     token_rows,
 )
 from collate_npu.parallel.agreement import digest_offsets
@@ -137,14 +135,6 @@ def test_masks_of_other_shapes():
     assert split_batch({"input_ids": torch.zeros(3, S), "attention_mask": keys}, cp)["attention_mask"] is keys
 
 
-@pytest.mark.parametrize(("layout", "ulysses"), [("zigzag", 1), ("contiguous", 1), ("ulysses", 1), ("ulysses_ring", 2)])
-@pytest.mark.parametrize("scope", ["local", "global"])
-def test_a_2d_attention_mask_follows_the_scope_and_stays_whole_under_ulysses(layout, ulysses, scope):
-    batch = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
-    shard = split_batch(batch, ContextParallel(4, 1, layout=layout, ulysses=ulysses, mask_2d=scope))
-    assert shard["attention_mask"].shape[1] == (8 if scope == "global" or "ulysses" in layout else 2)
-
-
 def test_a_mapping_of_masks_is_split_entry_by_entry():
     segments = Segments.from_lengths([5, 8], width=8)
     masks = {"full_attention": dense(segments), "linear_attention": segments.keep, "sliding_attention": None}
@@ -255,24 +245,7 @@ def test_documents_come_in_one_flat_row():
         split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=Segments.from_lengths([[3, 4]], width=8))
 
 
-def test_offsets_are_found_in_order():
-    padded, real = torch.tensor([0, 8]), torch.tensor([0, 5])
-    assert cu_seqlens_of({"cu_seqlens": real, "cu_seqlens_padded": padded}) is padded
-    assert cu_seqlens_of({}, Segments.from_lengths([[2, 3]])).tolist() == [0, 2, 5]
-    for none in (None, Segments.from_lengths([[2, 3]], width=8), Segments.from_lengths([2, 2])):
-        assert cu_seqlens_of({}, none) is None
-
-
 # --- labels
-
-
-@given(places(layouts=LAYOUTS[:2]), st.data())
-def test_shifting_before_the_split_keeps_every_label(case, data):
-    cp, S, _ = case
-    segments = data.draw(ragged(cp, S))
-    right = shift_labels(torch.where(segments.keep, torch.arange(S) + 1, -100), segments)
-    shards = [split_tensor(right, cp.with_rank(r)) for r in range(cp.size)]
-    assert sum(int((part != -100).sum()) for part in shards) == sum(max(n - 1, 0) for n in segments.row_lengths)
 
 
 # --- the copy
@@ -384,15 +357,6 @@ def test_padded_documents_split_and_join_and_padding_twice_is_padding_once(cp, l
     twice, again = pad_documents(out, cp, segments=segments)
     assert again == segments
     assert all(torch.equal(out[key], twice[key]) for key in out if isinstance(out[key], torch.Tensor))
-
-
-def test_an_alignment_tail_is_dropped_where_the_segments_tell_it():
-    batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 0, 0, 0]]), "cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}
-    cp = ContextParallel(2, 0, layout="document_zigzag")
-    out, segments = pad_documents(batch, cp, segments=Segments.from_lengths([[3, 2]], width=8))
-    assert out["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 0, 0]]
-    assert out["cu_seqlens_padded"].tolist() == [0, 4, 8]
-    assert segments.lengths == ((3, 2),)
 
 
 @pytest.mark.parametrize(
