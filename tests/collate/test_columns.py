@@ -208,15 +208,3 @@ def test_samples_that_are_no_dicts_are_refused_with_what_makes_dicts_of_them():
     with pytest.raises(CollateError, match=r"sample\['json'\]"):
         collator(inside)
     assert collator([sample["json"] for sample in inside])["input_ids"].tolist() == [[1, 2]]
-
-
-def test_rows_under_tokens_keep_their_names_where_they_are_wrapped():
-    tokens = torch.arange(3, 8)
-    rows = [{"tokens": tokens + 9 * n, "labels": tokens + 9 * n + 1, "loss_mask": torch.ones(5)} for n in range(2)]
-    batch = wrap_collator(torch.utils.data.default_collate)(rows)
-    assert batch["labels"].tolist() == [row["labels"].tolist() for row in rows]
-    assert batch["attention_mask_2d"].all()
-    parted = [row | {"position_ids": torch.tensor(places)} for row, places in zip(rows, PLACES)]
-    batch = wrap_collator(torch.utils.data.default_collate)(parted)
-    assert batch["labels"].tolist() == [[4, 5, -100, 7, 8], [13, -100, 15, 16, 17]]
-    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]]

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, arrays, unpad
 from collate_npu.collate import padding
-from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, stack_values
+from collate_npu.collate.padding import concatenate_values, stack_values
 from collate_npu.keys import KEYS, SAMPLE
 
 
@@ -60,13 +60,6 @@ def test_arrays_and_tensors_keep_their_dtype_and_their_trailing_dimensions(segme
         assert padded.dtype == torch.from_numpy(rows[0]).dtype
         assert np.array_equal(unpad(padded, segments).numpy(), np.concatenate(rows))
         assert not padded[~segments.keep].any()
-
-
-@pytest.mark.parametrize("length", [STRUCT_LIMIT - 1, STRUCT_LIMIT, STRUCT_LIMIT + 1, 3 * STRUCT_LIMIT + 5])
-def test_lists_longer_than_one_packing_call(length):
-    row = list(range(length))
-    padded = pad_rows("input_ids", [row, [1]], width=length + 2, side="left", fill=-1)
-    assert padded[0].tolist() == [-1, -1, *row]
 
 
 def test_whole_number_keys_are_int64_whatever_held_them():

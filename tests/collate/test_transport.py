@@ -149,6 +149,14 @@ def test_whole_numbers_take_the_bytes_they_need():
         assert byte_size <= len(ForkingPickler.dumps(Shipment(x=tensor))) < byte_size + 500
 
 
+def test_a_long_batch_goes_through_shared_memory_and_a_short_one_in_the_message():
+    ids = torch.arange(INLINE_BYTES)  # 4 MiB of int64, 2 MiB to send
+    for batch, inside in (({"ids": ids, "labels": ids}, False), ({"keep": ids > 3}, True), ({"long": ids + 2**40}, False)):
+        message = bytes(ForkingPickler.dumps(Shipment(batch)))
+        assert (len(message) > INLINE_BYTES) == inside
+        assert same(batch, pickle.loads(message))
+
+
 def test_without_shared_memory_all_of_a_batch_goes_in_the_message(monkeypatch):
     def full(*_):
         raise RuntimeError("no space left")

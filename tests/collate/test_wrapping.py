@@ -115,16 +115,10 @@ def test_a_flat_row_gets_all_its_offsets():
     assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
 
 
-def test_a_flat_row_of_one_sample_and_one_with_offsets_and_no_positions():
-    def inner(features):
-        batch = flat(features)
-        del batch["position_ids"]
-        return batch | {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
-
-    assert wrap_collator(flat)(samples(4))["cu_seq_lens_q"].tolist() == [0, 4]
-    for told in (samples(3, 5), [{"text": "a"}]):
-        wrapped = wrap_collator(lambda _: inner(samples(3, 5)))
-        assert wrapped(told)["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+def test_ones_beside_the_positions_of_a_flat_row():
+    batch = wrap_collator(lambda features: flat(features) | {"attention_mask": torch.ones(1, 8)})(samples(3, 5))
+    assert batch["labels"].tolist()[0][3] == -100
+    assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([[3, 5]]), polarity="masked"))
 
 
 def test_one_padded_sample_is_no_flat_row():
@@ -234,14 +228,6 @@ def test_samples_are_read_before_the_inner_collator_writes_into_them():
 
 
 # --- settings
-
-
-def test_a_consumer_is_served():
-    batch = wrap_collator(Inner("4d masked", side="left"), consumer="transformers")(samples(3, 5))
-    assert torch.equal(batch["attention_mask"], Segments.from_lengths([3, 5], side="left").keep.long())
-    batch = wrap_collator(Inner("2d", side="left"), consumer="megatron", model=HYBRID)(samples(3, 5))
-    assert batch["attention_mask"].shape == (2, 1, 5, 5)
-    assert batch["attention_mask_2d"].dtype == torch.bool
 
 
 def test_arguments_reach_the_inner_collator():

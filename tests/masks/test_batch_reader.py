@@ -542,20 +542,6 @@ def test_where_a_row_ends_by_its_positions_and_what_nobody_learns(positions, key
 
 
 @pytest.mark.parametrize(
-    ("ids", "positions"),
-    [
-        ([[1, 1, 2, 2, 2]] * 2, [[0, 1, 0, 1, 2], [5, 6, 7, 8, 9]]),  # the mask alone parts the second row
-        ([[0, 0, 1, 1, 2, 2, 2]], [[1, 1, 0, 1, 2, 3, 4]]),
-        ([[1, 1, 0, 2, 2]], [[0, 1, 9, 0, 1]]),  # the mask leaves it open
-    ],
-)
-def test_a_dense_mask_and_positions_part_rows_together(ids, positions):
-    told = Segments(ids)
-    batch = {"input_ids": told.ids, "attention_mask_2d": told.keep, "attention_mask": dense(told)}
-    assert segments_from_batch({**batch, "position_ids": torch.tensor(positions)}) == told
-
-
-@pytest.mark.parametrize(
     ("labels", "real"),
     [(torch.zeros(2, 4), True), (torch.full((2, 4), -100), False), (torch.zeros(2), False), (None, False)],
 )
@@ -602,6 +588,7 @@ EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
         (WHOLE_33, {"attention_mask": dense(WHOLE_33)}, ""),
         (LEFT_23, {"attention_mask": LEFT_23.keep}, ""),
         (LEFT_23, {"attention_mask": dense(LEFT_23).float(), **KEPT}, "float without a bias"),
+        (LEFT_23, {"attention_mask": dense(LEFT_23).long(), **KEPT}, "integer polarity"),
         (LEFT_23, {"attention_mask": BIAS, **KEPT}, ""),
         (LEFT_23, {"attention_mask": BIAS.double(), **KEPT}, "dtype of a bias"),
         (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS, **KEPT}, "dtype of a bias"),
@@ -626,20 +613,6 @@ EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
 )
 def test_what_goes_wrong_is_named_and_nothing_else(segments, keys, expected):
     assert "".join(hazards(Sources({"input_ids": SIX, **keys}), segments)) == expected
-
-
-@pytest.mark.parametrize("segments", [LEFT_23, RIGHT_23])
-@pytest.mark.parametrize("polarity", ["keep", "masked"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
-def test_integers_say_what_one_means(segments, polarity, dtype):
-    full = dense(segments, polarity=polarity).to(dtype)
-    batch = Sources({"input_ids": SIX, "attention_mask": full, "attention_mask_2d": segments.keep})
-    said = hazards(batch, segments)
-    assert set(said) == {"integer polarity"}
-    assert f"1 = {'attends' if polarity == 'keep' else 'blocked'}" in said["integer polarity"]
-    assert "1 =" not in hazards(batch, None)["integer polarity"]
-    wide = Segments.from_lengths([3, 3], width=4)  # one mask for all rows is read too
-    assert reads(dense(wide, polarity=polarity)[:1], wide).endswith("attends" if polarity == "keep" else "blocked")
 
 
 def test_what_a_mask_means_is_read_at_a_real_token():

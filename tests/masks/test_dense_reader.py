@@ -75,27 +75,7 @@ def test_what_a_picture_means_or_may_mean(picture, settings, said):
     assert said in (str(raised.value) or raised.value.rows()[0][1])
 
 
-@pytest.mark.parametrize("picture", [NO_DIAGONAL, LONE])
-def test_every_row_in_doubt_is_named_and_no_other(picture):
-    batch = np.concatenate([drawn(picture), drawn(CAUSAL), drawn(picture)])
-    with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
-        read_square(batch)
-    rows = getattr(raised.value, "rows", None)
-    named = [row for row, _ in rows()] if rows else [b for b in range(3) if f"row {b}: " in str(raised.value)]
-    assert named == [0, 2]
-
-
 # --- what is known beside the matrix
-
-
-def test_known_segments_are_compared_at_real_queries_alone():
-    """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
-    segments = Segments([[1, 1, 2, 2, 0, 0]])
-    document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
-    assert dense_reader.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
-    assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
-    with pytest.raises(UnexplainedError):
-        dense_reader.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
 
 
 @pytest.mark.parametrize(
@@ -108,17 +88,6 @@ def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would(declared,
         with pytest.raises(UnexplainedError) as raised:
             dense_reader.read_square(square(matrix), known)
         assert raised.value.instead == Pattern.of(right)
-
-
-def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
-    matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
-    with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
-        dense_reader.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
-    narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
-    assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
-    packed, keep = Segments([[1, 1, 1, 2, 2]]), np.ones((1, 5), bool)  # without a hole it is two
-    matrix = dense(packed, pattern=Pattern.sliding(2))[:, 0].numpy()
-    assert read_square(matrix, keep=keep, pattern=Pattern.sliding(2)) == packed
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,6 @@ def test_each_rank_gets_its_own_tokens(case, B):
         assert torch.equal(shard[key], whole.index_select(1, rows)) if key in PER_TOKEN else shard[key] is whole, key
 
 
-@given(places(), st.integers(2, 4))
-def test_mrope_positions_are_cut_along_their_last_dimension(case, axes):
-    cp, S, offsets = case
-    batch = {"input_ids": torch.zeros(1, S), "position_ids": torch.arange(axes * S).view(axes, 1, S)}
-    shard = split_batch(batch, cp, cu_seqlens=offsets if cp.documents else None)
-    assert torch.equal(shard["position_ids"], batch["position_ids"][..., token_rows(S, cp, offsets)])
-    shard["new"] = 1
-    assert list(batch) == ["input_ids", "position_ids"]
-
-
 # --- the 2D mask and its scope --------------------------------------------------------------------------------------------
 
 
@@ -266,13 +256,6 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
     taken.sum().backward()
     ones = torch.zeros(40).index_fill(0, torch.tensor(held), 1)
     assert torch.equal((leaf.grad.t() if transposed else leaf.grad).float(), ones.expand(2, 40))
-
-
-def test_a_jagged_tensor_is_split_as_its_documents_are():
-    nested = torch.nested.nested_tensor([torch.arange(4), torch.arange(4, 8)], layout=torch.jagged)
-    batch = {"input_ids": nested, "cu_seq_lens_q": torch.tensor([0, 4, 8])}
-    out = split_batch(batch, ContextParallel(2, 0, layout="document_zigzag"))
-    assert out["input_ids"].values().tolist() == [0, 3, 4, 7]
 
 
 # --- Padded documents: every layout can share them out, nothing real moves or is lost, and the real lengt
