@@ -36,19 +36,6 @@ def batch_of(segments, **keys):
 # --- the batch that leaves
 
 
-def test_a_right_padded_hybrid_batch_for_megatron():
-    keys = {"labels": torch.ones(2, 5), "attention_mask": dense(RIGHT, polarity="masked"), "attention_mask_2d": RIGHT.keep}
-    batch = batch_of(RIGHT, **keys)
-    out, segments = megatron(HYBRID).with_segments(batch)
-    assert segments == RIGHT
-    assert out["attention_mask"] is None
-    assert torch.equal(out["attention_mask_2d"], RIGHT.keep)
-    assert out["attention_mask_2d"].dtype == torch.bool
-    assert out["labels"] is batch["labels"]
-    assert list(batch) == ["input_ids", "labels", "attention_mask", "attention_mask_2d"]
-    assert next(iter(out)) == "input_ids"
-
-
 def test_positions_that_are_there_stay():
     positions = torch.full((2, 5), 7)
     keys = {"attention_mask_2d": LEFT.keep, "position_ids": positions}
@@ -156,14 +143,6 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
                 continue
             with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* layout '{right}' in order"):
                 BatchAdapter(HYBRID, **settings)(batch)
-
-
-def test_ranks_share_out_the_heads_of_recurrent_layers():
-    odd = SimpleNamespace(layer_types=HYBRID.layer_types, linear_num_key_heads=3, linear_num_value_heads=6)
-    batch = batch_of(Segments.from_lengths([4, 4]), attention_mask_2d=Segments.from_lengths([4, 4]).keep)
-    with pytest.raises(CollateError, match=r"heads: got \[3, 6\]"):
-        megatron(odd, context_parallel=ContextParallel(2, 0))(batch)
-    assert megatron(odd)(batch)["input_ids"].shape == (2, 4)
 
 
 def test_a_block_mask_is_not_split():
@@ -315,15 +294,6 @@ def test_tensors_of_any_type_and_shape_arrive_as_they_left_in_one_storage(kinds)
         assert out[name].dtype == tensor.dtype
         assert torch.equal(out[name], tensor)
     assert len({out[name].untyped_storage().data_ptr() for name in batch}) <= 1
-
-
-def test_what_is_no_plain_host_tensor_goes_by_itself():
-    transposed, graph = torch.arange(6).view(2, 3).T, torch.ones(2, requires_grad=True)
-    masks = {"full": torch.ones(2, 2, dtype=torch.bool), "linear": None}
-    out = move_batch({"t": transposed, "g": graph, "masks": masks}, torch.device("meta"))
-    assert (out["t"].device.type, out["t"].shape, out["t"].is_contiguous()) == ("meta", (3, 2), True)
-    assert out["g"].is_meta
-    assert (out["masks"]["full"].is_meta, out["masks"]["linear"]) == (True, None)
 
 
 def test_a_block_mask_made_there_goes_along():

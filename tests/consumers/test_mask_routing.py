@@ -20,7 +20,7 @@ from collate_npu.consumers.mask_routing import (
     say_batch,
     shape_said,
 )
-from collate_npu.consumers.model_traits import family_needs_mask_2d, layer_masks, text_config
+from collate_npu.consumers.model_traits import layer_masks
 from collate_npu.errors import CollateError, UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -230,15 +230,6 @@ def test_configs_tell_whether_layers_carry_state(fields, needed):
     assert needs_mask_2d(model) == needed
     wrapped = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=model)))
     assert needs_mask_2d(wrapped) == needed
-
-
-def test_a_family_needs_what_one_of_its_configs_may_need_and_modalities_what_their_text_part_does():
-    assert family_needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
-    assert not needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
-    inner = config(layer_types=["conv"])
-    outer = config(get_text_config=lambda decoder: inner if decoder else None, layer_types=["full_attention"])
-    assert text_config(outer) is inner
-    assert needs_mask_2d(outer)
 
 
 LINEAR = {"linear_attention": "recurrent"}

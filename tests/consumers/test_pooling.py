@@ -148,12 +148,3 @@ def test_a_decoder_that_knows_no_pad_id_takes_the_last_place_with_padding_at_bot
         BatchAdapter(model)({"input_ids": ids, "attention_mask": keep})
     found = model(**BatchAdapter(model)({"input_ids": ids[:, :4], "attention_mask": keep[:, :4]})).logits
     assert torch.allclose(found, model(input_ids=ids[:, 1:4]).logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["BertForQuestionAnswering", "LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
-@torch.no_grad()
-def test_the_loss_of_a_span_is_right_in_rows_of_one_length(kind):
-    model = head(kind)
-    equal = {"input_ids": torch.tensor([row[:2] for row in ROWS]), "attention_mask": torch.ones(3, 2).long(), **ASKED}
-    alone = [model(**{key: value[b : b + 1] for key, value in equal.items()}).loss for b in range(3)]
-    assert torch.allclose(model(**BatchAdapter(model)(equal)).loss, sum(alone) / 3, atol=1e-5)

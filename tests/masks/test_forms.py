@@ -5,10 +5,11 @@ from functools import partial
 from itertools import product
 
 import numpy as np
+import oracle
 import pytest
 import strategies
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from rotation import some
 from strategies import segment_ids
@@ -32,40 +33,6 @@ DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def within(pattern, q, k, prefix):
-    """The definition of each pattern, for places counted from the sequence's first token."""
-    if pattern.name == "bidirectional":
-        return True
-    if pattern.name == "prefix":
-        return k <= q or k < prefix
-    if pattern.name == "sliding":
-        return q - pattern.size < k <= q
-    if pattern.name == "chunked":
-        return k <= q and q // pattern.size == k // pattern.size
-    return k <= q if pattern.name == "causal" else bool(pattern.attends(q, k, 0))
-
-
-def keep_by_hand(segments, pattern):
-    """`[B, S, S]` bool, slowly: keys of the query's sequence; padding belongs to the sequence before it, or the first."""
-    pattern = Pattern.of(pattern)
-    B, S = segments.shape
-    out = torch.zeros(B, S, S, dtype=torch.bool)
-    before, N = 0, segments.num_sequences
-    prefixes = pattern.of_each(N) if pattern.name == "prefix" else (0,) * N
-    for b, ids in enumerate(segments.ids.tolist()):
-        owner = 1
-        for q in range(S):
-            owner = ids[q] or owner
-            if owner not in ids:
-                continue
-            start = ids.index(owner)
-            prefix = prefixes[before + owner - 1]
-            for k in range(S):
-                out[b, q, k] = ids[k] == owner and within(pattern, q - start, k - start, prefix)
-        before += max(ids, default=0)
-    return out
-
-
 # --- dense against the definition
 
 
@@ -84,12 +51,23 @@ def test_rows_are_rows_of_the_whole(attention, data):
 @given(strategies.attentions(), st.sampled_from(DTYPES), st.sampled_from(FLOATS))
 def test_each_polarity_writes_the_truth_in_every_dtype(attention, dtype, floats):
     segments, pattern = attention
-    truth = keep_by_hand(segments, pattern)[:, None]
+    sizes = {*pattern.of_each(segments.num_sequences)} if pattern.name == "prefix" else {getattr(pattern, "size", 0)}
+    assume(len(sizes) == 1)
+    truth = torch.tensor(oracle.dense(segments.ids.tolist(), pattern.name, *sizes), dtype=torch.bool)
     bias = torch.zeros(truth.shape, dtype=floats).masked_fill(~truth, torch.finfo(floats).min)
     for polarity, written in (("keep", truth.to(dtype)), ("masked", (~truth).to(dtype)), ("bias", bias)):
         built = dense(segments, polarity=polarity, pattern=pattern, dtype=written.dtype)
         assert built.dtype == written.dtype
         assert torch.equal(built, written)
+
+
+def test_each_sequence_has_its_own_prefix():
+    segments, prefixes = Segments([[1, 1, 0, 2, 2, 2], [0, 1, 1, 1, 2, 2]]), (2, 3, 1, 0)
+    found, rows = dense(segments, pattern=Pattern.prefix(prefixes)), segments.ids.tolist()
+    for n, size in enumerate(prefixes):
+        own = segments.ids[n // 2] == n % 2 + 1
+        truth = torch.tensor(oracle.dense(rows, "prefix", size), dtype=torch.bool)
+        assert torch.equal(found[n // 2, 0, own], truth[n // 2, 0, own])
 
 
 # --- refusals

@@ -8,6 +8,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import get_args
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,22 +38,11 @@ def places(draw, layouts=LAYOUTS):
 
 
 def by_hand(cp: ContextParallel, S: int, offsets: list[int]) -> list[int]:
-    """The same rows by definition: documents, chunks of the rank, then the Ulysses share."""
+    """The same rows by definition."""
+    zigzag = "contiguous" not in cp.layout and cp.layout != "ulysses"
     inner = cp.size if cp.layout == "ulysses" else cp.ulysses
-    ring, at = cp.size // inner, cp.rank // inner
-    bounds = list(pairwise(offsets)) if cp.documents else [(0, S)]
-    held: list[int] = []
-    for start, stop in bounds:
-        row = list(range(start, stop))
-        if "contiguous" in cp.layout or cp.layout == "ulysses" or ring == 1:
-            n = len(row) // ring
-            held += row[at * n : (at + 1) * n]
-        else:
-            n = len(row) // (2 * ring)
-            chunks = [row[i * n : (i + 1) * n] for i in range(2 * ring)]
-            held += chunks[at] + chunks[2 * ring - 1 - at]
-    share = len(held) // inner
-    return held[(cp.rank % inner) * share : (cp.rank % inner + 1) * share]
+    bounds = offsets if cp.documents else [0, S]
+    return oracle.share_of_documents(bounds, cp.size, cp.rank, "zigzag" if zigzag else "contiguous", inner)
 
 
 @given(places())
