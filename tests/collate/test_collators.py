@@ -14,7 +14,10 @@ from strategies import laid_out
 
 from collate_npu import CollateError, PaddingCollator, unpad, wrap_collator
 from collate_npu.collate import Layout
+from collate_npu.collate.collators import Emitter
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.keys import KEYS, TOKENS
+from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.releases import KERNELS_TOLD, installed
 
@@ -49,13 +52,6 @@ def test_labels_are_learned_exactly_where_the_sample_alone_learns_them(features,
         inside = (ids[:-1] == ids[1:]) & (ids[1:] > 0)
         assert torch.equal(shifted[b, :-1][inside], batch["input_ids"][b, 1:][inside])
         assert stop > start
-
-
-def test_labels_at_holes_are_those_of_the_sample_without_them():
-    features = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], "attention_mask": [1, 1, 0, 1]}]
-    labels = PaddingCollator(tokenizer())(features)["labels"][0].tolist()
-    assert labels[2] == -100  # padding
-    assert labels[3] == -100  # predicted from padding, where the sample alone predicts it from token 2
 
 
 @given(strategies.features())
@@ -107,18 +103,6 @@ def test_what_is_one_value_a_sample_follows_the_packed_rows():
     assert batch["pixel_values"][:, 0].tolist() == [0, 3, 3, 1, 1, 2]
     assert batch["name"] == ["0", "3", "1", "2"]
     assert batch["labels"][:, 0].tolist() == batch["advantages"].tolist() == [0, 1.5, 0.5, 1]
-
-
-def test_packed_rows_have_positions_for_a_model_in_every_batch():
-    """A dispatcher takes the keys of the first batch for those of all."""
-    assert "position_ids" in packing(THREE_AND_FIVE[1:], consumer="transformers", model=DENSE)
-
-
-@given(strategies.features())
-def test_samples_are_left_alone(features):
-    before = [{key: np.array(value).tolist() for key, value in feature.items()} for feature in features]
-    PaddingCollator(tokenizer(padding_side="left"))(features)
-    assert [{key: np.array(value).tolist() for key, value in feature.items()} for feature in features] == before
 
 
 # --- keys
@@ -187,14 +171,6 @@ def test_max_length_is_a_limit_or_a_width():
         assert PaddingCollator(tokenizer(), packing=True, **settings)(THREE_AND_FIVE)["labels"].shape == shape
 
 
-def test_rows_up_to_max_length_are_taken_and_longer_ones_refused():
-    for settings in ({}, {"padding_free": True}):
-        collator = PaddingCollator(tokenizer(), max_length=5, **settings)
-        assert collator(THREE_AND_FIVE)
-        with pytest.raises(CollateError, match="max_length is 5"):
-            collator([*THREE_AND_FIVE, {"input_ids": [1] * 6, "labels": [1] * 6}])
-
-
 def test_answers_of_extraction_are_places_that_padding_before_them_would_move():
     rows = [{"input_ids": [1] * n, "start_positions": 0, "end_positions": 1} for n in (2, 3)]
     assert PaddingCollator(tokenizer())(rows)["end_positions"].tolist() == [1, 1]
@@ -221,18 +197,18 @@ def test_arguments_go_before_the_tokenizer():
 
 
 def test_model_and_return_tensors_are_taken_as_transformers_takes_them():
-    model = SimpleNamespace(layer_types=["full_attention"])
-    named = {"consumer": "megatron", "return_tensors": "pt"}
-    made = PaddingCollator(tokenizer(), model, **named), wrap_collator(PaddingCollator(tokenizer()), model, **named)
-    for collator, by_name in zip(made, (PaddingCollator(tokenizer(), model=model, **named), made[0])):
-        assert collator._adapter.model == by_name._adapter.model
-        assert collator.return_tensors == "pt"
-    for name in ("np", "tf", 3):
-        for make in (PaddingCollator, wrap_collator):
+    for make in (PaddingCollator, lambda given, *more, **settings: wrap_collator(PaddingCollator(given), *more, **settings)):
+        by_place, by_name = (
+            make(tokenizer(), HYBRID, consumer="megatron"),
+            make(tokenizer(), model=HYBRID, consumer="megatron"),
+        )
+        assert "attention_mask_2d" in by_place(THREE_AND_FIVE, "pt")
+        assert by_place(THREE_AND_FIVE).keys() == by_name(THREE_AND_FIVE).keys()
+        for name in ("np", "tf", 3):
             with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
-                make(PaddingCollator(tokenizer()) if make is wrap_collator else tokenizer(), return_tensors=name)
+                make(tokenizer(), return_tensors=name)
         with pytest.raises(CollateError, match=r"return_tensors: got .*Pass 'pt'"):
-            made[0](THREE_AND_FIVE, name)
+            by_place(THREE_AND_FIVE, "np")
 
 
 # --- consumers
@@ -281,20 +257,6 @@ HANDED_ON = bool(installed("transformers")) and KERNELS_TOLD.holds() and not ins
 
 def flat(features=THREE_AND_TWO, **settings):
     return PaddingCollator(pad_token_id=PAD, padding_free=True, **laid_out(settings))(features)
-
-
-def test_each_sequence_at_a_multiple():
-    batch = flat(sequence_multiple=4)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, PAD, 4, 5, PAD, PAD]]
-    assert batch["labels"].tolist() == [[-100, 2, 3, -100, -100, 5, -100, -100]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]  # they count on: a restart is a sequence
-    assert batch["seq_idx"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
-    for key in ("cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k"):
-        assert batch[key].tolist() == [0, 4, 8]
-    assert (batch["max_length_q"], batch["max_length_k"]) == (4, 4)
-    segments = segments_from_batch(batch)
-    assert (segments.num_padding, segments.padding_share) == (3, 0.375)
 
 
 @pytest.mark.parametrize(
@@ -415,19 +377,13 @@ BAD += [
     {"allow_empty": 1},
     {"model": DENSE},
 ]
-BAD += [{"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional"}]
+BAD += [{"padding_free": True, "sequence_multiple": 4, "pattern": "bidirectional"}, {"model": "Qwen/Qwen3"}]
 
 
 @pytest.mark.parametrize("settings", BAD, ids=str)
 def test_settings_without_a_meaning_are_refused_at_once(settings):
     with pytest.raises(CollateError):
         PaddingCollator(tokenizer(), **laid_out(settings))
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "model"])
-def test_a_name_is_neither_a_tokenizer_nor_a_model(name):
-    with pytest.raises(CollateError, match=f"^{name}: "):
-        PaddingCollator(**{name: "Qwen/Qwen3"}, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +404,65 @@ def test_labels_of_several_values_a_token_stay_as_they_are(side):
     assert (batch["labels"][~batch["attention_mask_2d"]] == -100).all()
 
 
-def test_a_tokenizer_without_types_pads_them_with_zero():
-    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="right")
-    rows = [{"input_ids": [1, 2], "token_type_ids": [1, 1]}, {"input_ids": [3], "token_type_ids": [1]}]
-    assert PaddingCollator(tokenizer)(rows)["token_type_ids"].tolist() == [[1, 1], [1, 0]]
+# --- Emission: modes of the mask, offsets that always come together, labels that nobody should learn from
+
+
+def collator(**settings):
+    made = Emitter(**settings)
+    made._settle(None)
+    return made
+
+
+@given(strategies.attentions(strategies.segments().filter(lambda segments: not segments.empty_rows)))
+def test_modes_without_a_consumer(attention):
+    segments, pattern = attention
+    exact = none_is_exact(segments, pattern)
+    masked = dense(segments, polarity="masked", pattern=pattern)
+    for mode in ("auto", "none", "4d", "2d", "omit"):
+        inner = {"input_ids": torch.ones(segments.shape, dtype=torch.int64), "segment_ids": segments.ids}
+        wrapped = wrap_collator(lambda _: inner, attention_mask=mode, pattern=pattern)  # noqa: B023
+        if mode == "none" and not exact:
+            with pytest.raises(UnsupportedFormError, match="attention_mask='none' was asked for"):
+                wrapped([{}])
+            continue
+        out = wrapped([{}])
+        assert torch.equal(out["attention_mask_2d"], segments.keep)
+        assert ("attention_mask" in out) == (mode != "omit")
+        assert ("segment_ids" in out) == segments.packed
+        if mode == "2d":
+            assert torch.equal(out["attention_mask"], segments.keep)
+        elif mode == "4d" or (mode == "auto" and not exact):
+            assert torch.equal(out["attention_mask"], masked)
+        elif mode != "omit":
+            assert out["attention_mask"] is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "omit"])
+def test_padding_free_rows_carry_no_mask(mode):
+    out = PaddingCollator(padding_free=True, attention_mask=mode)(THREE_AND_FIVE)
+    assert not {"attention_mask_2d", "segment_ids"} & out.keys()
+    assert ("attention_mask" in out) == (mode != "omit")
+    assert out.get("attention_mask") is None
+
+
+@pytest.mark.parametrize(
+    ("told", "longest"), [({}, 4), ({"max_length_q": 8, "max_length_k": None}, 8), ({"max_seqlen": torch.tensor(8)}, 8)]
+)
+def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
+    ids, offsets = torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]]), {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]}
+    inner = {"input_ids": ids, **{key: torch.tensor(value) for key, value in offsets.items()}, **told}
+    out = wrap_collator(lambda _: inner)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    assert out["cu_seq_lens_q"].tolist() == [0, 4, 8]
+    assert out["max_length_q"] == out["max_length_k"] == longest
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "4d", "2d", "omit", "3d"])
+@pytest.mark.parametrize("told", [{"consumer": "verl"}, {"model_type": "qwen3_next"}])
+def test_the_consumer_and_a_model_decide_the_form_of_the_mask(mode, told):
+    """Beside a model "4d" was taken, and another form sent."""
+    pytest.importorskip("transformers")
+    if mode in ("auto", "omit"):
+        wrap_collator(lambda rows: {}, attention_mask=mode, **told)
+    else:
+        with pytest.raises(CollateError, match=r"decides the form of its mask|attention_mask is 'auto'"):
+            wrap_collator(lambda rows: {}, attention_mask=mode, **told)

@@ -64,13 +64,6 @@ def test_the_batch_is_that_of_the_list_of_samples(settings, lengths):
         same(expected, collate(features), name)
 
 
-def test_a_tensor_is_a_column_of_its_rows():
-    ids, collate = torch.arange(6).view(2, 3), PaddingCollator(pad_token_id=0)
-    same(collate([{"input_ids": row} for row in ids]), collate({"input_ids": ids}))
-    mixed = [{"input_ids": [1, 2], "loss_scale": each} for each in (torch.tensor([0.5, 1.0]).bfloat16(), [1, 0.25])]
-    assert collate(mixed)["loss_scale"].tolist() == [[0.5, 1.0], [1.0, 0.25]]
-
-
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_rows_of_several_sequences(parts):
     """`seq_lengths` of each sample say where its sequences part, flat or not."""
@@ -191,13 +184,6 @@ def test_positions_that_restart_part_a_row_as_the_door_would(form):
     assert ragged["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [0, 0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("places", [[5, 6, 7, 8, 9], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]])
-def test_positions_that_do_not_restart_say_nothing(places):
-    batch = PaddingCollator(pad_token_id=0)([{"input_ids": [3, 4, 5, 6, 7], "position_ids": places}])
-    assert "segment_ids" not in batch
-    assert batch["position_ids"].tolist() == [places]
-
-
 @pytest.mark.parametrize(
     ("mask", "ends"), [([1, 1, 2, 2, 3], [0, 2, 4, 5]), ([1, 1, 2, 2, 2], [0, 2, 5]), ([1, 1, 1, 1, 0], [0, 3, 4])], ids=str
 )
@@ -222,15 +208,3 @@ def test_samples_that_are_no_dicts_are_refused_with_what_makes_dicts_of_them():
     with pytest.raises(CollateError, match=r"sample\['json'\]"):
         collator(inside)
     assert collator([sample["json"] for sample in inside])["input_ids"].tolist() == [[1, 2]]
-
-
-def test_rows_under_tokens_keep_their_names_where_they_are_wrapped():
-    tokens = torch.arange(3, 8)
-    rows = [{"tokens": tokens + 9 * n, "labels": tokens + 9 * n + 1, "loss_mask": torch.ones(5)} for n in range(2)]
-    batch = wrap_collator(torch.utils.data.default_collate)(rows)
-    assert batch["labels"].tolist() == [row["labels"].tolist() for row in rows]
-    assert batch["attention_mask_2d"].all()
-    parted = [row | {"position_ids": torch.tensor(places)} for row, places in zip(rows, PLACES)]
-    batch = wrap_collator(torch.utils.data.default_collate)(parted)
-    assert batch["labels"].tolist() == [[4, 5, -100, 7, 8], [13, -100, 15, 16, 17]]
-    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-
 import numpy as np
 import pytest
 import strategies
@@ -11,7 +9,6 @@ import torch
 from hypothesis import given
 
 from collate_npu import CollateError, PaddingCollator
-from collate_npu.collate import Layout
 from collate_npu.collate.features import read_features, sample_segment_ids
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 
@@ -31,17 +28,6 @@ def test_samples_are_read_as_they_tell(features):
         assert all(set(ids) <= {1} for ids in truth)
     else:
         assert [row.tolist() for row in samples.segment_ids] == truth
-
-
-def test_a_list_that_nobody_listed_is_refused_in_any_order_of_rows():
-    rows = [{"input_ids": [], "x": []}, {"input_ids": [1, 2], "x": [1.0, 2.0]}]
-    for given_rows in (rows, rows[::-1]):
-        with pytest.raises(CollateError, match="listed, not guessed"):
-            PaddingCollator(pad_token_id=0, layout=Layout(allow_empty=True))(given_rows)
-
-
-def test_mappings_that_are_no_dicts_are_features():
-    assert read_features([UserDict(input_ids=[1, 2])]).lengths == [2]
 
 
 # --- kinds of keys
@@ -84,13 +70,6 @@ def test_what_is_no_row_of_numbers_is_a_value(value):
     assert kinds({"input_ids": [1, 2], "x": value})["x"] == "sample"
 
 
-def test_labels_and_positions_of_a_sample():
-    assert kinds({"input_ids": [1, 2], "position_ids": [0, 1]})["position_ids"] == "tokens"
-    assert kinds({"input_ids": [1, 2], "label": 1})["labels"] == "sample"
-    assert kinds({"input_ids": [1, 2], "label_ids": [1, 2]})["labels"] == "tokens"
-    assert kinds({"input_ids": [1, 2], "labels": ["a", "b"]})["labels"] == "tokens"  # refused where they are laid out
-
-
 def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
     columns = read_features([{"input_ids": [1], "x": None}, {"input_ids": [1], "pixel_values": torch.zeros(1)}]).columns
     assert "x" not in columns
@@ -121,12 +100,6 @@ def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
 def test_a_sample_s_own_truth(feature, ids):
     (found,) = read_features([{"input_ids": [5, 5, 5], **feature}]).segment_ids
     assert found.tolist() == ids
-
-
-def test_no_truth_but_the_length():
-    assert read_features([{"input_ids": [0, 0, 0]}]).segment_ids is None
-    for made in (list, tuple, np.array, torch.tensor):
-        assert read_features([{"input_ids": [0, 0, 0], "attention_mask": made([1, 1, 1])}]).segment_ids is None
 
 
 MASKED = {"input_ids": [5, 5, 5], "attention_mask": [1, 1, 0], "seq_lengths": [1, 2]}
@@ -214,12 +187,6 @@ def test_refusals_name_key_and_rows(features, told):
     with pytest.raises(CollateError) as raised:
         read_features(features)
     assert told in str(raised.value)
-
-
-@pytest.mark.parametrize("given", [np.zeros((2, 3)), torch.zeros(2, 3), "abc", [], None, {1, 2}, range(3)], ids=repr)
-def test_what_is_no_batch_of_samples_is_told_so(given):
-    with pytest.raises(CollateError, match="features"):
-        PaddingCollator(pad_token_id=0)(given)
 
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor])

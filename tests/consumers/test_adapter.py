@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments, debug
-from collate_npu.consumers import adapter as home
+from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
+from collate_npu.consumers.adapter import move_batch
 from collate_npu.consumers.mask_routing import Model, consumers
+from collate_npu.consumers.positions import positions_on
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels import check
 from collate_npu.masks import dense
 from collate_npu.releases import KERNELS_TOLD, installed
 
@@ -35,19 +34,6 @@ def batch_of(segments, **keys):
 
 
 # --- the batch that leaves
-
-
-def test_a_right_padded_hybrid_batch_for_megatron():
-    keys = {"labels": torch.ones(2, 5), "attention_mask": dense(RIGHT, polarity="masked"), "attention_mask_2d": RIGHT.keep}
-    batch = batch_of(RIGHT, **keys)
-    out, segments = megatron(HYBRID).with_segments(batch)
-    assert segments == RIGHT
-    assert out["attention_mask"] is None
-    assert torch.equal(out["attention_mask_2d"], RIGHT.keep)
-    assert out["attention_mask_2d"].dtype == torch.bool
-    assert out["labels"] is batch["labels"]
-    assert list(batch) == ["input_ids", "labels", "attention_mask", "attention_mask_2d"]
-    assert next(iter(out)) == "input_ids"
 
 
 def test_positions_that_are_there_stay():
@@ -84,15 +70,6 @@ def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
         megatron(config, polarity="masked")(window)
 
 
-def test_labels_of_a_decoder_tell_nothing_of_these_tokens():
-    batch = batch_of(LEFT, attention_mask_2d=LEFT.keep, labels=torch.tensor([[7, 7, -100, -100, -100], [7] * 5]))
-    adapter = megatron(DENSE)
-    with pytest.raises(CollateError, match="all on padding"):
-        adapter(batch)
-    adapter.model = replace(adapter.model, labels="decoder")
-    assert adapter(batch)["labels"] is batch["labels"]
-
-
 def test_what_is_made_is_where_the_batch_is():
     out = megatron(HYBRID).render(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
     assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}
@@ -100,26 +77,6 @@ def test_what_is_made_is_where_the_batch_is():
     assert {key for key, value in there.items() if value.is_meta} == {"input_ids", *MADE}
     assert megatron(HYBRID).masks(RIGHT).keys() == {"attention_mask", "attention_mask_2d"}
     assert megatron(DENSE).masks(LEFT, "meta").keys() == {"attention_mask"}
-
-
-@pytest.mark.parametrize("cp", [None, ContextParallel(1, 0)])
-def test_positions_are_made_on_the_device_unless_ranks_compare_them(monkeypatch, cp):
-    asked, made = [], home.positions_for
-    monkeypatch.setattr(home, "positions_for", lambda *given: asked.append(given[-1]) or made(*given))
-    megatron(DENSE, device="meta", context_parallel=cp)(batch_of(LEFT, attention_mask_2d=LEFT.keep))
-    assert asked == [torch.device("meta") if cp is None else None]
-
-
-@pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize("padding_free", [False, True])
-@pytest.mark.parametrize("model", [DENSE, HYBRID])
-def test_calls_of_kernels_are_said_of_flat_rows_on_recurrent_layers(monkeypatch, on, padding_free, model):
-    said = []
-    monkeypatch.setattr(debug, "ON", on)
-    monkeypatch.setattr(check, "say_batch", lambda *given: said.append(given[0]))
-    batch = batch_of(FLAT, cu_seqlens=FLAT.cu_seqlens) if padding_free else batch_of(RIGHT, attention_mask_2d=RIGHT.keep)
-    megatron(model, padding_free=padding_free)(batch)
-    assert bool(said) == (on and padding_free and model is HYBRID)
 
 
 # --- context parallelism
@@ -139,14 +96,6 @@ def test_under_context_parallelism_only_this_rank_s_rows_are_built(rank):
     assert torch.equal(out["labels"], labels.masked_fill(~segments.keep, -100)[:, places])
     there = megatron(HYBRID, context_parallel=cp, device="meta")(batch_of(segments, attention_mask_2d=segments.keep))
     assert {value.device.type for value in there.values()} == {"meta"}
-
-
-def test_ranks_that_share_a_row_are_asked_first(monkeypatch):
-    asked, cp = [], ContextParallel(2, 0)
-    monkeypatch.setattr(home, "ranks_agree", lambda cp, call: nullcontext(asked.append((cp, call))))
-    for each in (None, cp):
-        megatron(DENSE, context_parallel=each)(batch_of(FLAT, attention_mask_2d=FLAT.keep))
-    assert asked == [(cp, "split")]
 
 
 @pytest.mark.parametrize(
@@ -196,14 +145,6 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
                 BatchAdapter(HYBRID, **settings)(batch)
 
 
-def test_ranks_share_out_the_heads_of_recurrent_layers():
-    odd = SimpleNamespace(layer_types=HYBRID.layer_types, linear_num_key_heads=3, linear_num_value_heads=6)
-    batch = batch_of(Segments.from_lengths([4, 4]), attention_mask_2d=Segments.from_lengths([4, 4]).keep)
-    with pytest.raises(CollateError, match=r"heads: got \[3, 6\]"):
-        megatron(odd, context_parallel=ContextParallel(2, 0))(batch)
-    assert megatron(odd)(batch)["input_ids"].shape == (2, 4)
-
-
 def test_a_block_mask_is_not_split():
     adapter = BatchAdapter(DENSE, consumer="torchtitan", context_parallel=ContextParallel(1, 0))
     with pytest.raises(UnsupportedFormError, match="torchtitan's and torch's own"):
@@ -241,8 +182,8 @@ def test_an_argument_namespace():
     local, fused = {"attention_backend": "local", "masked_softmax_fusion": False}, {"attention_backend": "local"}
     enum = {**local, "attention_backend": SimpleNamespace(name="local")}
     kernels = ((local, "megatron"), (enum, "megatron"), (fused, "transformer_engine"), ({}, "megatron"))
-    for given, consumer in (*kernels, ({"attention_backend": "flash"}, "transformer_engine")):
-        assert BatchAdapter.from_args(SimpleNamespace(padding_free=False, **given), model=HYBRID).consumer.name == consumer
+    for told, consumer in (*kernels, ({"attention_backend": "flash"}, "transformer_engine")):
+        assert BatchAdapter.from_args(SimpleNamespace(padding_free=False, **told), model=HYBRID).consumer.name == consumer
     assert not BatchAdapter.from_args(SimpleNamespace(), model=HYBRID).padding_free
     config = SimpleNamespace(model_type="mine", layer_types=["linear_attention"])
     told = SimpleNamespace(padding_free=False, model_info=SimpleNamespace(config=config))
@@ -333,3 +274,64 @@ def test_a_row_wider_than_the_limit_of_rotary_frequencies_gets_its_positions(wid
     segments = Segments.from_lengths([3, 4], width)
     out = BatchAdapter(model, consumer="transformers")(batch_of(segments, attention_mask_2d=segments.keep))
     assert ("position_ids" in out) == (width > 4)
+
+
+# --- A batch on its way to a card: what arrives is what left, and it left in one copy. A card itself is n
+
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+shapes = st.lists(st.integers(0, 5), max_size=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=6))
+def test_tensors_of_any_type_and_shape_arrive_as_they_left_in_one_storage(kinds):
+    batch = {str(n): torch.randint(0, 2, shape).to(dtype) for n, (dtype, shape) in enumerate(kinds)}
+    out = move_batch({**batch, "none": None, "ids": ["a"]}, CPU)
+    assert list(out) == [*batch, "none", "ids"]
+    assert (out["none"], out["ids"]) == (None, ["a"])
+    for name, tensor in batch.items():
+        assert out[name].dtype == tensor.dtype
+        assert torch.equal(out[name], tensor)
+    assert len({out[name].untyped_storage().data_ptr() for name in batch}) <= 1
+
+
+def test_a_block_mask_made_there_goes_along():
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "segment_ids": torch.tensor([[1, 1, 2, 2]])}
+    adapter = BatchAdapter(needs_mask_2d=False, consumer="transformers", attn_implementation="flex_attention", device="cpu")
+    assert type(adapter(batch)["attention_mask"]).__name__ == "BlockMask"
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.sampled_from(["left", "right"]))
+def test_positions_made_on_a_device_are_those_of_the_host(lengths, side):
+    segments = Segments.from_lengths(lengths, 7, side)
+    assert torch.equal(positions_on(segments, CPU), segments.position_ids)
+    assert positions_on(segments, torch.device("meta")).is_meta
+    assert not positions_on(segments, None).is_meta
+    packed = Segments.from_lengths([[2, 3], [4]])
+    assert torch.equal(positions_on(packed, CPU), packed.position_ids)
+    holes = Segments.from_keep([[True, False, True]])
+    assert torch.equal(positions_on(holes, CPU), holes.position_ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("consumer", ["megatron", "transformers", "verl"])
+def test_an_adapter_with_a_device_makes_the_same_batch_there(consumer, side):
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(rows)
+    here, there = (BatchAdapter(needs_mask_2d=True, consumer=consumer, device=device)(batch) for device in (None, "meta"))
+    assert list(here) == list(there)
+    for key, value in here.items():
+        assert value is there[key] is None or (there[key].is_meta, there[key].shape, there[key].dtype) == (
+            True, value.shape, value.dtype
+        )  # fmt: skip
+    same = BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cpu")(batch)
+    assert all(value is same[key] is None or torch.equal(value, same[key]) for key, value in here.items())
+
+
+def test_an_adapter_reads_the_name_of_its_device_and_touches_none():
+    """Ranks set theirs later: "cuda" is no index yet."""
+    made = BatchAdapter(needs_mask_2d=False, consumer="transformers", device="cuda")
+    assert made.device == torch.device("cuda")
+    with pytest.raises(CollateError, match="device"):
+        BatchAdapter(needs_mask_2d=False, consumer="transformers", device="nowhere")

@@ -92,13 +92,6 @@ def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples
     assert bool((parts & segments.keep[:, 1:] & segments.keep[:, :-1]).any()) == segments.packed
 
 
-def test_tokens_predicted_in_place_lose_no_first_label():
-    ids = IDS[:10].view(2, 5)
-    batch = {"input_ids": ids, "attention_mask": LEFT.keep.long(), "labels": ids.clone()}
-    out = BatchAdapter(needs_mask_2d=False, consumer="transformers", pattern="bidirectional")(batch)
-    assert torch.equal(out["labels"], ids.masked_fill(~LEFT.keep, -100))
-
-
 RULES = {
     **dict.fromkeys(("LlamaForCausalLM", "BertLMHeadModel", "GPT2DoubleHeadsModel"), "next"),
     **dict.fromkeys(("BertForMaskedLM", "GPT2ForTokenClassification", "T5ForTokenClassification"), "places"),

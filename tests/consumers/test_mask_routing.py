@@ -1,15 +1,26 @@
 """Consumers: one table of what each batch becomes on each model, or why it is refused; and what configs tell."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from collate_npu import ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
+from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
-from collate_npu.consumers.model_traits import family_needs_mask_2d, layer_masks, text_config
+from collate_npu.consumers.mask_routing import (
+    Case,
+    Model,
+    consumer_named,
+    consumers,
+    describe_bytes,
+    describe_cheapest,
+    describe_cost,
+    describe_shape,
+    say_batch,
+)
+from collate_npu.consumers.model_traits import layer_masks
 from collate_npu.errors import CollateError, UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -147,18 +158,6 @@ def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
     assert "adapt(model)" not in outcome(RIGHT, **EAGER)
 
 
-def test_a_flat_row_may_carry_state_where_nobody_said():
-    for free in (False, True):
-        cases = [Case(segments=FLAT, model=Model(needs_mask_2d=n), padding_free=free) for n in (None, False, True)]
-        assert [case.recurrent for case in cases] == [free, False, True]
-
-
-@pytest.mark.parametrize("fields", [None, {}, {"_attn_implementation": "eager"}])
-def test_a_kernel_is_said_where_the_config_names_it(fields):
-    model = Model(config=None if fields is None else config(**fields), attn_implementation="eager")
-    assert ("eager" in model.said) == bool(fields)
-
-
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(("kernel", "longest"), [("flash_attention_2", 2), ("flash_attention_2", 3), ("sdpa", 3)])
 def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
@@ -168,22 +167,7 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
     assert ("look back 2 places" in found) == (installed and kernel != "sdpa" and longest > 2)
 
 
-@pytest.mark.parametrize("known", [WINDOWS, WINDOW])
-def test_each_kind_of_layer_gets_a_mask_of_its_own(known):
-    found = transformers_room.patterns_by_kind(Case(segments=FLAT, model=Model(**known, needs_mask_2d=False)))
-    kinds = {"sliding_attention": Pattern.sliding(2), "full_attention": Pattern.of("causal")}
-    assert found == (kinds if known is WINDOWS else {"": Pattern.sliding(2)})
-
-
 # --- the other consumers
-
-
-@pytest.mark.parametrize("name", CONSUMERS)
-def test_every_consumer_says_what_it_reads_and_where_that_is_written(name):
-    consumer = CONSUMERS[name]
-    assert all(form.reads for form in consumer.forms)
-    assert all(refusal.of and refusal.remedy for refusal in consumer.refuses)
-    assert ".py" in consumer.source or "generate_mask" in consumer.source
 
 
 def test_a_name_that_no_consumer_has():
@@ -248,15 +232,6 @@ def test_configs_tell_whether_layers_carry_state(fields, needed):
     assert needs_mask_2d(wrapped) == needed
 
 
-def test_a_family_needs_what_one_of_its_configs_may_need_and_modalities_what_their_text_part_does():
-    assert family_needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
-    assert not needs_mask_2d(config(layer_types=["full_attention"], conv_L_cache=3))
-    inner = config(layer_types=["conv"])
-    outer = config(get_text_config=lambda decoder: inner if decoder else None, layer_types=["full_attention"])
-    assert text_config(outer) is inner
-    assert needs_mask_2d(outer)
-
-
 LINEAR = {"linear_attention": "recurrent"}
 KEYS = [
     ({"layer_types": ["conv", "full_attention", "conv"]}, {"conv": "recurrent", "full_attention": "attention"}),
@@ -295,3 +270,68 @@ def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, 
 def test_layers_that_no_config_tells_are_not_guessed():
     with pytest.raises(CollateError, match="A model's config says which layers it has"):
         needs_mask_2d(torch.nn.Linear(2, 2))
+
+
+# --- A route in words, once for each kind of batch
+
+
+@pytest.fixture
+def said(monkeypatch):
+    found: dict[object, str] = {}
+    monkeypatch.setattr(debug, "ON", True)
+    monkeypatch.setattr(debug, "say", lambda what, text: found.setdefault(what, text))
+    return found
+
+
+TWO_TOKENS, RIGHT_13, LEFT_13 = (
+    Segments.from_lengths([2]),
+    Segments.from_lengths([1, 3]),
+    Segments.from_lengths([1, 3], side="left"),
+)
+SAID = [
+    (describe_shape, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
+    (describe_shape, RIGHT_13, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
+    (describe_shape, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
+    (describe_shape, Segments([[0, 1, 0]]),
+     "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)"),
+    (describe_cheapest, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
+    (describe_cheapest, RIGHT_13, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
+    (describe_cheapest, LEFT_13, "the 2D mask, 6 bytes; the dense 4D that models make"),
+    *((partial(describe_cost, form), RIGHT_13, f"{size} bytes") for form, size in (
+        ("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "segments", "words"), SAID)
+def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
+    assert says(segments).startswith(words)
+    assert [describe_bytes(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
+
+
+def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
+    for cp in (None, ContextParallel(2, 0), ContextParallel(2, 1)):
+        for consumer, recurrent in (("megatron", True), ("megatron", False), ("verl", False)):
+            adapter = BatchAdapter(needs_mask_2d=recurrent, consumer=consumer, context_parallel=cp)
+            for _ in range(2):
+                adapter.route(RIGHT_13)
+    assert len(said) == 9
+    assert sum("context parallelism: none" in text for text in said.values()) == 3
+    for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
+        assert sum(kept in text for text in said.values()) == 3
+    assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ({"attention_mask": None}, "attention_mask: None (why)"),
+        ({"attention_mask": torch.ones(1, 2)}, "attention_mask: the 2D mask, True or 1 = real (why)"),
+        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask: 4D, True is blocked, 4 bytes (why)"),
+        ({"attention_masks": {"full": None}}, "attention_masks: a mask for each kind of layer (why)"),
+    ],
+)
+def test_a_batch_whose_route_no_consumer_chose(said, out, words):
+    say_batch("somebody", out, TWO_TOKENS, why="why")
+    (text,) = said.values()
+    assert words in text
+    assert "attention_mask_2d: taken out (nobody here reads it)" in text

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rotation import SEED
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator
+from collate_npu import BatchAdapter, CollateError
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_MAPPING_NAMES as BARE,
 )
 
-from collate_npu.consumers.model_traits import pooling  # noqa: E402
 from collate_npu.testing import tiny_config  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
@@ -149,30 +148,3 @@ def test_a_decoder_that_knows_no_pad_id_takes_the_last_place_with_padding_at_bot
         BatchAdapter(model)({"input_ids": ids, "attention_mask": keep})
     found = model(**BatchAdapter(model)({"input_ids": ids[:, :4], "attention_mask": keep[:, :4]})).logits
     assert torch.allclose(found, model(input_ids=ids[:, 1:4]).logits, atol=1e-5)
-
-
-TOKENWISE = ("BigBirdForMaskedLM", "LayoutLMForMaskedLM", "LukeForMaskedLM", "BrosForTokenClassification")
-
-
-@pytest.mark.parametrize("kind", [*TOKENWISE, "CanineForTokenClassification", "SplinterForQuestionAnswering"])
-def test_heads_of_tokens_leave_a_pooler_unread(kind):
-    cls = getattr(transformers, kind)
-    with torch.device("meta"):
-        assert pooling(cls(cls.config_class())) == ""
-
-
-@pytest.mark.parametrize("kind", ["BertForQuestionAnswering", "LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
-@torch.no_grad()
-def test_the_loss_of_a_span_is_right_in_rows_of_one_length(kind):
-    model = head(kind)
-    equal = {"input_ids": torch.tensor([row[:2] for row in ROWS]), "attention_mask": torch.ones(3, 2).long(), **ASKED}
-    alone = [model(**{key: value[b : b + 1] for key, value in equal.items()}).loss for b in range(3)]
-    assert torch.allclose(model(**BatchAdapter(model)(equal)).loss, sum(alone) / 3, atol=1e-5)
-
-
-def test_padding_before_a_sample_would_move_the_places_of_its_span():
-    features = [{"input_ids": row, "start_positions": 1, "end_positions": 1} for row in ROWS]
-    with pytest.raises(CollateError, match="padding_side='right'"):
-        PaddingCollator(pad_token_id=0, padding_side="left")(features)
-    assert PaddingCollator(pad_token_id=0, padding_side="left")(features[:1])["start_positions"].tolist() == [1]
-    assert PaddingCollator(pad_token_id=0)(features)["input_ids"][:, 1].tolist() == [7, 13, 37]

@@ -51,7 +51,7 @@ ELSEWHERE = {
     "test_wrong_calls_are_refused_and_those_the_operator_refuses_first",
     "ranks-apart": "tests/distributed/test_distributed_agreement.py::"
     "test_every_rank_raises_where_one_is_odd_at_the_second_step_of_a_shape",
-    "gloo-device": "tests/parallel/test_groups.py::"
+    "gloo-device": "tests/parallel/test_layout.py::"
     "test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_does_not_know",
     "fla-cpu": "tests/tools/env/test_env_hazards.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
 }

@@ -7,10 +7,12 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Pattern, Segments, debug
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments, debug
+from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
-from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
+from collate_npu.masks.sources import Sources
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -101,6 +103,9 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
 @pytest.mark.parametrize(
     ("shape", "keys", "settings", "told"),
     [
+        # keys of another width, offsets of several rows
+        ((2, 4), {"inputs_embeds": torch.ones(2, 5, 3)}, {}, "input_ids [2, 4], inputs_embeds [2, 5]"),
+        ((2, 4), {"cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])}, {}, "carry segment_ids"),
         # positions beside a 2D mask, and of several axes
         ((2, 5), {**KEEP, "position_ids": torch.arange(5).expand(2, 5)}, {}, LEFT),
         ((2, 5), {"attention_mask_2d": ones(2, 5), "position_ids": torch.zeros(3, 2, 5)}, {}, WHOLE),
@@ -206,12 +211,6 @@ def test_what_a_batch_tells(shape, keys, settings, told):
     assert told in str(raised.value)
 
 
-def test_a_predicate_of_more_scores_than_memory_has_is_refused():
-    huge = SimpleNamespace(shape=(1, 1, 1 << 24, 1 << 24), mask_mod=None, kv_num_blocks=ones(1, 1))
-    with pytest.raises(CollateError, match="attention_mask"):
-        segments_from_batch({"input_ids": ones(1, 8), "attention_mask": huge})
-
-
 def test_tokens_may_be_embeddings_or_megatrons():
     for key, shape in (("inputs_embeds", (2, 5, 3)), ("tokens", (2, 5))):
         assert segments_from_batch({key: torch.zeros(shape), "attention_mask_2d": LEFT.keep}) == LEFT
@@ -221,27 +220,6 @@ def test_tokens_may_be_embeddings_or_megatrons():
 
 
 # --- sources that contradict each other
-
-
-@pytest.mark.parametrize(
-    ("polarity", "build"),
-    [
-        (None, lambda s: s.keep.long()),
-        ("keep", lambda s: dense(s)),
-        ("masked", lambda s: dense(s, polarity="masked")),
-        (None, lambda s: dense(s, polarity="bias")),
-    ],
-)
-def test_disagreement_of_2d_and_4d_names_the_rows(polarity, build):
-    segments = Segments.from_lengths([3, 5, 4, 2])
-    other = Segments.from_lengths([3, 4, 4, 1], 5)
-    with pytest.raises(CollateError) as raised:
-        segments_from_batch(
-            batch_of(segments, attention_mask_2d=segments.keep, attention_mask=build(other)), polarity=polarity
-        )
-    text = str(raised.value)
-    assert all(f"row {b}" in text for b in (1, 3))
-    assert not any(f"row {b}" in text for b in (0, 2))
 
 
 # --- the shape of the tokens (seam A2)
@@ -260,31 +238,11 @@ def test_a_source_of_another_shape_than_the_tokens_raises(shape, key):
         segments_from_batch(batch)
 
 
-@pytest.mark.parametrize("width", [3, 5])
-def test_a_dense_mask_of_another_width_raises(width):
-    batch = {
-        "input_ids": torch.zeros(2, 4, dtype=torch.int64),
-        "attention_mask": dense(Segments.from_lengths([2, 3], width)),
-    }
-    for beside in ({}, {"attention_mask_2d": torch.ones(2, 4)}):
-        with pytest.raises(CollateError):
-            segments_from_batch(batch | beside)
-
-
 # --- positions (seam A3)
 
 
 @pytest.mark.parametrize(
-    "positions",
-    [
-        [0, 1, 2, 2, 2, 3, 4],
-        [0] * 7,
-        [0, 0, 1, 1, 2, 2, 3],
-        [2, 3, 4, 2, 3, 4, 5],
-        [5, 4, 3, 2, 1, 0, 1],
-        [0, 1, 2, 3, 1, 2, 3],
-    ],
-    ids=str,
+    "positions", [[0, 1, 2, 2, 2, 3, 4], [0] * 7, [2, 3, 4, 2, 3, 4, 5], [0, 1, 2, 3, 1, 2, 3]], ids=str
 )
 def test_positions_that_do_not_restart_say_nothing(positions):
     batch = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([positions])}
@@ -305,12 +263,6 @@ def test_a_mask_turned_around_is_seen_by_its_tokens_where_there_are_no_labels(si
     with pytest.raises(CollateError, match="row 0: got 3 real tokens, all of them 77"):
         segments_from_batch(turned)
     assert segments_from_batch(turned, polarity="masked").keep.equal(real.keep[:2])  # the remedy
-
-
-def test_positions_of_as_many_sequences_that_begin_elsewhere_are_another_truth():
-    keys = {"segment_ids": torch.tensor([[1, 1, 1, 2, 2]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
-    with pytest.raises(CollateError, match="Positions restart at other places"):
-        segments_from_batch({"input_ids": ones(1, 5), **keys})
 
 
 def test_one_row_turned_around_is_found_among_rows_that_are_right():
@@ -392,54 +344,6 @@ def test_a_triangle_over_rows_that_look_padded_is_refused_unless_they_are_learne
     assert segments_from_batch({**batch, "attention_mask": None, "attention_mask_2d": told.keep}) == told
 
 
-def test_a_row_of_padding_that_attends_itself_is_refused_beside_a_full_one():
-    ids = torch.tensor([[7, 7, 7, 7, 7, 7], [4, 5, 6, 7, 8, 1]])
-    labels = torch.tensor([[-100] * 6, [4, 5, 6, 7, 8, 1]])
-    with pytest.raises(AmbiguousMaskError, match="row 0"):
-        segments_from_batch({"input_ids": ids, "labels": labels, "attention_mask": TRIANGLE})
-
-
-@pytest.mark.parametrize("tail", [2, 3, 5])
-def test_the_tail_of_a_flat_row_is_no_sequence(tail):
-    """VeOmni's offsets take it for one more, at position 0. TRL's, by positions alone, may be samples of one token each."""
-    told = Segments.from_lengths([[3, 2]], width=5 + tail)
-    ids, labels = [11, 12, 13, 14, 15, *[9] * tail], [-100, 12, 13, -100, 15, *[-100] * tail]
-    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
-    batch |= {"position_ids": torch.tensor([[0, 1, 2, 0, 1, *[0] * tail]])}
-    assert segments_from_batch(batch, padding_free=True).lengths == ((3, 2, *[1] * tail),)
-    offsets = torch.tensor([0, 3, 5, 5 + tail], dtype=torch.int32)
-    assert segments_from_batch({**batch, "cu_seq_lens_q": offsets}, padding_free=True) == told
-    with pytest.raises(CollateError, match="position_ids"):  # a mask that calls the tail real speaks against it
-        segments_from_batch(
-            {**batch, "cu_seq_lens_q": offsets, "attention_mask_2d": torch.ones(1, 5 + tail, dtype=torch.bool)}
-        )
-    learned = {**batch, "labels": batch["input_ids"].clone()}  # then they are real
-    assert segments_from_batch(learned, padding_free=True).lengths == ((3, 2, *[1] * tail),)
-
-
-@pytest.mark.parametrize("positions", [None, [0, 1, 2, 0, 1, 0, 1, 2]])
-def test_the_padding_that_xtuner_counts_as_a_sequence_is_none(positions):
-    """Its SequenceContext: offsets to the end of the row, and `num_padding` places of it (v1/data_proto/sequence_context.py,
-    00d9f4a)."""
-    batch = {"input_ids": torch.tensor([[11, 12, 13, 14, 15, 0, 0, 0]]), "cu_seq_lens_q": torch.tensor([0, 3, 5, 8]).int()}
-    batch |= {} if positions is None else {"position_ids": torch.tensor([positions])}
-    told = Segments.from_lengths([[3, 2]], width=8)
-    assert segments_from_batch({**batch, "num_padding": 3}, padding_free=True) == told
-    assert segments_from_batch({**batch, "num_padding": 0}, padding_free=True).lengths == ((3, 2, 3),)
-    with pytest.raises(CollateError, match="got 5 real tokens, not 8"):
-        segments_from_batch({**batch, "num_padding": 3, "attention_mask_2d": told.keep | True}, padding_free=True)
-
-
-def test_positions_settle_no_doubt_that_they_cannot_settle():
-    """Padding that attends itself, at position 0, is a sequence of a token to both: nothing says which."""
-    told = Segments.from_lengths([2, 4], side="left")
-    forced = dense(told) | torch.eye(4, dtype=torch.bool)
-    batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), "attention_mask": forced}
-    with pytest.raises(AmbiguousMaskError):
-        segments_from_batch({**batch, "position_ids": told.position_ids})
-    assert segments_from_batch({**batch, "attention_mask_2d": told.keep}) == told
-
-
 def test_lengths_of_other_stacks_are_read():
     """NeMo Automodel fills seq_lens with -1000; NeMo RL puts input_lengths beside a mask of ones, and pads right."""
     ids = torch.arange(10).view(2, 5)
@@ -472,17 +376,6 @@ def test_lengths_with_their_places_say_where_padding_stands():
     assert segments_from_batch(given) == expected
 
 
-def test_a_mask_of_ones_over_a_tail_says_no_more_than_none():
-    """VeOmni pads the mask of a flat row with 1, its positions with 0 (data/data_collator.py, d977449)."""
-    offsets, positions = torch.tensor([0, 3, 7, 10]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]])
-    batch = {"input_ids": torch.arange(10)[None], "position_ids": positions, "cu_seq_lens_q": offsets}
-    expected = Segments([[1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
-    for mask in ({}, {"attention_mask": torch.ones(1, 10)}, {"attention_mask": torch.ones(1, 10, dtype=torch.bool)}):
-        assert segments_from_batch(batch | mask, padding_free=True) == expected
-    whole = batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]]), "attention_mask": torch.ones(1, 10)}
-    assert segments_from_batch(whole, padding_free=True).lengths == ((3, 4, 3),)
-
-
 def test_one_row_of_keys_is_refused_once():
     told = Segments.from_lengths([2, 4], side="left")
     rows = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": told.keep[:, None, None]}
@@ -496,24 +389,6 @@ def test_one_row_of_keys_is_refused_once():
     assert str(refused.value).splitlines()[1:] == ["More: collate-npu guide errors#polarity"]
 
 
-def test_the_remedy_for_a_prefix_mask_works():
-    told = Segments.from_lengths([4, 6], side="left")
-    batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": dense(told, pattern=Pattern.prefix([2, 3]))}
-    with pytest.raises(AmbiguousMaskError, match=r"Pass pattern=Pattern.prefix\(\[2, 3\]\)"):
-        segments_from_batch(batch)
-    assert segments_from_batch(batch, pattern=Pattern.prefix([2, 3])) == told
-
-
-def test_keys_of_other_widths_are_no_batch():
-    with pytest.raises(CollateError, match=r"input_ids \[2, 4\], inputs_embeds \[2, 5\].*same rows and width"):
-        segments_from_batch({"input_ids": torch.ones(2, 4).long(), "inputs_embeds": torch.ones(2, 5, 3)})
-
-
-def test_offsets_of_one_row_in_a_batch_of_several_say_where_else_to_look():
-    with pytest.raises(CollateError, match="carry segment_ids"):
-        segments_from_batch({"input_ids": torch.ones(2, 4).long(), "cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])})
-
-
 def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
     said = []
     monkeypatch.setattr(debug, "say", lambda what, text: said.append(what))
@@ -521,3 +396,231 @@ def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
         monkeypatch.setattr(debug, "ON", on)
         segments_from_batch(batch_of(LEFT, attention_mask=dense(LEFT)))
         assert said == [("hazard", "4D alone")] * on
+
+
+# --- Offsets: real and physical ones kept apart, and every number of a flat row held against the others
+
+
+IDS = torch.arange(8)[None]
+APART = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+
+
+def find(padding_free=False, **keys):
+    held = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in keys.items()}
+    return segments_from_batch({"input_ids": IDS, **held}, padding_free=padding_free)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]},
+        {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8], "cu_seqlens_kv_padded": [0, 4, 8]},
+        {"cu_seq_lens_q": [0, 4, 8], "cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "cu_seq_lens_k": [0, 4, 8]},
+        {"cu_seq_lens_q": [0, 4, 8], "seq_lens": [3, 2]},
+        {
+            "packed_seq_params": SimpleNamespace(
+                cu_seqlens_q=torch.tensor([0, 3, 5]), cu_seqlens_q_padded=torch.tensor([0, 4, 8])
+            )
+        },
+        {"cu_seqlens_padded": [0, 4, 4, 8], "cu_seqlens": [0, 3, 3, 5]},
+    ],
+    ids=lambda keys: "+".join(keys),
+)
+def test_sequences_stand_where_the_physical_offsets_say_and_are_as_long_as_the_real_ones(keys):
+    assert find(**keys) == APART
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"cu_seqlens": [0, 3, 5], "cu_seq_lens_q": [0, 4, 5]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 2, 8]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "cu_seqlens_q": [0, 2, 5]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [3, 3]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [5]},
+        {"cu_seqlens": [0, 3, 5], "seq_lens": [2]},
+        {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8], "seq_lens": [4, 4]},
+        {"cu_seqlens": [0, 1], "_packed_seq_ids": [[0]], "input_ids": [[7]]},
+        {"cu_seqlens": [0, 3, 8], "num_padding": 8},  # nothing is left
+        {"cu_seqlens": [0, 3, 9]},
+        {"cu_seq_lens_q": [0, 3, 5, 8], "num_padding": 2},  # a tail begins where a sequence ends
+        {"cu_seq_lens_q": [0, 3, 5, 8], "num_padding": 3, "attention_mask_2d": [[1] * 8]},
+        {"seq_lens": [3, 2]},  # whose padding may stand anywhere
+        {"cu_seqlens": [3, 5]},
+        {"cu_seqlens": [0, 5, 3]},
+        {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 1, 1, 1, 1, 1, 1]]},
+        {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 0, 1]]},
+        {"cu_seqlens": [0, 3, 8], "attention_mask_2d": [[1, 1, 0, 1, 1, 1, 1, 1]]},
+        {"cu_seqlens": [0, 3, 8], "segment_ids": [[1, 1, 1, 1, 2, 2, 2, 2]]},
+        {"cu_seq_lens_q": [0, 3, 6], "attention_mask": [[1] * 8]},
+        {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [5]},
+        {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [[5]]},
+    ],
+    ids=str,
+)
+def test_numbers_that_differ_raise(keys):
+    with pytest.raises(CollateError):
+        find(**keys)
+
+
+def test_lengths_of_padded_rows_are_held_against_their_mask():
+    keep = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    batch = {"input_ids": torch.ones(2, 3), "attention_mask_2d": keep}
+    for right in ([3, 1], torch.tensor([3, 1]), [[3], [1]]):
+        assert segments_from_batch({**batch, "seq_lens": right}) == Segments.from_keep(keep)
+    wrongs = (([[2, 1], [1]], "row 0"), ([3, 2], "row 1"), ([3], "1 entries"))
+    for wrong, said in wrongs:  # the first part a row that the mask leaves whole
+        with pytest.raises(CollateError, match=said):
+            segments_from_batch({**batch, "seq_lens": wrong})
+    packed = Segments([[1, 1, 2], [0, 0, 1]])  # of such a row one length may count all
+    assert segments_from_batch({**batch, "segment_ids": packed.ids, "seq_lens": [3, 1]}) == packed
+    assert segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 3]}) == Segments.from_lengths([3, 3])
+    with pytest.raises(CollateError):
+        segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?
+
+
+TAILS = {
+    "VeOmni": {"cu_seq_lens_q": [0, 3, 5, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0], "tail_padding_length": 3},
+    "VeOmni, counted by its linear attention": {"linear_attn_cu_seq_lens_q": [0, 3, 5, 8], "tail_padding_length": 3},
+    "xtuner, in chunks": {"cu_seq_lens_q": [0, 3, 5, 7, 8], "position_ids": [0, 1, 2, 0, 1, 0, 1, 0], "num_padding": 3},
+    "prime-rl": {"seq_lens": [3, 5], "position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
+    "the last's, still": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 1, 1, 1]},
+    "the last's, zeros": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
+    "unsloth": {"packed_seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
+    "torchtitan": {"position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
+    "NeMo Automodel": {"cu_seqlens": [0, 3, 5, 8], "_packed_seq_ids": [[1, 1, 1, 2, 2, 0, 0, 0]]},
+}
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["no mask", "a mask of ones"])
+@pytest.mark.parametrize("who", TAILS)
+def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
+    """Who writes each: tests/producers/from_packers.py."""
+    told = Segments.from_lengths([[3, 2]], width=8)
+    batch = {key: [value] if key == "position_ids" else value for key, value in TAILS[who].items()}
+    batch |= {"labels": [[-100, 1, 2, -100, 4, -100, -100, -100]], "input_ids": [[10, 11, 12, 13, 14, 12, 12, 12]]}
+    batch |= {"attention_mask": [[1] * 8]} if ones else {}
+    batch = {key: torch.tensor(value) for key, value in batch.items()}
+    if ones and not {"cu_seq_lens_q", "linear_attn_cu_seq_lens_q"} & batch.keys():  # of such rows the mask is the truth
+        return
+    assert segments_from_batch(batch, padding_free=not ones) == told
+    learned = batch | {"labels": batch["input_ids"]}
+    if who in ("the last's, zeros", "prime-rl"):
+        with pytest.raises(CollateError, match="position_ids"):  # then it is text, and two sources differ
+            segments_from_batch(learned, padding_free=not ones)
+
+
+UNREAD = [[-100, 1, 2, -100, 4, -100, -100, -100]]
+THREE = {"cu_seqlens": [0, 3, 5, 8], "labels": UNREAD}
+
+
+@pytest.mark.parametrize(
+    ("positions", "keys", "lengths"),
+    [
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 0, 0, 0], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 0, 1, 2], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 2]),
+        ([0, 1, 2, 0, 1, 9, 4, 7], {"cu_seqlens": [0, 3, 8], "labels": UNREAD}, [3, 5]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "labels": [[-100, 1, 2, -100, 4, 0, 0, 0]]}, [3, 5]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "loss_mask": [[0, 1, 1, 0, 1, 0, 0, 0]]}, [3, 2]),
+        ([0, 1, 2, 0, 1, 1, 1, 1], {"cu_seqlens": [0, 3, 8], "loss_mask": [[1] * 8]}, [3, 5]),
+        # a tail without a number is what repeats
+        ([0, 1, 2, 0, 1, 0, 0, 0], {**THREE, "input_ids": [[*range(5), 9, 7, 7]]}, [3, 2, 1]),
+        ([0, 1, 2, 0, 1, 0, 0, 0], {**THREE, "input_ids": [[*range(5), 7, 7, 7]]}, [3, 2]),
+        ([0, 1, 2, 0, 1, 2, 3, 0], {**THREE, "cu_seqlens": [0, 3, 7, 8], "input_ids": [[*range(5), 7, 7, 7]]}, [3, 4, 1]),
+        ([0] * 8, {"cu_seqlens": [0, 8]}, [8]),
+        ([0, 1, 2, 3, 4, 5, 0, 0], {"cu_seqlens": [0, 6, 8], "input_ids": [[1, 2, 3, 4, 5, 6, 7, 7]]}, [6]),
+        ([0], {"cu_seqlens": [0, 1], "input_ids": [[7]]}, [1]),
+        ([0, 0, 0, 1], {"input_ids": [[7, 2, 7, 2]], "loss_mask": [[1, 0, 0, 0]]}, [1, 1, 2]),
+        ([0, 1, 0, 0], {"input_ids": [[2, 7, 7, 7]], "labels": [[3, 0, -100, -100]]}, [2, 1, 1]),  # pads, or samples
+        ([0, 0, 0], {"input_ids": [[7] * 3], "labels": [[-100] * 3], "seq_lens": [1, 1, 1, 0]}, [1, 1, 1]),
+        ([*range(8)], {"segment_ids": [[1] * 3 + [2] * 5]}, [3, 5]),  # positions that tell nothing
+    ],
+)
+def test_where_a_row_ends_by_its_positions_and_what_nobody_learns(positions, keys, lengths):
+    assert find(position_ids=[positions], **keys) == Segments.from_lengths([lengths], len(positions))
+
+
+@pytest.mark.parametrize(
+    ("labels", "real"),
+    [(torch.zeros(2, 4), True), (torch.full((2, 4), -100), False), (torch.zeros(2), False), (None, False)],
+)
+def test_a_token_alone_at_position_0_is_real_where_it_is_learned(labels, real):
+    told = Segments([[1, 2, 2, 2]] * 2)
+    batch = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": dense(told), "position_ids": told.position_ids}
+    batch |= {} if labels is None else {"labels": labels.long()}
+    if real:
+        assert segments_from_batch(batch) == told
+        return
+    with pytest.raises(AmbiguousMaskError):
+        segments_from_batch(batch)
+
+
+@pytest.mark.parametrize("count", [None, 16])
+@pytest.mark.parametrize("tokens", [[1, 7, 7], [7, 7], [5, 6, 7, 7, 7]])
+def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
+    collator = PaddingCollator(pad_token_id=7, padding_free=True, consumer="megatron", layout=Layout(max_sequences=count))
+    batch = collator([{"input_ids": [t], "labels": [t]} for t in tokens])
+    assert segments_from_batch(batch).lengths == ((1,) * len(tokens),)
+
+
+# --- What is legal in a batch and goes wrong in silence somewhere: named where it is, and nowhere else
+
+
+LEFT_23, RIGHT_23 = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([2, 3])
+WHOLE_33 = Segments.from_lengths([3, 3])
+SIX = torch.arange(1, 7).view(2, 3)
+
+
+KEPT = {"attention_mask_2d": LEFT_23.keep}
+BIAS = dense(LEFT_23, polarity="bias")
+INFINITE = torch.where(dense(LEFT_23), 0.0, -torch.inf)
+EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("segments", "keys", "expected"),
+    [
+        (LEFT_23, {"attention_mask": dense(LEFT_23)}, "4D alone"),
+        (None, {"attention_mask": dense(LEFT_23)}, "4D alone"),
+        (LEFT_23, {"attention_mask": dense(LEFT_23)[:, 0]}, "4D alone"),
+        (LEFT_23, {"attention_mask": dense(LEFT_23), **KEPT}, ""),
+        (WHOLE_33, {"attention_mask": dense(WHOLE_33)}, ""),
+        (LEFT_23, {"attention_mask": LEFT_23.keep}, ""),
+        (LEFT_23, {"attention_mask": dense(LEFT_23).float(), **KEPT}, "float without a bias"),
+        (LEFT_23, {"attention_mask": dense(LEFT_23).long(), **KEPT}, "integer polarity"),
+        (LEFT_23, {"attention_mask": BIAS, **KEPT}, ""),
+        (LEFT_23, {"attention_mask": BIAS.double(), **KEPT}, "dtype of a bias"),
+        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS, **KEPT}, "dtype of a bias"),
+        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS.float(), **KEPT}, ""),
+        (LEFT_23, {"attention_mask": INFINITE, **KEPT}, "empty rows of -inf"),
+        (LEFT_23, {"attention_mask": INFINITE.clamp(min=torch.finfo(torch.float32).min), **KEPT}, ""),
+        (
+            RIGHT_23,
+            {"attention_mask": torch.where(dense(RIGHT_23), 0.0, -torch.inf), "attention_mask_2d": RIGHT_23.keep},
+            "",
+        ),
+        (LEFT_23, KEPT, "no mask"),
+        (RIGHT_23, {"attention_mask_2d": RIGHT_23.keep}, ""),
+        (LEFT_23, {"cu_seq_lens_q": torch.tensor([0, 3]), **KEPT}, ""),
+        (LEFT_23, {"labels": SIX, "attention_mask": LEFT_23.keep}, "labels on padding"),
+        (LEFT_23, {"labels": SIX.masked_fill(~LEFT_23.keep, 0), "attention_mask": LEFT_23.keep}, "labels on padding"),
+        (LEFT_23, {"labels": SIX.masked_fill(~LEFT_23.keep, -100), "attention_mask": LEFT_23.keep}, ""),
+        (LEFT_23, {"labels": torch.tensor([1, 0]), "attention_mask": LEFT_23.keep}, ""),  # targets of a classifier
+        (LEFT_23, {"input_ids": torch.full((2, 3), 9), "attention_mask": LEFT_23.keep}, "pad id of a real token"),
+        (LEFT_23, {"input_ids": SIX.masked_fill(~LEFT_23.keep, 0), "attention_mask": LEFT_23.keep}, ""),
+    ],
+)
+def test_what_goes_wrong_is_named_and_nothing_else(segments, keys, expected):
+    assert "".join(find_hazards(Sources({"input_ids": SIX, **keys}), segments)) == expected
+
+
+def test_what_a_mask_means_is_read_at_a_real_token():
+    """Of the first row that has one; a mask of three dimensions, of one row for all, or without rows is read alike."""
+    late = Segments([[0, 0, 0], [1, 1, 0]])
+    full = dense(late)
+    for written in (full, full[:, 0], full[1:], full[1, 0], full.repeat(1, 3, 1, 1)):
+        assert (reads(written, late), reads(~written, late)) == ("True = attends", "True = blocked")
+    assert reads(dense(Segments.from_lengths([2], 3)), Segments.from_lengths([2], 3)) == "True = attends"
+    for fill, told in ((-9984.0, "additive"), (-9983.0, "")):
+        assert reads(torch.where(full, 0.0, fill), late) == told

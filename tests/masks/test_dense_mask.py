@@ -1,15 +1,15 @@
 """A square mask read in blocks is the mask, in every dtype, polarity and layout; any stretch of query rows that is written,
 of rows cut into many sequences, is that stretch of the whole."""
 
-import numpy as np
 import pytest
 import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import Segments
+from collate_npu import CollateError
+from collate_npu.errors import AmbiguousMaskError, PolarityError
 from collate_npu.masks import dense, dense_mask
-from collate_npu.masks.dense_mask import MaskValues, Square, fill_rows, regions_of
+from collate_npu.masks.dense_mask import MaskValues, Square
 
 WRITTEN = [("keep", None), ("masked", None), ("keep", torch.int64), ("masked", torch.uint8), ("masked", torch.float16)]
 BIASES = [("bias", torch.float32), ("bias", torch.bfloat16), ("bias", torch.float16), ("bias", torch.float64)]
@@ -44,29 +44,63 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 
 
-@given(strategies.attentions(), st.data())
-def test_a_stretch_of_rows_is_that_of_the_whole(attention, data):
-    segments, pattern = attention
-    S = segments.shape[1]
-    low, high = sorted(data.draw(st.tuples(st.integers(0, S), st.integers(0, S))))
-    whole = dense(segments, pattern=pattern)[:, 0].numpy()
-    for b, regions in enumerate(regions_of(segments)):
-        rows = np.full((high - low, S), 7, np.int8)
-        fill_rows(rows, low, regions, pattern, 1, 0)
-        assert (rows == whole[b, low:high]).all()
+# --- Numbers of every dtype mean True = attends under one polarity, or are refused
 
 
-def test_only_the_sequences_of_a_stretch_are_written():
-    """Of thousands of sequences of a token, a stretch of rows touches its own: work does not grow with the others."""
-    (regions,) = regions_of(Segments.from_lengths([[1] * 4000]))
-    written = []
+KEEP = torch.tensor([[[[True, False], [True, True]]]])
+INTS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-    class Counting:
-        causal, settles = True, False
 
-        def fill(self, block_QK, q0, n, allowed, forbidden):
-            written.append(n)
-            block_QK[:] = allowed
+@pytest.mark.parametrize("dtype", [*INTS, *FLOATS])
+@pytest.mark.parametrize("polarity", ["keep", "masked"])
+def test_ones_and_zeros_of_any_dtype(dtype, polarity):
+    written = (KEEP if polarity == "keep" else ~KEEP).to(dtype)
+    assert torch.equal(torch.from_numpy(MaskValues(written, polarity).read(polarity)), KEEP)
 
-    fill_rows(np.zeros((8, 4000), bool), 2000, regions, Counting(), True, False)
-    assert written == list(range(2000, 2008))
+
+@given(st.sampled_from(FLOATS), st.sampled_from(["min", "-inf", "-1e4"]), st.floats(-100, 0))
+def test_biases_block_whatever_is_added_to_them(dtype, fill, added):
+    value = {"min": torch.finfo(dtype).min, "-inf": -torch.inf, "-1e4": -1e4}[fill]
+    blocked = max(value + added, torch.finfo(dtype).min) if fill != "-inf" else value
+    written = torch.where(KEEP, torch.tensor(added), torch.tensor(blocked, dtype=torch.float64)).to(dtype)
+    values = MaskValues(written, None)
+    assert values.declared == "bias"
+    assert torch.equal(torch.from_numpy(values.read("bias")), KEEP)
+
+
+@pytest.mark.parametrize(
+    ("written", "declared", "error", "told"),
+    [
+        (torch.where(KEEP, 0.0, torch.nan), None, CollateError, "NaN"),
+        (torch.where(KEEP, torch.inf, -torch.inf), None, CollateError, r"\+inf"),
+        (torch.where(KEEP, 0, -10000), None, CollateError, "An additive mask is a float tensor"),
+        (torch.where(KEEP, 0.0, -100.0), None, AmbiguousMaskError, "No value blocks for certain"),
+        (torch.where(KEEP, 0.0, -6000.0), None, AmbiguousMaskError, "No value blocks for certain"),
+        (torch.where(KEEP, 2, 0), None, CollateError, "packing ids"),
+        (torch.where(KEEP, 0.0, -1e9), "keep", PolarityError, "It is additive"),
+        (KEEP, "bias", PolarityError, "A bias is a float tensor"),
+        (KEEP.float(), "bias", PolarityError, "blocks nothing"),
+        (KEEP, "additive", CollateError, "three polarities"),
+    ],
+)
+def test_numbers_that_mean_nothing_certain(written, declared, error, told):
+    with pytest.raises(error, match=told):
+        MaskValues(written, declared)
+
+
+@pytest.mark.parametrize(
+    ("written", "declared", "attends", "valued"),
+    [
+        ([0, -9984], None, [True, False], False),
+        ([0, -5000], "bias", [True, False], False),
+        ([0, -5000, -1e4], None, [True, False, False], False),  # half-way is blocked
+        ([0, -4999, -1e4], None, [True, True, False], True),
+        ([0, -100, -torch.inf], None, [True, True, False], True),
+        ([0, -6e4, -torch.inf], None, [True, False, False], False),
+        ([0, -2.5e4, -6e4, -torch.inf], None, [True, True, False, False], True),
+    ],
+)
+def test_where_a_bias_begins_to_block(written, declared, attends, valued):
+    values = MaskValues(torch.tensor([written]).float(), declared)
+    assert (values.declared, values.read("bias").tolist(), values.valued) == ("bias", [attends], valued)

@@ -75,45 +75,7 @@ def test_what_a_picture_means_or_may_mean(picture, settings, said):
     assert said in (str(raised.value) or raised.value.rows()[0][1])
 
 
-@pytest.mark.parametrize("picture", [NO_DIAGONAL, LONE])
-def test_every_row_in_doubt_is_named_and_no_other(picture):
-    batch = np.concatenate([drawn(picture), drawn(CAUSAL), drawn(picture)])
-    with pytest.raises((AmbiguousMaskError, UnexplainedError)) as raised:
-        read_square(batch)
-    rows = getattr(raised.value, "rows", None)
-    named = [row for row, _ in rows()] if rows else [b for b in range(3) if f"row {b}: " in str(raised.value)]
-    assert named == [0, 2]
-
-
-def test_one_pattern_explains_the_whole_batch():
-    """Rows of different windows: each is a pattern, together they are none that a model has."""
-    rows = [dense(Segments.from_lengths([4]), pattern=Pattern.sliding(w))[0].numpy() for w in (2, 4)]
-    with pytest.raises(UnexplainedError) as raised:
-        read_square(np.concatenate(rows))
-    assert [row for row, _ in raised.value.rows()] == [0]
-
-
-def test_a_producer_of_unmasked_rows_makes_a_full_last_row_doubtful():
-    left = np.concatenate([drawn(LEFT_FILLED), np.tri(4, dtype=bool)[None]])
-    assert read_square(left).ids.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    longer = np.concatenate([drawn("■■■■ ■■■■ ■■■■ ⬚⬚⬚■"), np.tri(4, dtype=bool)[None]])
-    assert read_square(longer).ids.tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
-    right = np.concatenate([drawn(RIGHT_FILLED), np.tri(4, dtype=bool)[None]])
-    with pytest.raises(AmbiguousMaskError, match="row 1: got a last row that sees everything"):
-        read_square(right)
-
-
 # --- what is known beside the matrix
-
-
-def test_known_segments_are_compared_at_real_queries_alone():
-    """Padding that attends padding, as a document of its own, is no contradiction; a real query that does is one."""
-    segments = Segments([[1, 1, 2, 2, 0, 0]])
-    document = dense(Segments([[1, 1, 2, 2, 3, 3]]))[:, 0].numpy()
-    assert dense_reader.read_square(square(document), Known(segments=segments)).pattern == Pattern.of("causal")
-    assert read_square(document, keep=segments.keep.numpy(), pattern=Pattern.of("causal")) == segments
-    with pytest.raises(UnexplainedError):
-        dense_reader.read_square(square(dense(Segments([[1, 1, 1, 1, 0, 0]]))[:, 0].numpy()), Known(segments=segments))
 
 
 @pytest.mark.parametrize(
@@ -126,36 +88,6 @@ def test_a_declared_pattern_that_does_not_fit_names_the_one_that_would(declared,
         with pytest.raises(UnexplainedError) as raised:
             dense_reader.read_square(square(matrix), known)
         assert raised.value.instead == Pattern.of(right)
-
-
-def test_a_window_of_one_token_is_read_beside_padding():
-    segments, window = Segments.from_lengths([3], 5), Pattern.sliding(1)
-    matrix = dense(segments, pattern=window)[:, 0].numpy()
-    assert dense_reader.read_square(square(matrix), Known(segments=segments)).pattern == window
-
-
-def test_a_declared_prefix_has_a_length_for_each_sequence():
-    with pytest.raises(CollateError, match="3 lengths"):
-        derive_segments(dense(Segments.from_lengths([3, 4])), pattern=Pattern.prefix([1, 2, 3]))
-
-
-def test_a_hole_wider_than_a_declared_window_is_one_sequence_or_two():
-    matrix = dense(Segments([[1, 1, 0, 0, 1, 1]]), pattern=Pattern.sliding(2))[:, 0].numpy()
-    with pytest.raises(AmbiguousMaskError, match="tokens 1 and 4 that do not meet"):
-        dense_reader.read_square(square(matrix), Known(pattern=Pattern.sliding(2)))
-    narrow = dense(Segments([[1, 1, 0, 1, 1]]), pattern=Pattern.sliding(3))[:, 0].numpy()
-    assert read_square(narrow, pattern=Pattern.sliding(3)) == Segments([[1, 1, 0, 1, 1]])
-    packed, keep = Segments([[1, 1, 1, 2, 2]]), np.ones((1, 5), bool)  # without a hole it is two
-    matrix = dense(packed, pattern=Pattern.sliding(2))[:, 0].numpy()
-    assert read_square(matrix, keep=keep, pattern=Pattern.sliding(2)) == packed
-
-
-def test_one_row_that_sees_everything_among_causal_rows_is_not_read_as_real():
-    batch = np.concatenate([dense(Segments([[1, 1, 1, 0]]))[0].numpy(), np.ones((1, 4, 4), bool)])
-    with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
-        read_square(batch)
-    with pytest.raises(AmbiguousMaskError, match="row 1: got rows that all see everything"):
-        read_square(np.concatenate([drawn("■■ ⬚■"), drawn("■■ ■■")]))
 
 
 @pytest.mark.parametrize(
@@ -179,20 +111,6 @@ def test_packed_sequences_that_chunks_would_make_too(ids, size):
         return
     with pytest.raises(AmbiguousMaskError, match=rf"chunked\({size}\)"):
         read_square(matrix, keep=keep)
-
-
-def test_padding_that_attends_nothing_ends_no_chunk():
-    matrix = dense(Segments([[1, 1, 2, 2, 0, 0]]))[:, 0].numpy()
-    matrix[:, 4:] = False
-    with pytest.raises(AmbiguousMaskError, match=r"chunked\(2\)"):
-        read_square(matrix)
-
-
-def test_a_hole_between_sequences_that_look_ahead_is_no_window():
-    packed = Segments([[1, 1, 0, 2, 2]])
-    matrix = dense(packed, pattern="bidirectional")[:, 0].numpy()
-    matrix[:, 2] = False
-    assert read_square(matrix) == packed
 
 
 def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():

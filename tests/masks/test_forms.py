@@ -1,56 +1,36 @@
 """Forms: every builder gives the same truth as a loop over queries and keys, and the pictures of the docstrings."""
 
+import re
 from functools import partial
 from itertools import product
 
+import numpy as np
+import oracle
 import pytest
 import strategies
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from rotation import some
+from strategies import segment_ids
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.masks import block_mask, dense, forms, none_is_exact, varlen
-from collate_npu.masks.forms import EVALUATED_BYTES, mask_mod, offsets_of, open_empty_rows
+from collate_npu.masks import block_mask, dense, none_is_exact, varlen
+from collate_npu.masks.forms import (
+    EVALUATED_BYTES,
+    add_tail,
+    aligned,
+    fitting_places,
+    least_room,
+    mask_mod,
+    offsets_of,
+    open_empty_rows,
+    own_places,
+)
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def within(pattern, q, k, prefix):
-    """The definition of each pattern, for places counted from the sequence's first token."""
-    if pattern.name == "bidirectional":
-        return True
-    if pattern.name == "prefix":
-        return k <= q or k < prefix
-    if pattern.name == "sliding":
-        return q - pattern.size < k <= q
-    if pattern.name == "chunked":
-        return k <= q and q // pattern.size == k // pattern.size
-    return k <= q if pattern.name == "causal" else bool(pattern.attends(q, k, 0))
-
-
-def keep_by_hand(segments, pattern):
-    """`[B, S, S]` bool, slowly: keys of the query's sequence; padding belongs to the sequence before it, or the first."""
-    pattern = Pattern.of(pattern)
-    B, S = segments.shape
-    out = torch.zeros(B, S, S, dtype=torch.bool)
-    before, N = 0, segments.num_sequences
-    prefixes = pattern.of_each(N) if pattern.name == "prefix" else (0,) * N
-    for b, ids in enumerate(segments.ids.tolist()):
-        owner = 1
-        for q in range(S):
-            owner = ids[q] or owner
-            if owner not in ids:
-                continue
-            start = ids.index(owner)
-            prefix = prefixes[before + owner - 1]
-            for k in range(S):
-                out[b, q, k] = ids[k] == owner and within(pattern, q - start, k - start, prefix)
-        before += max(ids, default=0)
-    return out
 
 
 # --- dense against the definition
@@ -71,12 +51,23 @@ def test_rows_are_rows_of_the_whole(attention, data):
 @given(strategies.attentions(), st.sampled_from(DTYPES), st.sampled_from(FLOATS))
 def test_each_polarity_writes_the_truth_in_every_dtype(attention, dtype, floats):
     segments, pattern = attention
-    truth = keep_by_hand(segments, pattern)[:, None]
+    sizes = {*pattern.of_each(segments.num_sequences)} if pattern.name == "prefix" else {getattr(pattern, "size", 0)}
+    assume(len(sizes) == 1)
+    truth = torch.tensor(oracle.dense(segments.ids.tolist(), pattern.name, *sizes), dtype=torch.bool)
     bias = torch.zeros(truth.shape, dtype=floats).masked_fill(~truth, torch.finfo(floats).min)
     for polarity, written in (("keep", truth.to(dtype)), ("masked", (~truth).to(dtype)), ("bias", bias)):
         built = dense(segments, polarity=polarity, pattern=pattern, dtype=written.dtype)
         assert built.dtype == written.dtype
         assert torch.equal(built, written)
+
+
+def test_each_sequence_has_its_own_prefix():
+    segments, prefixes = Segments([[1, 1, 0, 2, 2, 2], [0, 1, 1, 1, 2, 2]]), (2, 3, 1, 0)
+    found, rows = dense(segments, pattern=Pattern.prefix(prefixes)), segments.ids.tolist()
+    for n, size in enumerate(prefixes):
+        own = segments.ids[n // 2] == n % 2 + 1
+        truth = torch.tensor(oracle.dense(rows, "prefix", size), dtype=torch.bool)
+        assert torch.equal(found[n // 2, 0, own], truth[n // 2, 0, own])
 
 
 # --- refusals
@@ -128,23 +119,6 @@ def test_a_prefix_has_one_length_or_one_for_each_sequence(form):
         form(Segments.from_lengths([3, 5]), pattern=Pattern.prefix([1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    ("segments", "settings", "there"),
-    [
-        (Segments.from_lengths([3, 5], side="left"), {}, True),
-        (Segments.from_lengths([[3, 2]]), {}, False),
-        (Segments.from_lengths([3, 5]), {"rows": [1]}, False),
-        (Segments.from_lengths([3, 5]), {"pattern": "bidirectional"}, False),
-    ],
-)
-def test_plain_causal_masks_alone_are_made_on_their_device(segments, settings, there, monkeypatch):
-    """By whom is asked: the values are compared in consumers/test_moving."""
-    made = torch.empty(0)
-    monkeypatch.setattr(forms, "_triangle_on", lambda *_: made)
-    assert (dense(segments, device="meta", **settings) is made) == there
-    assert dense(segments, **settings) is not made
-
-
 # --- None
 
 
@@ -163,24 +137,6 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
         assert same
     elif pattern.name == "causal":
         assert not same
-
-
-@pytest.mark.parametrize(
-    ("segments", "pattern", "why"),
-    [
-        (Segments.from_lengths([3, 5]), "causal", None),
-        (Segments.from_lengths([3, 5], side="left"), "causal", "on the left"),
-        (Segments.from_ids([[1, 0, 1]]), "causal", "between real tokens"),
-        (Segments.from_lengths([[3, 5]]), "causal", "several sequences"),
-        (Segments.from_lengths([3, 5]), Pattern.sliding(4), "sliding(4)"),
-    ],
-)
-def test_when_none_is_exact(segments, pattern, why):
-    verdict = none_is_exact(segments, pattern)
-    with pytest.raises(CollateError, match="segments"):
-        none_is_exact(segments.keep, pattern)
-    assert verdict.ok == (why is None)
-    assert (why or "padding on the right only") in verdict.why
 
 
 # --- varlen
@@ -254,3 +210,90 @@ def test_a_query_that_sees_no_key_sees_itself_and_no_other_changes():
     changed = (opened != before).nonzero().tolist()
     assert changed == [[0, 0, 0, 0], [0, 0, 1, 1], *([2, 0, n, n] for n in range(3))]
     assert not opened.all(-1).any()
+
+
+# --- Places: what each sequence of a flat row takes up, and a tail that is cut so that offsets keep one l
+
+
+lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+multiples = st.sampled_from([1, 2, 4, 6])
+
+
+def offsets(places):
+    return [0, *np.cumsum(places).tolist()]
+
+
+@given(segment_ids(rows=1, width=10))
+def test_own_places_hold_one_sequence_each_at_its_start(ids):
+    segments = Segments(ids)
+    try:
+        places = own_places(segments)
+    except UnsupportedFormError:
+        assert segments.hole_rows or segments.array[0, 0] == 0
+        return
+    assert sum(places) == segments.shape[1]
+    parts = np.split(segments.array[0], np.cumsum(places)[:-1])
+    held = [part[part > 0] for part in parts]
+    assert [len(h) for h in held if len(h)] == list(segments.sequence_lengths)
+    assert all((part[: len(h)] == n).all() for n, (part, h) in enumerate(zip(parts, held), start=1))
+    assert fitting_places(np.array(offsets(places)), segments) == places
+
+
+@given(lengths, multiples, st.integers(0, 60), st.integers(1, 8) | st.none(), st.booleans(), st.booleans())
+def test_a_tail_fills_the_row_and_moves_no_sequence(lengths, multiple, room, count, repeats, behind):
+    held = aligned(lengths, multiple)
+    width = sum(held) + room * multiple
+    try:
+        places = add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=behind)
+    except CollateError as error:
+        for least in map(int, re.findall(r"Raise max_sequences to (\d+)", str(error))):
+            assert len(add_tail(held, width, max_sequences=least, repeats=True, behind=behind)) == least
+        short = not repeats and count > len(held) and width - sum(held) < least_room(len(held), count, multiple=multiple)
+        assert count < len(held) or (count == len(held) and room and not behind) or short
+        return
+    assert sum(places) == width
+    assert len(places) == (count or len(held) + bool(room))
+    shared = len(places) == len(held) and room
+    assert places[: len(held) - 1] == held[:-1]
+    assert places[len(held) - 1] == held[-1] + (room * multiple if shared else 0)
+    assert all(place % multiple == 0 for place in places)
+    assert behind or not shared
+    if repeats:
+        assert sorted(places[len(held) :], reverse=True)[1:] == places[len(held) + 1 :]  # empty ones stand last
+    else:
+        assert min(places) > 0
+        assert max(places[len(held) :], default=0) - min(places[len(held) :], default=0) <= multiple
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "behind", "told"),
+    [
+        (8, None, True, [4, 4]),
+        (12, None, True, [4, 4, 4]),
+        (15, 5, True, [4, 4, 2, 2, 3]),
+        (8, 2, True, [4, 4]),
+        (8, 2, False, [4, 4]),
+        (12, 2, True, [4, 8]),
+        (12, 2, False, "to 3 "),  # where attention looks ahead the tail is one more
+        (8, 1, True, "to 2 "),
+        (8, 1, False, "to 2 "),
+        (12, 1, True, "to 2 "),
+        (12, 1, False, "to 3 "),
+    ],
+)
+def test_a_row_without_a_sequence_to_spare(width, count, behind, told):
+    if isinstance(told, list):
+        assert add_tail([4, 4], width, max_sequences=count, behind=behind) == told
+        return
+    with pytest.raises(CollateError, match=f"Raise max_sequences {told}"):
+        add_tail([4, 4], width, max_sequences=count, behind=behind)
+
+
+@given(lengths, multiples, st.integers(1, 8))
+def test_the_least_room_is_the_least(lengths, multiple, more):
+    held = aligned(lengths, multiple)
+    count = len(held) + more
+    room = least_room(len(held), count, multiple=multiple)
+    assert len(add_tail(held, sum(held) + room, max_sequences=count, multiple=multiple)) == count
+    with pytest.raises(CollateError, match="Raise the width"):
+        add_tail(held, sum(held) + room - 1, max_sequences=count, multiple=multiple)

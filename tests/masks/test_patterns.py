@@ -47,12 +47,6 @@ def test_a_wide_fill_is_the_definition_too(pattern, width):
     assert np.array_equal(filled, defined)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("build", [Pattern.sliding, Pattern.chunked])
-def test_a_size_reaches_where_a_sequence_is_longer(build, size):
-    assert [build(size).reaches(n) for n in (size, size + 1)] == [False, True]
-
-
 @given(st.data())
 def test_a_pattern_reaches_further_where_it_is_not_plain_causal(data):
     pattern, longest = data.draw(strategies.patterns(1)), data.draw(st.integers(0, 9))

@@ -1,6 +1,5 @@
 """Sources: a batch as the house reads it: each value once, in any container; what has no rows or counts is refused."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,11 +16,6 @@ def test_a_value_is_read_once_and_that_of_a_changed_batch_anew():
     assert changed.array("input_ids").tolist() == [[3, 4]]
     assert batch.array("input_ids").tolist() == [[1, 2]]
     assert not batch.counted  # nobody looked at positions yet
-
-
-@pytest.mark.parametrize("ids", [[[1, 2, 3]], np.ones((1, 3)), torch.ones(1, 3), torch.ones(1, 3, device="meta")])
-def test_the_shape_of_tokens_in_any_container(ids):
-    assert Sources({"input_ids": ids}).shape() == (1, 3)
 
 
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)

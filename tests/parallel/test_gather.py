@@ -58,11 +58,6 @@ def test_jagged_tensors_want_a_layout_by_document():
         split_tensor(x, ContextParallel(2, 0))
 
 
-def test_one_rank_needs_no_group():
-    x = torch.rand(2, 8)
-    assert gather_sequence(x, ContextParallel(1, 0)) is x
-
-
 def test_a_jagged_output_comes_back_jagged_without_padding():
     cp, values = ContextParallel(1, 0, layout="document_zigzag"), torch.arange(12.0).view(6, 2)
     output = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 6]))

@@ -222,15 +222,3 @@ def test_one_document_is_shared_out_in_slices_by_either_layout(rank):
         assert found == [((0, 4), 4 * rank)] * 2
         zigzag, row = ContextParallel(2, rank, layout="zigzag"), Segments.from_lengths([[8]])
         check_recurrent_split(zigzag, "head_exchange_zigzag", row, padding_free=True, offsets=offsets)
-
-
-def test_a_rank_has_no_part_of_offsets_that_are_none():
-    with pytest.raises(CollateError, match="0 first"):
-        rank_offsets([], ContextParallel(2, 0, layout="contiguous"))
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_offsets_of_a_rank_are_of_contiguous_slices(rank):
-    """The last rank of a zigzag holds one slice too."""
-    with pytest.raises(UnsupportedFormError, match="contiguous"):
-        rank_offsets([0, 8], ContextParallel(2, rank, layout="zigzag"))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, strategies as st
-from test_layout import LAYOUTS, places
+from hypothesis import given, strategies as st
+from test_layout import places
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, arrays, unpad
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, SAMPLE, Key
-from collate_npu.masks import dense
-from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, split_batch, split_tensor, token_rows
+from collate_npu.masks import dense, varlen
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.parallel import (
+    ContextParallel,
+    cu_seqlens_of,
+    join_shards,
+    pad_documents,
+    query_rows,
+    split_batch,
+    token_rows,
+)
 from collate_npu.parallel.agreement import digest_offsets
-from collate_npu.parallel.layout import token_runs
 from collate_npu.parallel.split import take_runs
 
 
@@ -58,16 +65,6 @@ def test_each_rank_gets_its_own_tokens(case, B):
     assert list(shard) == list(batch)
     for key, whole in batch.items():
         assert torch.equal(shard[key], whole.index_select(1, rows)) if key in PER_TOKEN else shard[key] is whole, key
-
-
-@given(places(), st.integers(2, 4))
-def test_mrope_positions_are_cut_along_their_last_dimension(case, axes):
-    cp, S, offsets = case
-    batch = {"input_ids": torch.zeros(1, S), "position_ids": torch.arange(axes * S).view(axes, 1, S)}
-    shard = split_batch(batch, cp, cu_seqlens=offsets if cp.documents else None)
-    assert torch.equal(shard["position_ids"], batch["position_ids"][..., token_rows(S, cp, offsets)])
-    shard["new"] = 1
-    assert list(batch) == ["input_ids", "position_ids"]
 
 
 # --- the 2D mask and its scope --------------------------------------------------------------------------------------------
@@ -128,14 +125,6 @@ def test_masks_of_other_shapes():
     assert split_batch({"input_ids": torch.zeros(3, S), "attention_mask": keys}, cp)["attention_mask"] is keys
 
 
-@pytest.mark.parametrize(("layout", "ulysses"), [("zigzag", 1), ("contiguous", 1), ("ulysses", 1), ("ulysses_ring", 2)])
-@pytest.mark.parametrize("scope", ["local", "global"])
-def test_a_2d_attention_mask_follows_the_scope_and_stays_whole_under_ulysses(layout, ulysses, scope):
-    batch = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
-    shard = split_batch(batch, ContextParallel(4, 1, layout=layout, ulysses=ulysses, mask_2d=scope))
-    assert shard["attention_mask"].shape[1] == (8 if scope == "global" or "ulysses" in layout else 2)
-
-
 def test_a_mapping_of_masks_is_split_entry_by_entry():
     segments = Segments.from_lengths([5, 8], width=8)
     masks = {"full_attention": dense(segments), "linear_attention": segments.keep, "sliding_attention": None}
@@ -146,10 +135,6 @@ def test_a_mapping_of_masks_is_split_entry_by_entry():
 
 
 # --- the table ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_rule_says_why():
-    assert all(rule.why for rule in KEYS.values())
 
 
 def test_the_table_is_extended_by_another():
@@ -220,18 +205,6 @@ def test_rows_and_width_are_read_off_any_key_of_tokens(key, shape):
     assert shard[key].shape == tuple(4 if n == 8 else n for n in shape)
 
 
-def test_a_square_of_one_token_is_no_matter():
-    one, two = torch.zeros(1, 1), torch.zeros(2, 2)
-    assert split_batch({"input_ids": one, "attention_mask": one}, ContextParallel(1, 0))["attention_mask"] is one
-    with pytest.raises(AmbiguousMaskError):
-        split_batch({"input_ids": two, "attention_mask": two}, ContextParallel(1, 0))
-
-
-def test_a_sparse_tensor_is_not_split():
-    with pytest.raises(CollateError, match="sparse_coo"):
-        split_tensor(IDS.to_sparse(), ContextParallel(2, 0))
-
-
 def test_a_packed_row_is_not_cut_across_documents():
     batch = {"input_ids": torch.zeros(1, 16), "cu_seq_lens_q": torch.tensor([0, 8, 16])}
     for layout in ("zigzag", "ulysses_ring"):
@@ -262,39 +235,10 @@ def test_documents_come_in_one_flat_row():
         split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=Segments.from_lengths([[3, 4]], width=8))
 
 
-def test_offsets_are_found_in_order():
-    padded, real = torch.tensor([0, 8]), torch.tensor([0, 5])
-    assert cu_seqlens_of({"cu_seqlens": real, "cu_seqlens_padded": padded}) is padded
-    assert cu_seqlens_of({}, Segments.from_lengths([[2, 3]])).tolist() == [0, 2, 5]
-    for none in (None, Segments.from_lengths([[2, 3]], width=8), Segments.from_lengths([2, 2])):
-        assert cu_seqlens_of({}, none) is None
-
-
 # --- labels
 
 
-@given(places(layouts=LAYOUTS[:2]), st.data())
-def test_shifting_before_the_split_keeps_every_label(case, data):
-    cp, S, _ = case
-    segments = data.draw(ragged(cp, S))
-    right = shift_labels(torch.where(segments.keep, torch.arange(S) + 1, -100), segments)
-    shards = [split_tensor(right, cp.with_rank(r)) for r in range(cp.size)]
-    assert sum(int((part != -100).sum()) for part in shards) == sum(max(n - 1, 0) for n in segments.row_lengths)
-
-
 # --- the copy
-
-
-@given(places(), st.integers(0, 2), st.integers(1, 2))
-@example((ContextParallel(2, 0), 0, [0, 0]), 1, 2)
-def test_take_is_index_select(case, dim, threads):
-    cp, S, offsets = case
-    shape = [2, 2, 2]
-    shape[dim] = S
-    x = torch.randint(0, 100, shape)
-    with mock.patch.object(torch, "get_num_threads", return_value=threads):
-        taken = take_runs(x, dim, token_runs(S, cp, offsets))
-    assert torch.equal(taken, x.index_select(dim, token_rows(S, cp, offsets)))
 
 
 RUNS = [((10, 30),), ((0, 10), (30, 40)), ((0, 10), (20, 30)), ((0, 2), (3, 4), (6, 8))]
@@ -314,21 +258,154 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
     assert torch.equal((leaf.grad.t() if transposed else leaf.grad).float(), ones.expand(2, 40))
 
 
-@pytest.mark.parametrize("runs", RUNS, ids=len)
-def test_a_copy_is_contiguous_and_stays_on_its_device(runs):
-    x = torch.arange(80).view(40, 2).t()
-    assert take_runs(x, 1, runs).is_contiguous()
-    there = take_runs(x.contiguous().to("meta"), 1, runs)
-    assert (there.device.type, there.shape) == ("meta", (2, sum(stop - start for start, stop in runs)))
+# --- Padded documents: every layout can share them out, nothing real moves or is lost, and the real lengt
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
-def test_a_batch_without_rows_keeps_its_shape(dtype):
-    assert take_runs(torch.zeros(0, 8, 3, dtype=dtype), 1, ((0, 2), (6, 8))).shape == (0, 4, 3)
+cps = st.builds(
+    ContextParallel,
+    st.sampled_from([1, 2, 3, 4]),
+    st.just(0),
+    layout=st.sampled_from(["document_zigzag", "document_contiguous", "contiguous"]),
+    tensor_parallel=st.sampled_from([1, 2, 3]),
+    block=st.sampled_from([1, 4]),
+)
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+multiples = st.sampled_from([1, 3, 4, 6])
 
 
-def test_a_jagged_tensor_is_split_as_its_documents_are():
-    nested = torch.nested.nested_tensor([torch.arange(4), torch.arange(4, 8)], layout=torch.jagged)
-    batch = {"input_ids": nested, "cu_seq_lens_q": torch.tensor([0, 4, 8])}
-    out = split_batch(batch, ContextParallel(2, 0, layout="document_zigzag"))
-    assert out["input_ids"].values().tolist() == [0, 3, 4, 7]
+def flat_batch(lengths: list[int]) -> dict:
+    v = varlen(Segments.from_lengths([lengths]))
+    T = sum(lengths)
+    return {
+        "input_ids": torch.arange(1, T + 1)[None],
+        "labels": torch.arange(1, T + 1)[None],
+        "loss_scale": torch.ones(1, T),
+        "token_type_ids": torch.ones(1, T, dtype=torch.int64),
+        "position_ids": v.position_ids,
+        "attention_mask": None,
+        "cu_seq_lens_q": v.cu_seqlens,
+        "cu_seq_lens_k": v.cu_seqlens,
+        "max_length_q": v.max_length,
+        "max_length_k": torch.tensor(v.max_length),
+        "seq_idx": v.ids - 1,
+        "pixel_values": torch.rand(3, 4),
+        "reward": torch.arange(1.0, T + 1)[None],
+        "text": "a",
+    }
+
+
+OF_TOKENS = ("input_ids", "labels", "loss_scale", "token_type_ids", "position_ids", "seq_idx", "reward")
+
+
+@given(cps | st.none(), lengths, multiples)
+def test_nothing_real_moves_padding_is_inert_and_lengths_travel(cp, lengths, multiple):
+    batch = flat_batch(lengths)
+    out, segments = pad_documents(batch, cp, multiple=multiple, pad_token_id=7)
+    assert segments.lengths == (tuple(lengths),)
+    assert all(torch.equal(unpad(out[key], segments), batch[key][0]) for key in OF_TOKENS)
+    assert all(out[key] is batch[key] for key in ("pixel_values", "text", "attention_mask"))
+
+    pads = ~segments.keep
+    for key, fill in {"input_ids": 7, "labels": -100, "loss_scale": 0, "token_type_ids": 0, "reward": 0}.items():
+        assert (out[key][pads] == fill).all()
+    assert torch.equal(out["position_ids"], segments.position_ids)  # goes on counting: a reset would be a new document
+    sizes = out["cu_seqlens_padded"].diff()
+    assert torch.equal(out["seq_idx"][0].long(), torch.repeat_interleave(torch.arange(len(lengths)), sizes))
+    assert segments.num_padding == int(pads.sum())
+    assert segments.padding_share == segments.num_padding / pads.numel()
+    assert segments_from_batch(out) == segments
+
+    assert torch.equal(out["cu_seqlens"], segments.cu_seqlens)
+    assert out["cu_seqlens"].diff().tolist() == lengths
+    assert len(sizes) == len(lengths)  # no document is invented for the tail
+    assert torch.equal(out["cu_seq_lens_q"], out["cu_seqlens_padded"])
+    assert torch.equal(out["cu_seq_lens_k"], out["cu_seqlens_padded"])
+    assert out["max_length_q"] == int(out["max_length_k"]) == int(sizes.max())
+    assert torch.equal(cu_seqlens_of(out), out["cu_seqlens_padded"])
+
+    shared, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
+    each = math.lcm(shared, multiple)
+    assert (sizes % each == 0).all()
+    assert segments.shape[1] % whole == 0
+    least = sum(-(-n // each) * each for n in lengths)
+    assert least <= segments.shape[1] < least + math.lcm(each, whole)  # no more than it takes
+
+
+@given(cps, lengths)
+def test_padded_documents_split_and_join_and_padding_twice_is_padding_once(cp, lengths):
+    out, segments = pad_documents(flat_batch(lengths), cp)
+    shards = [split_batch(out, cp.with_rank(rank), segments=segments) for rank in range(cp.size)]
+    whole = join_shards([shard["input_ids"] for shard in shards], cp, cu_seqlens=cu_seqlens_of(shards[0]))
+    assert torch.equal(whole, out["input_ids"])
+    twice, again = pad_documents(out, cp, segments=segments)
+    assert again == segments
+    assert all(torch.equal(out[key], twice[key]) for key in out if isinstance(out[key], torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "real"),
+    [([1, 2, 3, 0, 0, 4, 5, 6], [0, 3, 5, 8], [[1, 1, 1, 0, 0, 2, 2, 2]]), ([1, 2, 3, 4, 5, 6], [0, 0, 3, 3, 6, 6], None)],
+)
+def test_documents_without_a_token_are_left_out(ids, offsets, real):
+    batch = {"input_ids": torch.tensor([ids]), "cu_seqlens": torch.tensor(offsets)}
+    out, _ = pad_documents(batch, multiple=4, segments=real and Segments.from_ids(real))
+    assert out["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]
+    assert [out[key].tolist() for key in ("cu_seqlens", "cu_seqlens_padded")] == [[0, 3, 6], [0, 4, 8]]
+
+
+def test_mrope_positions_and_a_2d_mask():
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3]]),
+        "position_ids": torch.tensor([[[0, 1, 2]], [[5, 5, 6]]]),
+        "attention_mask_2d": torch.ones(1, 3, dtype=torch.bool),
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "labels": torch.ones(1, 3, 2, dtype=torch.long),
+        "cu_seq_lens_q": torch.tensor([0, 3]),
+    }
+    out, _ = pad_documents(batch, ContextParallel(2, 0, layout="document_zigzag"))
+    assert out["position_ids"].tolist() == [[[0, 1, 2, 3]], [[5, 5, 6, 7]]]
+    assert out["attention_mask_2d"].tolist() == [[True, True, True, False]]
+    assert out["attention_mask"].tolist() == [[1, 1, 1, 0]]
+    assert out["labels"].tolist() == [[[1, 1]] * 3 + [[-100, -100]]]
+
+
+OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
+
+
+@pytest.mark.parametrize(
+    ("changed", "segments", "error", "words"),
+    [
+        ({}, None, CollateError, "Nothing says where one sequence"),
+        *(
+            (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "dense mask is not padded")
+            for shape in ((1, 1, 8, 8), (1, 8, 8))
+        ),
+        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "A sequence begins at an offset"),
+        (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "segments: got"),
+    ],
+)
+def test_what_cannot_be_padded(changed, segments, error, words):
+    with pytest.raises(error, match=words):
+        pad_documents({"input_ids": torch.zeros(1, 8)} | changed, ContextParallel(2, 0), segments=segments)
+
+
+def test_labels_of_whole_samples_stay():
+    for labels in (torch.tensor([1, 0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.rand(1, 5)):
+        batch = {"input_ids": torch.arange(5)[None], "labels": labels, "cu_seqlens": torch.tensor([0, 3, 5])}
+        assert pad_documents(batch, multiple=4)[0]["labels"] is labels
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("multiple", n) for n in (0, -1, 1.5, True)), *(("pad_token_id", n) for n in (1.5, True, -(1 << 63) - 1))],
+)
+def test_a_multiple_and_a_pad_id_are_whole_numbers(name, value):
+    with pytest.raises(CollateError, match=name):
+        pad_documents(flat_batch([3]), **{name: value})
+
+
+def test_more_places_than_a_batch_can_have_are_refused(monkeypatch):
+    monkeypatch.setattr(arrays, "MOST_PLACES", 128)
+    assert pad_documents(flat_batch([3, 2]), multiple=64)[1].shape == (1, 128)
+    with pytest.raises(CollateError, match="multiple: got 130 places"):
+        pad_documents(flat_batch([3, 2]), multiple=65)
