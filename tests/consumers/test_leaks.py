@@ -1,4 +1,4 @@
-"""What sizes in a config tell of leaks; the real models are in tests/integration/test_leak_sweep.py."""
+"""What sizes in a config tell of leaks; the real models are in tests/integration/test_model_sweeps.py."""
 
 from types import SimpleNamespace
 
