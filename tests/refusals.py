@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from strategies import laid_out
+from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import (
     BatchAdapter,
@@ -145,6 +146,7 @@ NO_NUMBERS = {
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "an object array": np.array([[1, None]], dtype=object),
     "a generator": (x for x in ()),
+    "a tensor by name only": causal_lower_right(3, 3),
     "uint64 that wraps": np.array([[2**64 - 1, 1, 1], [1, 1, 1]], np.uint64),
 }
 DENSE_ADAPTER = BatchAdapter(DENSE, consumer="megatron")
@@ -288,6 +290,26 @@ FLAT_ROWS = [
 ]
 """The same for flat rows of 3 and 5 tokens: settings, the words, settings as they say, and the offsets."""
 
+PADDED_ROWS = [
+    ({"pad_token_id": None}, "or pass pad_token_id=", {}, None),
+    ({"padding_free": True, "attention_mask": "4d"}, "Leave it at 'auto'", {"padding_free": True}, None),
+    ({"padding_free": True, "attention_mask": "4d"}, "or set padding_free=False", {"attention_mask": "4d"}, (2, 1, 5, 5)),
+    ({"padding_side": "left", "attention_mask": "none"}, "Use 'auto'", {"padding_side": "left"}, (2, 1, 5, 5)),
+    ({"padding_side": "left", "attention_mask": "none"}, "or pad right", {"attention_mask": "none"}, None),
+    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5)),
+    ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, None),
+    ({"sequence_multiple": 4}, "or set padding_free=True", {"padding_free": True, "sequence_multiple": 4}, None),
+]
+"""The same for rows of 3 and 5 tokens that are padded, and the shape of the mask; None: there is none."""
+
+READERS = [
+    ((LEFT, DENSE, "transformer_engine"), "(consumer='megatron')", (LEFT, DENSE, "megatron")),
+    ((PACKED, DENSE, "verl"), "padding_free=True", (FLAT, DENSE, "verl")),
+    ((LEFT, HYBRID, "torchtitan"), "Pad right", (RIGHT, HYBRID, "torchtitan")),
+    ((LEFT, DENSE, "vllm"), "Name one of them", (LEFT, DENSE, "verl")),
+]
+"""The same for who reads: rows, model and consumer."""
+
 UNEXPLAINED = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]])
 UNMASKED = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]])
 PADDED, SIX = Segments([[1, 1, 1, 0, 0]]), Segments.from_lengths([6])
@@ -354,8 +376,6 @@ FOLLOWED = [
         "Pass polarity='keep'",
         lambda: derive_segments(ENCODER_HOLE, pattern="bidirectional", polarity="keep").lengths == ((3,),),
     ),
-    # --- collators
-    (lambda: collate(pad_token_id=None), "or pass pad_token_id=", lambda: collate(pad_token_id=0)),
     (
         lambda: collate(ids([], [1])),
         "or pass layout=Layout(allow_empty=True)",
@@ -367,30 +387,13 @@ FOLLOWED = [
         lambda: [list(collate(UNLISTED, keys={**KEYS, "x": kind})["x"][1]) for kind in (TOKENS, SAMPLE)] == [[2, 0], [2]],
     ),
     (
-        lambda: collate(padding_free=True, attention_mask="4d"),
-        "Leave it at 'auto', or set padding_free=False",
-        lambda: collate(padding_free=True)["attention_mask"] is None and shape(collate(attention_mask="4d")) == (2, 1, 3, 3),
-    ),
-    (
         lambda: collate([IMAGES], padding_free=True),
         "its position_ids [3, L] (the model's get_rope_index), or set padding_free=False",
         lambda: (
             "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
         ),
     ),
-    (
-        lambda: collate(padding_side="left", attention_mask="none"),
-        "Use 'auto', or pad right",
-        lambda: (
-            shape(collate(padding_side="left")) == (2, 1, 3, 3) and collate(attention_mask="none")["attention_mask"] is None
-        ),
-    ),
     (lambda: collate(max_length=2), "Truncate when tokenising", lambda: collate(ids([1, 2], [4]), max_length=2)),
-    (
-        lambda: PaddingCollator(pad_token_id=0, model=DENSE),
-        "Pass consumer=",
-        lambda: shape(collate(model=DENSE, consumer="transformers")) == (2, 3),
-    ),
     (
         lambda: wrapped(ones(1, 2, attention_mask=torch.tensor([[1, 0]])), ids([1, 1])),
         "Let it build the mask from lengths",
@@ -429,30 +432,9 @@ FOLLOWED = [
         "keys={**KEYS, 'mine': TOKENS} (or SAMPLE, if it is none)",
         lambda: wrapped(MINE, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
     ),
-    (
-        lambda: collate(THREE_FIVE, padding=(2, 4)),
-        "Raise the widths",
-        lambda: collate(THREE_FIVE, padding=(2, 6))["input_ids"].shape == (2, 6),
-    ),
-    (
-        lambda: collate(THREE_FIVE, sequence_multiple=4),
-        "Leave it out, or set padding_free=True",
-        lambda: collate(THREE_FIVE, padding_free=True, sequence_multiple=4)["input_ids"].shape == (1, 12),
-    ),
     # --- consumers
     (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
     (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
-    (
-        lambda: adapted(LEFT, DENSE, "transformer_engine"),
-        "(consumer='megatron')",
-        lambda: torch.equal(adapted(LEFT)["attention_mask"], dense(LEFT, polarity="masked")),
-    ),
-    (lambda: adapted(PACKED, DENSE, "verl"), "padding_free=True", lambda: bare(flat(DENSE, "verl"))),
-    (
-        lambda: adapted(LEFT, HYBRID, "torchtitan"),
-        "Pad right",
-        lambda: adapted(RIGHT, HYBRID, "torchtitan")["attention_masks"].shape == (2, 1, 5, 5),
-    ),
     (
         lambda: adapted(HOLE, HYBRID),
         "Move the padding to one side of the tokens, or drop those tokens from the sample",
@@ -473,7 +455,6 @@ FOLLOWED = [
         "Pass model=, model_type= or needs_mask_2d=",
         lambda: BatchAdapter(consumer="megatron", needs_mask_2d=True),
     ),
-    (lambda: adapted(LEFT, DENSE, "vllm"), "Name one of them", lambda: adapted(LEFT, DENSE, "verl")),
     (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
     (
         lambda: flat(JAMBA, "transformers"),

@@ -12,22 +12,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command, agreement, editions, measure, page_of_stacks, peers, report, timing
-from benchmarks.groups import collate, dataloader, derive, growth, step
+from benchmarks import __main__ as command, agreement, editions, measure, page_of_stacks, peers, report
+from benchmarks.groups import collate, derive, growth, step
 from benchmarks.timing import Case, Contestant, Pace, Row
 
 TINY = ((2, 8),)
 ONCE = Pace(rounds=3, least=3, budget=0, turn=0)
-
-
-def test_turns_go_forwards_then_backwards_each_with_an_input_of_its_own():
-    seen, inputs = [], []
-    ones = [Contestant(name, lambda given, name=name: seen.append((name, given)), lambda: inputs.append(1) or len(inputs))
-            for name in "abc"]  # fmt: skip
-    took = timing.race(ones, ONCE)
-    assert "".join(name for name, _ in seen) == "abc" * 2 + "abc" + "cba" + "abc"  # two rounds of warm-up
-    assert len({given for _, given in seen}) == len(seen)
-    assert [len(seconds) for seconds in took.values()] == [3, 3, 3]
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
@@ -110,13 +100,6 @@ def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):
     assert ({row["group"] for row in found["rows"]}, found["torch threads"]) == ({"adapter"}, 1)
     assert found["versions"]["torch"] == torch.__version__
     assert "8x4096, right" in capsys.readouterr().out
-
-
-@pytest.mark.models
-def test_a_dataloader_of_tiny_rows():
-    pytest.importorskip("transformers")
-    case = dataloader.case("numpy", 16, 8, "left", 0)
-    assert [one.name for one in case.ready()][:2] == ["ours", "transformers Seq2Seq"]
 
 
 @pytest.mark.slow

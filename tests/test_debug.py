@@ -1,6 +1,5 @@
 """COLLATE_NPU_DEBUG=1, as a user meets it: a process with the variable set, and one without."""
 
-import logging
 import os
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, debug, wrap_collator
+from collate_npu import BatchAdapter, Segments, debug
 
 
 def process(code, on=True, tmp_path=None, *arguments):
@@ -87,6 +86,8 @@ def test_every_hazard_that_describe_names_is_said_where_the_batch_arrives():
     assert len(named) == 4
     for text in named:
         assert err.count(f"hazard in a batch as it arrives: {text}") == 1
+    assert len(re.findall(r"^collate_npu \[MainProcess \d+\] consumer megatron", err, flags=re.M)) == 1
+    assert process(HAZARD, False)[1] == ""
 
 
 WORKERS = """
@@ -119,32 +120,6 @@ def test_an_applications_own_logging_is_used_and_nothing_is_said_twice():
     assert [text.partition("]")[0] for text in said(f"import logging\n{handler}\n{once}")] == ["mine"]
     configured = f"import logging\nlogging.basicConfig(level=logging.DEBUG)\n{once}"
     assert process(configured)[1].count("the neutral form") == 1
-
-
-def test_collators_still_pickle(monkeypatch):
-    import pickle
-
-    monkeypatch.setattr(debug, "ON", True)
-    monkeypatch.setattr(debug, "say", lambda what, text: None)
-    for collate in (PaddingCollator(pad_token_id=0), wrap_collator(PaddingCollator(pad_token_id=0, attention_mask="2d"))):
-        assert pickle.loads(pickle.dumps(collate))([{"input_ids": [1, 2]}])["attention_mask_2d"].all()
-
-
-def test_a_thing_is_said_once_with_its_process_and_by_one_handler_alone(monkeypatch, capsys):
-    logger = logging.getLogger("collate_npu.said")
-    monkeypatch.setattr(debug, "_LOGGER", logger)
-    monkeypatch.setattr(debug, "_said", set())
-    for what, text in (("a", "one"), ("a", "again"), ("b", "two")):
-        debug.say(what, text)
-    assert re.fullmatch(r"(collate_npu\.said \[MainProcess \d+\] (one|two)\n){2}", capsys.readouterr().err)
-    assert not logger.propagate
-
-
-def test_what_is_off_is_never_called(monkeypatch):
-    monkeypatch.setattr(debug, "ON", False)
-    monkeypatch.setattr(debug, "say", None)
-    batch = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")([{"input_ids": [1]}])
-    BatchAdapter(needs_mask_2d=True, consumer="megatron")(batch)
 
 
 @pytest.mark.models

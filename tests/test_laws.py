@@ -197,7 +197,7 @@ def test_law_2_odd_matrices_are_never_read_wrong(B, S, unmasks):
 
 
 FILLS = ("minimum", "-inf", "-1e4")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def as_form(keep, polarity, dtype, fill="minimum", alibi=False):

@@ -113,18 +113,6 @@ def test_a_row_that_sees_nothing_spoils_no_other(dtype):
         assert torch.isfinite(gradient).all(), name
 
 
-@by_side
-@by_dtype
-@pytest.mark.parametrize("fill", ["-inf", "lowest", "lowest of float32", -1e4])
-def test_a_mask_is_read_whatever_blocks_in_it(fill, dtype, side):
-    segments = Segments.from_lengths([2, 5], 6, side)
-    values = {"-inf": -torch.inf, "lowest": torch.finfo(dtype).min, "lowest of float32": torch.finfo(torch.float32).min}
-    blocked = torch.tensor(values.get(fill, fill), dtype=torch.float64).to(dtype)
-    mask = torch.where(dense(segments), torch.zeros((), dtype=dtype), blocked)
-    assert derive_segments(mask) == segments
-    assert derive_segments(mask, polarity="bias", keep=segments.keep) == segments
-
-
 @by_dtype
 def test_masks_of_more_tokens_than_float16_counts_are_counted(dtype):
     keep = torch.ones(2, BEYOND, dtype=dtype)

@@ -171,12 +171,6 @@ def test_lists_are_what_the_code_says_of_itself():
     assert [path.name for path, text in lists.written().items() if path.read_text("utf-8") != text] == []
 
 
-def between(page: Path, name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", TEXT[page], flags=re.S)
-    assert found is not None
-    return found[1]
-
-
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
 def test_every_name_of_ours_in_the_text_is_real(page):
     """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""

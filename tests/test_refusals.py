@@ -25,6 +25,8 @@ from refusals import (
     NO_NUMBERS,
     ONE_ROW,
     PACKED,
+    PADDED_ROWS,
+    READERS,
     RIGHT,
     ROUTES,
     SHORT,
@@ -95,6 +97,19 @@ def test_what_a_flat_row_asks_for_makes_one(wrong, words, right, offsets):
     assert collate(THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
 
 
+@pytest.mark.parametrize(("wrong", "words", "right", "shape"), PADDED_ROWS)
+def test_what_padded_rows_ask_for_makes_them(wrong, words, right, shape):
+    assert words in str(said(lambda: collate(THREE_FIVE, **wrong)))
+    mask = collate(THREE_FIVE, **right)["attention_mask"]
+    assert (mask if mask is None else tuple(mask.shape)) == shape
+
+
+@pytest.mark.parametrize(("wrong", "words", "right"), READERS)
+def test_what_a_reader_asks_for_is_taken(wrong, words, right):
+    assert words in str(said(lambda: adapted(*wrong)))
+    assert adapted(*right, padding_free=right[0] is FLAT)["input_ids"].shape == right[0].shape
+
+
 @pytest.mark.parametrize("name", WORDED)
 def test_the_text_names_every_bad_row(name):
     cause, text = WORDED[name]
@@ -123,7 +138,7 @@ def with_key(key):
     return lambda x: BatchAdapter(DENSE, consumer="megatron")({"input_ids": torch.ones(2, 3), key: x})
 
 
-READERS = {
+HELD_BY = {
     "from_keep": Segments.from_keep,
     "from_ids": Segments.from_ids,
     "Segments": Segments,
@@ -135,7 +150,7 @@ READERS = {
 
 
 def test_what_holds_no_mask_is_refused_by_name():
-    pairs = product(READERS.items(), NO_NUMBERS.items())
+    pairs = product(HELD_BY.items(), NO_NUMBERS.items())
     calls = {(way, kind): partial(read, value) for (way, read), (kind, value) in pairs}
     assert list(unrefused(calls)) == []
 
@@ -154,6 +169,9 @@ HOLDERS = {
     "not contiguous": lambda x: x.t().contiguous().t(),
     "expanded": lambda x: x[:, :, None].expand(*x.shape, 2)[..., 0],
     "numpy bool": lambda x: x.bool().numpy(),
+    "uint64": lambda x: x.numpy().astype(np.uint64),
+    "bytes in another order": lambda x: x.numpy().astype(">i4"),
+    "places in another order": lambda x: x.numpy()[:, ::-1].copy()[:, ::-1],
 }
 KEEP = torch.tensor([[1, 1, 0], [1, 1, 1]])
 

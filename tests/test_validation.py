@@ -1,7 +1,6 @@
 """Arguments of public functions: whatever stands in the place of one, the call works or is refused in words."""
 
 import inspect
-from dataclasses import fields
 from typing import Literal
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, outputs, wrap_collator
 from collate_npu.collate.collators import Layout
-from collate_npu.collate.wrapping import WrappedCollator
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.masks import (
     Pattern,
@@ -33,7 +31,7 @@ from collate_npu.parallel import (
     split_tensor,
     token_rows,
 )
-from collate_npu.validation import _hints, checked, dimension, here
+from collate_npu.validation import checked, dimension, here
 
 ROWS, FLAT = Segments.from_lengths([2, 3]), Segments.from_lengths([[2, 3]])
 IDS, CP = torch.ones(2, 3, dtype=torch.int64), ContextParallel(1, 0)
@@ -199,8 +197,3 @@ def test_a_dimension_is_a_whole_number_of_any_kind(dim, kind):
     else:
         with pytest.raises(CollateError, match="2 dimensions"):
             dimension("x", torch.ones(2, 3), kind(dim))
-
-
-@pytest.mark.parametrize("kind", [PaddingCollator, WrappedCollator, Layout])
-def test_of_a_dataclass_its_fields_are_read_and_nothing_that_python_3_10_cannot_evaluate(kind):
-    assert set(_hints(kind)) == {field.name for field in fields(kind)}

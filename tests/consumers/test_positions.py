@@ -1,4 +1,4 @@
-"""Positions: who is given them, and which; that real models read them so: tests/integration/test_position_sweep.py."""
+"""Positions: who is given them, and which; that real models read them so: tests/integration/test_model_sweeps.py."""
 
 from types import SimpleNamespace
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from time import sleep
 from typing import Any
@@ -41,7 +42,7 @@ def one_step(odd: str, by: str) -> str:
         batch["loss_mask"] = torch.ones_like(batch["input_ids"])
     if odd == "raises":
         batch["attention_mask_2d"] = keep[:, 1:]
-    return said(by, batch, cp)
+    return refusal(entry, by, batch, cp)
 
 
 def is_last() -> bool:
@@ -53,9 +54,10 @@ def batch_of(width: int, *rows: list[int], **settings: Any) -> dict[str, Any]:
     return collator([{"input_ids": row} for row in rows or ROWS])
 
 
-def said(by: str, batch: dict[str, Any], cp: ContextParallel) -> str:
+def refusal(call: Callable[..., Any], *given: Any, **settings: Any) -> str:
+    """What a call says where it is refused; "" where it is not."""
     try:
-        entry(by, batch, cp)
+        call(*given, **settings)
     except CollateError as error:
         return str(error)
     return ""
@@ -92,16 +94,12 @@ def turns(usual: list[str], odd: list[str]) -> str:
     """Two rounds of the usual calls, then one of which the last rank makes the odd ones. What it says."""
     cp, keep = ContextParallel.from_group(dist.group.WORLD), torch.ones(2, 8 * dist.get_world_size(), dtype=torch.bool)
     batch = {"input_ids": keep.long(), "attention_mask_2d": keep}
-    try:
-        for _ in range(2):
-            for name in usual:
-                entry(name, batch, cp)
-        for name in odd if is_last() else usual:
+
+    def calls() -> None:
+        for name in (*usual, *usual, *(odd if is_last() else usual), "split"):  # the last is one call later
             entry(name, batch, cp)
-        entry("split", batch, cp)  # one call later
-    except CollateError as error:
-        return str(error)
-    return ""
+
+    return refusal(calls)
 
 
 def backwards(order: list[int]) -> str:
@@ -230,11 +228,7 @@ def gives_up(seconds: float, late: float) -> str:
 def misspelt() -> str:
     """The last rank asks for a loss that does not exist. What it says."""
     cp = ContextParallel.from_group(dist.group.WORLD)
-    try:
-        gather_sequence(torch.zeros(1, 2), cp, loss="mean" if is_last() else "same")
-    except CollateError as error:
-        return str(error)
-    return ""
+    return refusal(gather_sequence, torch.zeros(1, 2), cp, loss="mean" if is_last() else "same")
 
 
 def keys_in_the_store(calls: int) -> list[int]:
@@ -271,19 +265,10 @@ def kinds_of_truth() -> dict[str, str]:
             "inputs_embeds": torch.arange(2.0 * S).view(2, S, 1).flip(0) if last else torch.arange(2.0 * S).view(2, S, 1)
         },
     }
-    said = {name: split_says({"input_ids": ids, **keys}, cp) for name, keys in odd.items()}
-    said["a table"] = split_says({"input_ids": ids, "w": keep}, cp, keys={**KEYS, "w": SAMPLE if last else TOKENS})
-    offsets = [0, S]
-    same = {"input_ids": ids[:1]}, cp.for_documents()
-    return said | {"same numbers": split_says(*same, cu_seqlens=torch.tensor(offsets).int().numpy() if last else offsets)}
-
-
-def split_says(batch: dict[str, Any], cp: ContextParallel, **settings: Any) -> str:
-    try:
-        split_batch(batch, cp, **settings)
-    except CollateError as error:
-        return str(error)
-    return ""
+    said = {name: refusal(split_batch, {"input_ids": ids, **keys}, cp) for name, keys in odd.items()}
+    said["a table"] = refusal(split_batch, {"input_ids": ids, "w": keep}, cp, keys={**KEYS, "w": SAMPLE if last else TOKENS})
+    offsets = torch.tensor([0, S]).int().numpy() if last else [0, S]
+    return said | {"same numbers": refusal(split_batch, {"input_ids": ids[:1]}, cp.for_documents(), cu_seqlens=offsets)}
 
 
 def gives_up_first(seconds: float) -> list[Any]:

@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -502,38 +502,27 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parse.add_argument("--cases", type=int, default=200)
     parse.add_argument("--seed", type=int, default=0)
-    parse.add_argument("--kind")
-    parse.add_argument("--option")
-    parse.add_argument("--wrapper")
-    parse.add_argument("--side")
-    parse.add_argument("--verbose", action="store_true")
-    told = parse.parse_args()
-    fixed = {name: value for name in ("kind", "option", "wrapper", "side") if (value := getattr(told, name))}
-    table, skipped, refused = defaultdict(Counter), Counter(), Counter()
-    for n in range(told.cases):
-        case = drawn(told.seed * 100_000 + n, **fixed)
+    for name in ("kind", "option", "wrapper", "side"):
+        parse.add_argument(f"--{name}")
+    given = vars(parse.parse_args())
+    first, cases = given.pop("seed") * 100_000, given.pop("cases")
+    table, whys = Counter(), Counter()
+    for n in range(first, first + cases):
+        case = drawn(n, **{name: value for name, value in given.items() if value})
         try:
             found = judged(case)
         except SkippedError as why:
-            skipped[str(why)] += 1
+            whys["skipped", str(why)] += 1
             continue
         for door, (what, why) in found.items():
-            table[case.kind, door][what] += 1
-            if what == "refused" and found["plain"][0] == "right":
-                refused[case.kind, door, " ".join(why.split())[:200]] += 1
-                table[case.kind, door]["refused, plain right"] += 1
+            needless = what == "refused" and found["plain"][0] == "right"
+            table[case.kind, door, what + ", plain right" * needless] += 1
+            whys["refused", door, " ".join(why.split())[:200]] += needless
         if bad := harm(found):
             print(case, found["plain"][0], {door: " ".join(why.split())[:300] for door, why in bad.items()}, flush=True)
-    columns = ("right", "refused", "refused, plain right", "wrong", "raised")
-    print(f"{'':28}", *(f"{name:>22}" for name in columns))
-    for (kind, door), counts in sorted(table.items()):
-        print(f"{kind:16} {door:10} ", *(f"{counts[name]:22}" for name in columns))
-    print(f"skipped {sum(skipped.values())}")
-    for (kind, door, why), times in refused.most_common():
-        print(f"{times:4} {kind} {door}: {why}")
-    if told.verbose:
-        for why, times in skipped.most_common(60):
-            print(f"{times:4} {why}")
+    for row, times in [*sorted(table.items()), *whys.most_common()]:
+        if times:
+            print(f"{times:5} {', '.join(row)}")
 
 
 if __name__ == "__main__":

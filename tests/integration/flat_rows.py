@@ -10,8 +10,16 @@ from transformers.masking_utils import flash_attention_mask
 
 from collate_npu import PaddingCollator, Segments
 from collate_npu.segments import of_keep
-from collate_npu.testing import tiny_model
+from collate_npu.testing import hybrid_model_types, tiny_model
 
+HERE = hybrid_model_types()
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid")
+KDA = ("kimi_linear", "bailing_hybrid")
+MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
+CONVOLUTION = ("lfm2", "lfm2_moe")
+EXACT = [name for name in (*GATED_DELTA, *KDA, *MAMBA_2, *CONVOLUTION) if name in HERE]
+"""Hybrid families whose packed rows are exact, by reading and by running each of transformers 5.23."""
+MIXED = sorted(set(HERE) - set(EXACT))
 PAD = 256
 RIGHT, WRONG = 1e-4, 0.5
 ROWS = {

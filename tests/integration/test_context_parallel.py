@@ -36,7 +36,7 @@ def config(**fields: object) -> SimpleNamespace:
 
 
 DENSE = config(layer_types=["full_attention"] * 2, _attn_implementation="sdpa")
-LEFT = Segments.from_lengths([3, 8], side="left")
+RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
 right_padded = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(lambda n: Segments.from_lengths(n, width=8))
 
 
@@ -74,29 +74,23 @@ def test_what_is_in_the_batch_already_stays():
     assert all(torch.equal(ready[key], mine[key]) for key in mine)
 
 
+LEFT = Segments.from_lengths([3, 8], side="left")
+HOLED = Segments.from_keep([[1, 0, 1, 1, 1, 1, 1, 1]])
+
+
 @pytest.mark.parametrize(
-    ("segments", "why"),
+    ("batch", "why"),
     [
-        (LEFT, "padding stands on the left"),
-        (Segments.from_lengths([[3, 5]]), "several sequences"),
-        (Segments.from_keep([[1, 0, 1, 1, 1, 1, 1, 1]]), "before or between"),
+        (batch_of(LEFT), "padding stands on the left"),
+        (batch_of(LEFT, attention_mask=None, attention_mask_2d=LEFT.keep), "padding stands on the left"),
+        (batch_of(Segments.from_lengths([[3, 5]]), attention_mask=None, position_ids=RESTARTING), "several sequences"),
+        (batch_of(HOLED), "before or between"),
     ],
 )
 @pytest.mark.parametrize("backend", ["torch", "deepspeed"])
-def test_a_batch_that_needs_a_mask_is_refused(segments, why, backend):
+def test_a_batch_that_needs_a_mask_is_refused(batch, why, backend):
     with pytest.raises(UnsupportedFormError, match=why):
-        ready_batch(batch_of(segments), size=2, segments=segments, backend=backend)
-
-
-def test_the_truth_is_found_in_the_mask_the_2d_mask_or_the_positions():
-    for masks in ({}, {"attention_mask": None, "attention_mask_2d": LEFT.keep}):
-        with pytest.raises(UnsupportedFormError, match="on the left"):
-            ready_batch(batch_of(LEFT, **masks), size=2)
-    packed = {"input_ids": torch.zeros(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
-    with pytest.raises(UnsupportedFormError, match="several sequences"):
-        ready_batch(packed, size=2)
-    with pytest.raises(AmbiguousMaskError, match="describe no same tokens"):
-        ready_batch({**packed, "attention_mask": torch.ones(1, 1, 8, 8)}, size=2)
+        ready_batch(batch, size=2, backend=backend)
 
 
 def test_widths():

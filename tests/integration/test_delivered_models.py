@@ -1,5 +1,7 @@
 """Delivery on transformers' own models: right hand-overs pass, each wrong one is told by the names of the layers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -77,25 +79,32 @@ def test_an_encoder_sees_both_sides_and_no_padding(side):
             check_delivery(model, bare(batch, dense(truth)), segments=truth)
 
 
-NOTHING = "told nothing: .*from padding"
-# What is handed over -> what the error says of a hybrid model on sdpa, padded left.
+NOTHING, RULE, ATTENTION = "told nothing: .*from padding", "layers.0.linear_attn", "self_attn"
 WRONG = {
-    "a bare 4D": (lambda truth: (dense(truth), {}), NOTHING),
-    "a bare additive 4D": (lambda truth: (dense(truth, polarity="bias"), {}), NOTHING),
-    "a 4D of the other polarity": (lambda truth: (dense(truth, polarity="masked"), {}), "attends padding"),
-    "a 4D with the 2D as a keyword": (lambda truth: (dense(truth), {"attention_mask_2d": truth.keep}), NOTHING),
-    "the 2D under a name that nothing reads": (lambda truth: (None, {"attention_mask_2d": truth.keep}), NOTHING),
+    "a bare 4D": ("sdpa", lambda truth: (dense(truth), {}), NOTHING, RULE),
+    "a bare additive 4D": ("sdpa", lambda truth: (dense(truth, polarity="bias"), {}), NOTHING, RULE),
+    "a 4D of the other polarity": ("sdpa", lambda truth: (dense(truth, polarity="masked"), {}), "attends padding", RULE),
+    "a 4D, the 2D as a keyword": ("sdpa", lambda truth: (dense(truth), {"attention_mask_2d": truth.keep}), NOTHING, RULE),
+    "a name that nothing reads": ("sdpa", lambda truth: (None, {"attention_mask_2d": truth.keep}), NOTHING, RULE),
+    "numbers for True and False": ("eager", lambda truth: (dense(truth), {}), "told mask .*attends padding", ATTENTION),
+    "a 2D of other tokens": (
+        "sdpa",
+        lambda truth: (truth.keep.roll(1, 1).long(), {}),
+        "is real, and counts for nothing",
+        RULE,
+    ),
 }
+"""What is handed over to a hybrid model, padded left -> what the error says, and the layers that it names."""
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_each_wrong_hand_over_names_its_layers(wrong):
-    model, batch = model_of("qwen3_next"), wire()
-    handed, said = WRONG[wrong]
+    attn, handed, said, layer = WRONG[wrong]
+    model, batch = model_of("qwen3_next", attn), wire()
     mask, more = handed(truth_of(batch))
     with pytest.raises(CollateError, match=said) as error:
-        check_delivery(model, bare(batch, mask, **more))
-    assert "layers.0.linear_attn" in str(error.value)
+        check_delivery(model, bare(batch, mask, **more), segments=truth_of(batch))
+    assert layer in str(error.value)
 
 
 @pytest.mark.skipif(VERSION < (5, 13), reason="a mapping of masks needs transformers 5.13")
@@ -112,13 +121,6 @@ def test_a_mapping_is_right_only_where_both_parts_are():
     masks = {"full_attention": None, "linear_attention": truth_of(batch).keep}
     with pytest.raises(CollateError, match=r"self_attn: .*row 0 attends"):
         check_delivery(eager, bare(batch, masks), segments=truth_of(batch))
-
-
-def test_a_2d_mask_of_other_tokens_is_told():
-    model, batch = model_of("lfm2" if transformers.__version__ >= "5" else "qwen3_next"), wire()
-    truth = truth_of(batch)
-    with pytest.raises(CollateError, match="is real, and counts for nothing"):
-        check_delivery(model, bare(batch, truth.keep.roll(1, dims=1).long()), segments=truth)
 
 
 def test_the_layers_of_a_vision_tower_are_not_asked():
@@ -165,16 +167,6 @@ def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
         check_delivery(model, batch)
 
 
-def test_a_layer_whose_numbers_change_shows_alone_only():
-    """Told right, and wrong all the same."""
-    model = model_of("qwen3_next")
-    batch = BatchAdapter(model)(wire())
-    model.model.norm.register_forward_hook(lambda layer, args, out: out.roll(1, dims=2) if len(out) > 1 else out)
-    check_delivery(model, batch)
-    with pytest.raises(CollateError, match="relative error of the logits"):
-        check_delivery(model, batch, alone=True)
-
-
 @pytest.mark.parametrize("lengths", [[3, 5], [[3, 5]]])
 def test_segments_of_another_batch_prove_nothing(lengths):
     batch = {"input_ids": torch.tensor([[257, 257, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
@@ -204,12 +196,6 @@ def test_positions_that_are_wrong_are_told(name):
     if name == "gpt2":  # it embeds the place where nobody counts
         with pytest.raises(CollateError, match="has position"):
             check_delivery(model, {key: value for key, value in right.items() if key != "position_ids"})
-
-
-def test_true_and_false_are_numbers_to_eager():
-    model, batch = model_of("qwen3", "eager"), wire()
-    with pytest.raises(CollateError, match=r"told mask .*attends padding"):
-        check_delivery(model, bare(batch, dense(truth_of(batch))), segments=truth_of(batch))
 
 
 def headless(kind):
@@ -311,12 +297,6 @@ def test_what_is_embedded_by_place_and_by_a_name():
     check_delivery(model, BatchAdapter(model)(wire("right")), alone=True)
 
 
-def test_the_packed_batch_of_a_model_with_windows():
-    model = model_of("mistral")
-    flat = PaddingCollator(model=model, padding_free=True)(ROWS)
-    check_delivery(model, BatchAdapter(model, padding_free=True)(flat))
-
-
 @pytest.mark.parametrize("width", [3, 34])
 def test_an_encoder_beside_its_decoder(width):
     if VERSION < (5, 0):
@@ -387,3 +367,33 @@ def test_a_collator_that_was_replaced_is_told(tmp_path):
     trainer.data_collator = transformers.DataCollatorForSeq2Seq(TOKENIZER)
     with pytest.raises(CollateError, match="DataCollatorForSeq2Seq"):
         trainer.train()
+
+
+# --- the Trainer's callback looks at what it is given before the first step
+
+OURS = PaddingCollator(pad_token_id=0, consumer="transformers")
+
+
+def begins(callback, loader=None, *, compiled=False, model=None):
+    args = SimpleNamespace(torch_compile=True) if compiled else SimpleNamespace()
+    callback.on_train_begin(
+        args, None, None, model=torch.nn.Linear(1, 1) if model is None else model, train_dataloader=loader
+    )
+
+
+def test_another_collator_is_refused_as_what_is_none_and_one_around_it_is_not():
+    with pytest.raises(CollateError, match="int"):
+        DeliveryCallback(3)
+    wrapped = SimpleNamespace(data_collator=SimpleNamespace(data_collator=OURS))
+    for found in (OURS, wrapped):
+        begins(DeliveryCallback(OURS), SimpleNamespace(collate_fn=found))
+    with pytest.raises(CollateError, match="another function"):
+        begins(DeliveryCallback(OURS), SimpleNamespace(collate_fn=list))
+
+
+def test_compiled_models_are_refused():
+    with pytest.raises(CollateError, match="compiled"):
+        begins(DeliveryCallback(), compiled=True)
+    with pytest.raises(CollateError, match="compiled"):
+        begins(DeliveryCallback(), model=torch.compile(torch.nn.Linear(1, 1)))
+    begins(DeliveryCallback())

@@ -156,17 +156,6 @@ def test_one_row_of_places_is_that_of_all_rows(family, first, side):
         assert float((mine - reference).norm() / reference.norm()) <= 1e-4
 
 
-def test_a_prompt_of_one_length_generates_as_without_us():
-    """`generate` makes None of a mask of ones, which GRPO with `adapt` meets wherever all prompts are of one length."""
-    model, ids = model_of("qwen3_next"), torch.arange(12).view(2, 6)
-    for keep in (torch.ones_like(ids), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])):
-        prompt = {"input_ids": ids, "attention_mask": keep, "max_new_tokens": 3, "do_sample": False}
-        before = model.generate(**prompt)
-        handle = adapt(model)
-        assert torch.equal(model.generate(**prompt), before)
-        handle.remove()
-
-
 def test_a_mask_of_the_models_own_window_is_taken():
     model, segments = model_of("mistral"), Segments.from_lengths([12, 9], side="left")
     rows = [{"input_ids": list(range(1, n + 1)), "labels": list(range(1, n + 1))} for n in (12, 9)]

@@ -9,8 +9,23 @@ from rotation import rotating
 from strategies import laid_out, marked
 
 pytest.importorskip("transformers")
-from flat_rows import FORGOTTEN, PAD, RIGHT, ROWS, WRONG, alone, built, errors, ours, places, samples, without
-from hybrids import EXACT, GATED_DELTA, KDA
+from flat_rows import (
+    EXACT,
+    FORGOTTEN,
+    GATED_DELTA,
+    KDA,
+    PAD,
+    RIGHT,
+    ROWS,
+    WRONG,
+    alone,
+    built,
+    errors,
+    ours,
+    places,
+    samples,
+    without,
+)
 from transformers import DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery

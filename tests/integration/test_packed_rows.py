@@ -12,8 +12,22 @@ from rotation import rotating
 from strategies import packed_lengths, sides
 
 pytest.importorskip("transformers")
-from flat_rows import BY_OFFSETS, PAD, RIGHT, WRONG, alone, built, errors, outcome, samples
-from hybrids import EXACT, GATED_DELTA, HERE, KDA, MIXED
+from flat_rows import (
+    BY_OFFSETS,
+    EXACT,
+    GATED_DELTA,
+    HERE,
+    KDA,
+    MIXED,
+    PAD,
+    RIGHT,
+    WRONG,
+    alone,
+    built,
+    errors,
+    outcome,
+    samples,
+)
 from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

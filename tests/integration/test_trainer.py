@@ -10,7 +10,7 @@ from text import sample_ids  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 from watching import received_masks  # noqa: E402
 
-from collate_npu import BatchAdapter, PaddingCollator, Pattern, check_delivery, wrap_collator  # noqa: E402
+from collate_npu import BatchAdapter, PaddingCollator, Pattern  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
 
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos
@@ -91,26 +91,6 @@ def test_losses_and_predictions_are_those_of_the_samples_alone(name, side, tmp_p
 @torch.no_grad()
 def check_alone(model, logits, ids):
     assert (logits - model(input_ids=torch.tensor([ids])).logits[0]).abs().max() < 1e-4
-
-
-LEFT = byte_tokenizer(padding_side="left", pad_is_eos=False)
-INNER = {
-    "DataCollatorForSeq2Seq": transformers.DataCollatorForSeq2Seq(LEFT, padding=True),
-    "DataCollatorWithPadding": transformers.DataCollatorWithPadding(LEFT),
-    "DataCollatorForLanguageModeling": transformers.DataCollatorForLanguageModeling(LEFT, mlm=False),
-}
-
-
-@pytest.mark.parametrize("kind", INNER)
-def test_wrapped_collators_reach_the_layers(kind, name):
-    model = tiny_model(name, vocab_size=len(LEFT))
-    features = [{"input_ids": ids} | ({"labels": list(ids)} if kind == "DataCollatorForSeq2Seq" else {}) for ids in IDS[:4]]
-    batch = wrap_collator(INNER[kind], model=model)(features)
-    check_delivery(model, batch)
-    with torch.no_grad():
-        logits = model(**batch).logits
-    for row, ids in zip(logits, IDS):
-        check_alone(model, row[-len(ids) :], ids)
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

@@ -284,29 +284,3 @@ def test_orpo_joins_rows_behind_its_collator(tmp_path):
     rows = list(trainer.train_dataset)
     error, compared = seen.error([row[f"{key}_input_ids"] for row in rows for key in ("chosen", "rejected")])
     assert (compared, error < RIGHT) == (4, True)
-
-
-# --- adapt itself
-
-
-def test_generation_passes_and_the_hook_comes_off():
-    model = build("qwen3_next").eval()
-    prompts = {"input_ids": torch.tensor([[PAD, 5, 6], [3, 4, 5]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
-    before = model.generate(**prompts, max_new_tokens=4, do_sample=False)
-    hook = adapt(model)
-    assert torch.equal(model.generate(**prompts, max_new_tokens=4, do_sample=False), before)
-    with pytest.raises(CollateError, match="No key says which tokens are padding"):
-        model(input_ids=prompts["input_ids"])
-    hook.remove()
-    model(input_ids=prompts["input_ids"])
-
-
-def test_positional_arguments_reach_the_adapter():
-    model = build("gpt2").eval()
-    ids, keep = torch.tensor([[PAD, 5, 6], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    alone = model(torch.tensor([[5, 6]])).logits[0]
-    off = model(ids, attention_mask=keep).logits[0, 1:] - alone
-    adapt(model)
-    on = model(ids, attention_mask=keep).logits[0, 1:] - alone
-    assert off.abs().max() > 0.1
-    assert on.abs().max() < 1e-4

@@ -72,39 +72,6 @@ def without_mask(kwargs):
     return kwargs | {"attention_mask": None}
 
 
-def turned(kwargs):
-    return kwargs | {"attention_mask": None if kwargs.get("attention_mask") is None else kwargs["attention_mask"] == 0}
-
-
-def all_ones(kwargs):
-    return kwargs | {"attention_mask": torch.ones_like(kwargs["attention_mask"])}
-
-
-TRANSFORMERS = {
-    "recurrent layers lose the mask": ("qwen3_next", "linear_attn", without_mask),
-    "recurrent layers get ones": ("qwen3_next", "linear_attn", all_ones),
-    "recurrent layers get it turned round": ("qwen3_next", "linear_attn", turned),
-    "one recurrent layer alone loses it": ("qwen3_next", "0.linear_attn", without_mask),
-    "attention loses the mask": ("qwen3_next", "self_attn", without_mask),
-    "attention gets it turned round": ("llama", "self_attn", turned),
-    "attention of one layer loses the mask": ("llama", "1.self_attn", without_mask),
-    "convolutions lose the mask": ("lfm2", "0.conv", without_mask),
-    "scans lose the mask": ("bamba", "mamba", without_mask),
-}
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=TOLD) if "convolutions" in each else each for each in TRANSFORMERS]
-)
-def test_layers_of_transformers_that_lose_a_fact(fault):
-    family, layers, change = TRANSFORMERS[fault]
-    model = replaced(tiny_model(family, vocab_size=64), layers, change)
-    with watch(say=False) as seen:
-        model(**LEFT)
-    assert seen.faults
-    assert all(layers in each.layer for each in seen.faults), seen.faults
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_a_window_that_a_dense_mask_loses(family, attention):

@@ -14,11 +14,12 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, twinkle
 from collate_npu.integrations.megatron import experts, mcore_bridge, packed
 from collate_npu.integrations.swift import masks as swift_masks
-from collate_npu.integrations.twinkle import stages
 from collate_npu.integrations.twinkle.stages import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
-LEFT, PACKED = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([[2, 3]])
+RIGHT, LEFT = (Segments.from_lengths([2, 3], side=side) for side in ("right", "left"))
+PACKED = Segments.from_lengths([[2, 3]])
+BATCH = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long()}
 
 
 def refused(text):
@@ -36,66 +37,33 @@ def local(**config):
 # --- Megatron's own models
 
 
-@pytest.mark.parametrize("config", [{}, {"sequence_parallel": False}, {"sequence_parallel": True}])
-@pytest.mark.parametrize("there", [True, False])
-def test_ranks_that_are_not_told_are_megatrons_and_agree_on_the_batch(monkeypatch, config, there):
-    cp, seen = ContextParallel(1, 0) if there else None, []
-    monkeypatch.setattr(megatron, "megatron_ranks", lambda *, shared: seen.append(shared) or cp)
-    monkeypatch.setattr(megatron, "ranks_agree", lambda *told, call: seen.append((*told, call)) or nullcontext())
-    batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long()}
-    assert megatron.gpt_batch(batch, local(**config))[1] == LEFT
-    assert seen == [config.get("sequence_parallel", False)] + [(cp, "split")] * there
-
-
-def test_the_name_of_a_model_is_refused_as_such():
-    with pytest.raises(CollateError, match=r"from_pretrained\('Qwen/Qwen3'\)"):
-        megatron.gpt_batch({}, "Qwen/Qwen3")
-    with pytest.raises(CollateError, match="SimpleNamespace"):
-        megatron.gpt_batch({"input_ids": torch.ones(1, 3).long()}, SimpleNamespace(num_moe_experts=None))
-
-
 @pytest.mark.parametrize(
     ("given", "handed_on"), [([[0, 1, 2], [0, 1, 2]], LEFT.position_ids.tolist()), ([[0, 5, 6]] * 2,) * 2]
 )
 def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(given, handed_on):
-    batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long(), "position_ids": torch.tensor(given)}
+    batch = {**BATCH, "position_ids": torch.tensor(given)}
     inputs, _ = megatron.gpt_batch(batch, local(), context_parallel=ContextParallel(1, 0))
     assert inputs["position_ids"].tolist() == handed_on
 
 
-def test_layers_that_do_not_part_sequences_are_looked_for_where_a_flat_row_has_several(monkeypatch):
-    monkeypatch.setattr(megatron, "_refuse_flat", lambda model: None)
+@pytest.mark.parametrize(
+    ("name", "home", "said"),
+    [
+        ("Qwen3_5MoeGatedDeltaNet", "mcore_bridge.model", "USE_MCORE_GDN"),
+        ("Qwen3_5MoeGatedDeltaNet", "transformers", ""),
+        ("Other", "mcore_bridge", ""),
+    ],
+)
+def test_layers_that_do_not_part_sequences_are_refused(monkeypatch, name, home, said):
     monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
-    kinds = (
-        ("Qwen3_5MoeGatedDeltaNet", "mcore_bridge.model"),
-        ("Qwen3_5MoeGatedDeltaNet", "transformers"),
-        ("Other", "mcore_bridge"),
-    )
-    for name, home in kinds:
-        model = type(name, (nn.Module,), {"__module__": home})()
-        megatron._flat({}, Segments.from_lengths([5]), model, None)
-        with refused("USE_MCORE_GDN" if (name, home) == kinds[0] else None):
-            megatron._flat({}, PACKED, model, None)
+    with refused(said):
+        mcore_bridge.refuse_unseparated([type(name, (nn.Module,), {"__module__": home})()])
 
 
-def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows(monkeypatch):
-    """Of a model of Megatron's, and in ms-swift's trainer."""
-    monkeypatch.setattr(mcore_bridge, "masks_padding", lambda model_type: True)
-    trainer = SimpleNamespace(args=SimpleNamespace(attention_backend="local"), kernel="megatron", npu=False)
-    model, wants = local(linear_attention_freq=2), swift_masks.TrainerMasks._wants_dense
-    assert (megatron._kernel(model, LEFT), wants(trainer, LEFT, recurrent=True)) == ("megatron", True)
-    for asked in (lambda: megatron._kernel(model, PACKED), lambda: wants(trainer, PACKED, recurrent=True)):
-        with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-            asked()
-
-
-@pytest.mark.parametrize(("config", "stops"), [({}, False), ({"bias": False}, False), ({"bias": True}, True)])
-def test_routers_without_an_expert_bias_take_the_mask(monkeypatch, config, stops):
-    router = type("TopKRouter", (nn.Module,), {"_apply_expert_bias": None})
-    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", SimpleNamespace(TopKRouter=router))
-    model = router()
-    model.config = SimpleNamespace(**{f"moe_router_enable_expert_{name}": value for name, value in config.items()})
-    assert experts._stops_at_mask(model) == stops
+def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
+    mcore_bridge.refuse_unmaskable(LEFT)
+    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
+        mcore_bridge.refuse_unmaskable(PACKED)
 
 
 @pytest.mark.parametrize(
@@ -131,36 +99,16 @@ def test_megatrons_tensor_parallel_ranks_count_where_they_share_a_row(
     assert (cp and (cp.size, cp.tensor_parallel)) == held
 
 
-def test_every_sequence_that_ranks_cannot_share_out_is_named():
-    packed._check_shared_out((0, 3), None)
-    with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
-        packed._check_shared_out((0, 4, 5, 7), ContextParallel(2, 0).for_documents())
-
-
-def test_offsets_of_a_flat_row_are_judged_as_a_call_on_the_whole_row(monkeypatch):
-    kind, judged = make_dataclass("PackedSeqParams", ["cu_seqlens_q"]), []
+def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
+    kind = make_dataclass("PackedSeqParams", ["cu_seqlens_q"])
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", SimpleNamespace(PackedSeqParams=kind))
-    monkeypatch.setattr(packed, "say_call", lambda name, fields, *, B, T, segments, **_: judged.append((B, T, segments)))
-    packed.packed_seq_params(PACKED, context_parallel=ContextParallel(1, 0))
-    assert judged == [(1, 5, PACKED)]
+    row = Segments.from_lengths([[4, 1, 2]])
+    assert packed.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
+    with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
+        packed.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
 
 
 # --- mcore-bridge
-
-
-def test_padding_is_zeroed_in_the_first_argument_alone():
-    keep, hidden = torch.tensor([[0, 1, 1], [1, 1, 0]]), torch.ones(3, 2, 4)  # [S, B, H]
-    config = SimpleNamespace(sequence_parallel=False)
-    out, more = megatron.mcore_bridge._zero_padding(keep, config, None, (hidden, "more"))
-    assert torch.equal(out[..., 0].T, keep.float())
-    assert more == "more"
-
-
-@pytest.mark.parametrize(("padded", "actual"), [([0, 3], None), (None, [0, 3]), ([0, 3], [0, 2])])
-def test_offsets_that_mcore_bridge_finds_none_in_are_refused(padded, actual):
-    offsets = [None if each is None else torch.tensor(each) for each in (padded, actual)]
-    with pytest.raises(CollateError, match=r"got \[0, 3\]"):
-        mcore_bridge._resolved(lambda *_, cp_size: None, *offsets, 4)
 
 
 @pytest.mark.parametrize("mended", [True, False])
@@ -175,26 +123,6 @@ def test_a_multimodal_forward_that_is_mended_and_has_the_keys_drops_no_mask(monk
 # --- ms-swift
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "on_meta"),
-    [((2, 3, 3), torch.bool, True), ((2, 3, 3), None, False)]
-    + [(shape, torch.bool, False) for shape in ((2, 3, 4), (3, 3, 4), (3, 3), (3, 2, 3, 3))],
-)
-def test_squares_of_bools_alone_take_no_memory_in_a_template(shape, dtype, on_meta):
-    build = lambda: torch.ones(shape, dtype=dtype)  # noqa: E731
-    with swift._OnMeta(build.__code__):
-        assert build().is_meta == on_meta
-        assert not torch.ones(shape, dtype=dtype).is_meta
-
-
-@pytest.mark.parametrize(("width", "before", "after"), [(7, None, "made"), (None, None, None), (7, "own", "own")])
-def test_sequences_of_a_flat_row_are_numbered_once_its_width_is_there(width, before, after):
-    params = SimpleNamespace(total_tokens=width, seq_idx=before, __post_init__=lambda: setattr(params, "seq_idx", "made"))
-    args = SimpleNamespace(padding_free=True, context_parallel_size=1)
-    swift._Trainers(None).prepare_batch(lambda *_: {"packed_seq_params": params}, args, {})
-    assert params.seq_idx == after
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
     watched = []
@@ -205,24 +133,6 @@ def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatc
     prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
     swift_masks.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
     assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
-
-
-@pytest.mark.parametrize(
-    ("npu", "backend", "ranks", "mode", "said"),
-    [
-        (False, "flash", 1, "contiguous", ""),
-        (False, "flash", 2, "zigzag", ""),
-        (False, "flash", 2, "contiguous", "cp_partition_mode: got contiguous"),
-        (True, "flash", 1, "zigzag", "mlp_padding_free needs a dense mask"),
-        (True, "local", 1, "zigzag", ""),
-    ],
-)
-def test_mlp_padding_free_gets_a_dense_mask_where_its_readers_cut_it_right(npu, backend, ranks, mode, said):
-    args = SimpleNamespace(mlp_padding_free=True, attention_backend=backend)
-    args.context_parallel_size, args.cp_partition_mode = ranks, mode
-    trainer = SimpleNamespace(args=args, kernel="megatron", npu=npu)
-    with refused(said):
-        assert swift_masks.TrainerMasks._wants_dense(trainer, LEFT, recurrent=False)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -280,46 +190,67 @@ def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, varia
 
 def by_megatron(home, **fields):
     config = {key: fields.pop(key) for key in ("sequence_parallel",) if key in fields}
-    model = type("GPTModel", (nn.Module,), {"__module__": home, **fields})()
-    model.config = SimpleNamespace(**config)
-    return megatron._passed_on({"padding_mask": torch.ones(1)}, model)
+    model = type("GPTModel", (nn.Sequential,), {"__module__": home, **fields})(*local())
+    model.config = SimpleNamespace(num_moe_experts=4, linear_attention_freq=None, **config)
+    return megatron.gpt_batch(BATCH, model, context_parallel=ContextParallel(1, 0))[0]
 
 
-def by_swift(info, sequence_parallel, ranks):
-    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=ranks)
+def by_swift(npu=False, backend="flash", mode="zigzag", info=None, sequence_parallel=False, ranks=1, shared=1, mlp=False):
+    """Through ms-swift's masks of a trainer with these arguments."""
+    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=shared, attention_backend=backend)
     args.model_info = None if info is None else SimpleNamespace(**info)
-    adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
-    trainer = SimpleNamespace(args=args, cp=None, adapter=adapter, _wants_dense=lambda *_, recurrent: False)
-    return swift_masks.TrainerMasks.add(trainer, {"input_ids": torch.ones(2, 3)}, LEFT)
+    args.mlp_padding_free, args.context_parallel_size, args.cp_partition_mode = mlp, ranks, mode
+    trainer = swift_masks.TrainerMasks.__new__(swift_masks.TrainerMasks)
+    trainer.args, trainer.cp, trainer.kernel, trainer.npu = args, None, "megatron", npu
+    trainer.adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
+    return trainer.add({"input_ids": torch.ones(2, 3)}, RIGHT)
 
 
-def by_twinkle(ranks, **config):
-    adapter = SimpleNamespace(with_segments=lambda batch: ({"attention_mask": None}, Segments.from_lengths([2, 3])))
-    routed = Stages(processor(), (), local(num_moe_experts=4, **config), False)._routed
-    return routed({SEGMENT_KEY: LEFT.ids}, adapter, ContextParallel(1, 0, tensor_parallel=ranks), npu=False)
-
-
-CORE, ON, OFF = "megatron.core", {"sequence_parallel": True}, {"sequence_parallel": False}
-SHARED, WHOLE, EXPERTS = {"padding_mask": True}, {"padding_mask": False}, {"is_moe_model": True}
+CORE, ON = "megatron.core", {"sequence_parallel": True}
+SHARED, WHOLE, EXPERTS = True, False, {"is_moe_model": True}
 ROUTERS = [
-    (by_megatron, (CORE,), {**ON, "pre_process": True}, WHOLE),  # it shares the mask out itself
-    (by_megatron, (CORE,), ON, WHOLE), (by_megatron, (CORE,), {**ON, "pre_process": False}, SHARED),
-    (by_megatron, (CORE,), {"pre_process": False}, WHOLE),
-    (by_megatron, ("mcore_bridge.model",), {**ON, "pre_process": True}, SHARED),
-    *((by_swift, (info, True, 2), {}, {}) for info in (None, {}, {"is_moe_model": False})),
-    (by_swift, (EXPERTS, True, 2), {}, SHARED), (by_swift, (EXPERTS, True, 1), {}, WHOLE),
-    (by_swift, (EXPERTS, False, 2), {}, WHOLE), (by_twinkle, (2,), {}, WHOLE), (by_twinkle, (2,), OFF, WHOLE),
-    (by_twinkle, (2,), ON, SHARED), (by_twinkle, (1,), ON, WHOLE),
-]  # fmt: skip
+    (by_megatron, {"home": CORE, **ON, "pre_process": True}, WHOLE),  # it shares the mask out itself
+    (by_megatron, {"home": CORE, **ON}, WHOLE),
+    (by_megatron, {"home": CORE, **ON, "pre_process": False}, SHARED),
+    (by_megatron, {"home": CORE, "pre_process": False}, WHOLE),
+    (by_megatron, {"home": "mcore_bridge.model", **ON, "pre_process": True}, SHARED),
+    *((by_swift, {"info": info, **ON, "shared": 2}, None) for info in (None, {}, {"is_moe_model": False})),
+    (by_swift, {"info": EXPERTS, **ON, "shared": 2}, SHARED),
+    (by_swift, {"info": EXPERTS, **ON, "shared": 1}, WHOLE),
+    (by_swift, {"info": EXPERTS, "shared": 2}, WHOLE),
+]
+"""Who makes the batch of which settings, and whether tensor-parallel ranks share the routers' mask; None: there is none."""
 
 
-@pytest.mark.parametrize(("by", "given", "config", "told"), ROUTERS)
-def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_row(monkeypatch, by, given, config, told):
-    for room in (mcore_bridge, stages):
-        monkeypatch.setattr(room, "router_padding", lambda *given, **named: named.get("shared", given[-1]))
-        monkeypatch.setattr(room, "pass_through_forward", lambda model, batch, extras: extras)
+@pytest.fixture
+def handed_on(monkeypatch):
+    """What goes by the doors of a forward, the routers' mask as what was said of it."""
+    monkeypatch.setattr(mcore_bridge, "router_padding", lambda *given, shared: shared)
+    monkeypatch.setattr(mcore_bridge, "pass_through_forward", lambda model, batch, extras: {**batch, **extras})
     monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
-    assert by(*given, **config) == told
+
+
+@pytest.mark.usefixtures("handed_on")
+@pytest.mark.parametrize(("by", "given", "shared"), ROUTERS)
+def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_row(by, given, shared):
+    assert by(**given).get("padding_mask") == shared
+
+
+@pytest.mark.usefixtures("handed_on")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "contiguous"}, ""),
+        ({"ranks": 2}, ""),
+        ({"ranks": 2, "mode": "contiguous"}, "cp_partition_mode: got contiguous"),
+        ({"npu": True}, "mlp_padding_free needs a dense mask"),
+        ({"npu": True, "backend": "local"}, ""),
+    ],
+)
+def test_mlp_padding_free_gets_a_dense_mask_where_its_readers_cut_it_right(given, said):
+    with refused(said):
+        assert by_swift(**given, mlp=True)["attention_mask"].shape == (2, 1, 3, 3)
+    assert (by_swift(**given)["attention_mask"] is None) == (given.get("backend") != "local")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +266,6 @@ def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
 )
 def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
-    held_by = SimpleNamespace(processor=SimpleNamespace(device_mesh=mesh, framework="megatron"))
     with refused("" if held else "cp_rank None"):
-        cp = Stages.cp.fget(held_by)
+        cp = Stages(processor(device_mesh=mesh), (), None, None).cp
         assert (cp.size, cp.rank, cp.tensor_parallel) == held

@@ -3,13 +3,13 @@
 Legend: B rows, S width, L tokens of one sample.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, PAD, SIDED, Draw
-from producing import Producer, emitted, joined, placed, side_of
+from producing import Producer, emitted, joined, placed, producer, side_of
 from verdicts import Case
 
 HF, TRL = ("transformers",), ("trl>=1",)
@@ -117,15 +117,11 @@ def prompts_and_completions(draw: Draw, *, flush: bool = False) -> Case:
 
 
 def hf(name: str, *details: str, **settings: Any) -> Producer:
-    return Producer(", ".join([f"hf {name}", *details]), HF, partial(by_tokenizer, name=name, **settings), SIDED)
+    return producer(", ".join([f"hf {name}", *details]), HF, by_tokenizer, SIDED, name=name, **settings)
 
 
 def flat(name: str, *ambiguous: str, **settings: Any) -> Producer:
-    return Producer(f"hf Flattening{name}", HF, partial(flattened, **settings), FLAT, ambiguous)
-
-
-def trl(name: str, make: Any, styles: tuple[str, ...], **settings: Any) -> Producer:
-    return Producer(f"trl {name}", TRL, partial(make, **settings), styles)
+    return producer(f"hf Flattening{name}", HF, flattened, FLAT, *ambiguous, **settings)
 
 
 PRODUCERS = [
@@ -141,15 +137,15 @@ PRODUCERS = [
     flat(", offsets alone", return_position_ids=False, return_flash_attn_kwargs=True),
     flat(", seq_idx", return_seq_idx=True),
     flat(", all options", return_flash_attn_kwargs=True, return_seq_idx=True),
-    Producer("hf default_data_collator", HF, partial(fixed, collate="transformers"), ONE_SEQUENCE),
-    Producer("torch default_collate", (), partial(fixed, collate="torch"), ONE_SEQUENCE),
-    trl("SFT", sft, RIGHT),
-    trl("SFT, to 8, positions", sft, RIGHT, pad_to_multiple_of=8, return_position_ids=True),
-    trl("SFT padding free", sft, FLAT, flat=True),
-    trl("SFT padding free, to 8", sft, FLAT, flat=True, pad_to_multiple_of=8),
-    trl("SFT packed, padding free", sft, FLAT, flat=True, packed=True, return_position_ids=True),
-    trl("SFT packed, rows", sft, FLAT, packed=True, return_position_ids=True),
-    trl("DPO", preference, RIGHT),
-    trl("GRPO pads", prompts_and_completions, SIDED),
-    trl("flush_left", prompts_and_completions, SIDED, flush=True),
+    producer("hf default_data_collator", HF, fixed, ONE_SEQUENCE, collate="transformers"),
+    producer("torch default_collate", (), fixed, ONE_SEQUENCE, collate="torch"),
+    producer("trl SFT", TRL, sft, RIGHT),
+    producer("trl SFT, to 8, positions", TRL, sft, RIGHT, pad_to_multiple_of=8, return_position_ids=True),
+    producer("trl SFT padding free", TRL, sft, FLAT, flat=True),
+    producer("trl SFT padding free, to 8", TRL, sft, FLAT, flat=True, pad_to_multiple_of=8),
+    producer("trl SFT packed, padding free", TRL, sft, FLAT, flat=True, packed=True, return_position_ids=True),
+    producer("trl SFT packed, rows", TRL, sft, FLAT, packed=True, return_position_ids=True),
+    producer("trl DPO", TRL, preference, RIGHT),
+    producer("trl GRPO pads", TRL, prompts_and_completions, SIDED),
+    producer("trl flush_left", TRL, prompts_and_completions, SIDED, flush=True),
 ]

@@ -4,14 +4,13 @@ datasets under torch's own collation.
 Legend: B rows, S width.
 """
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, SIDED, Draw
 from from_collators import RIGHT, features_of
-from producing import Producer, case, emitted, keep_2d, placed, restarting
+from producing import case, emitted, keep_2d, placed, producer, restarting
 from torch.utils.data import default_collate
 from verdicts import Case
 
@@ -62,15 +61,11 @@ def indexed(draw: Draw) -> Case:
     return emitted(draw, default_collate(rows), features=rows)
 
 
-def row(name: str, needs: Any, make: Any, styles: Any, *ambiguous: str, **settings: Any) -> Producer:
-    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
-
-
 PRODUCERS = [
-    *(row(f"loader: TensorDict, {form}", TENSORDICT, padded, ONE_SEQUENCE, form=form)
+    *(producer(f"loader: TensorDict, {form}", TENSORDICT, padded, ONE_SEQUENCE, form=form)
       for form in ("plain", "locked", "lazy")),
-    *(row(f"loader: {layout} rows{', TensorDict' * held}", TENSORDICT * held, nested, SIDED, "not padded yet", layout=layout,
-          held=held) for layout in (torch.jagged, torch.strided) for held in (True, False)),
-    row("loader: Energon's own batch", ENERGON, energon, RIGHT),
-    row("loader: indexed tokens", (), indexed, ("none", "packed")),
+    *(producer(f"loader: {layout} rows{', TensorDict' * held}", TENSORDICT * held, nested, SIDED, "not padded yet",
+               layout=layout, held=held) for layout in (torch.jagged, torch.strided) for held in (True, False)),
+    producer("loader: Energon's own batch", ENERGON, energon, RIGHT),
+    producer("loader: indexed tokens", (), indexed, ("none", "packed")),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ Legend: B rows, S width.
 """
 
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, SIDED, Draw, causal, sliding
 from from_collators import EOS, FLAT, RIGHT
-from producing import Producer, case, emitted, joined, keep_2d, otherwise, placed, said, side_of, there
+from producing import case, emitted, joined, keep_2d, otherwise, placed, producer, said, side_of, there
 from verdicts import Case
 
 if there("swift"):
@@ -84,24 +84,17 @@ def swift_rswa(draw: Draw) -> Case:
     return case(draw, mask, told={**otherwise(draw, attends), "polarity": "bias"})
 
 
-def gpt(name: str, styles: tuple[str, ...], *ambiguous: str, **settings: bool) -> Producer:
-    return Producer(f"mcore GPTDataset, {name}", CORE, partial(dataset, **settings), styles, ambiguous)
-
-
-def templated(name: str, styles: tuple[str, ...], **settings: bool) -> Producer:
-    return Producer(f"swift template, {name}", SWIFT, partial(swift, **settings), styles)
-
-
+AGAINST = "positions against mask"
 PRODUCERS = [
-    gpt("reset both", FLAT, positions=True, attention=True),
-    gpt("reset attention", FLAT, positions=False, attention=True, loss=True),
-    gpt("reset positions", FLAT, "positions against mask", positions=True, attention=False),
-    gpt("plain", SIDED, "says nothing", positions=False, attention=False),
-    Producer("mcore T5 encoder", CORE, partial(t5, history=False), ONE_SEQUENCE, ("either polarity",)),
-    Producer("mcore T5 decoder", CORE, partial(t5, history=True), ONE_SEQUENCE),
-    templated("Megatron", RIGHT, megatron=True),
-    templated("transformers", SIDED, megatron=False),
-    templated("Megatron, padding free", FLAT, megatron=True, flat=True),
-    templated("padding free", FLAT, megatron=False, flat=True),
-    Producer("swift R-SWA", SWIFT, swift_rswa, ONE_SEQUENCE),
+    producer("mcore GPTDataset, reset both", CORE, dataset, FLAT, positions=True, attention=True),
+    producer("mcore GPTDataset, reset attention", CORE, dataset, FLAT, positions=False, attention=True, loss=True),
+    producer("mcore GPTDataset, reset positions", CORE, dataset, FLAT, AGAINST, positions=True, attention=False),
+    producer("mcore GPTDataset, plain", CORE, dataset, SIDED, "says nothing", positions=False, attention=False),
+    producer("mcore T5 encoder", CORE, t5, ONE_SEQUENCE, "either polarity", history=False),
+    producer("mcore T5 decoder", CORE, t5, ONE_SEQUENCE, history=True),
+    producer("swift template, Megatron", SWIFT, swift, RIGHT, megatron=True),
+    producer("swift template, transformers", SWIFT, swift, SIDED, megatron=False),
+    producer("swift template, Megatron, padding free", SWIFT, swift, FLAT, megatron=True, flat=True),
+    producer("swift template, padding free", SWIFT, swift, FLAT, megatron=False, flat=True),
+    producer("swift R-SWA", SWIFT, swift_rswa, ONE_SEQUENCE),
 ]

@@ -4,14 +4,13 @@ Legend: B rows, S width, T tokens of a flat row.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from drawing import SIDED, Draw
 from from_collators import FLAT, RIGHT
-from producing import Producer, emitted, joined, placed, side_of
+from producing import emitted, joined, placed, producer, side_of
 from verdicts import Case
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
@@ -56,16 +55,12 @@ def mm_packed(draw: Draw) -> Case:
     return emitted(draw, batch, ids=joined(features, batch["input_ids"].shape[1]), features=features, flat=True)
 
 
-def flat_rows(name: str, make: str, multiple: int, *, apart: bool = False) -> Producer:
-    return Producer(f"slime {name}", (), partial(flat, make=make, multiple=multiple, apart=apart), FLAT)
-
-
 PRODUCERS = [
-    flat_rows("flat row", "slime", 1),
-    flat_rows("flat row, to 8", "slime", 8, apart=True),
-    flat_rows("(ROLL's) flat row, each to 4", "roll_packed", 4),
-    Producer("slime bshd", (), partial(rows_of, make="bshd", multiple=4), RIGHT),
-    Producer("slime (ROLL's) padded rows", (), partial(rows_of, make="roll_padded", width=64), RIGHT),
-    Producer("slime (MindSpeed-MM's) padded rows", (), sided, SIDED),
-    Producer("slime (MindSpeed-MM's) flat row", (), mm_packed, FLAT),
+    producer("slime flat row", (), flat, FLAT, make="slime", multiple=1, apart=False),
+    producer("slime flat row, to 8", (), flat, FLAT, make="slime", multiple=8, apart=True),
+    producer("slime (ROLL's) flat row, each to 4", (), flat, FLAT, make="roll_packed", multiple=4, apart=False),
+    producer("slime bshd", (), rows_of, RIGHT, make="bshd", multiple=4),
+    producer("slime (ROLL's) padded rows", (), rows_of, RIGHT, make="roll_padded", width=64),
+    producer("slime (MindSpeed-MM's) padded rows", (), sided, SIDED),
+    producer("slime (MindSpeed-MM's) flat row", (), mm_packed, FLAT),
 ]

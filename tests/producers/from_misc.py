@@ -6,14 +6,13 @@ Legend: B rows, S width, T tokens of a flat row.
 import importlib.util
 import sys
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
 from drawing import ONE_SEQUENCE, PAD, SIDED, Draw
 from from_collators import FLAT, RIGHT, features_of
-from producing import Producer, case, emitted, joined, keep_2d, placed, restarting, said, side_of
+from producing import case, emitted, joined, keep_2d, placed, producer, restarting, said, side_of
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 from verdicts import Case
 
@@ -126,7 +125,6 @@ def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:
     size = draw.number(1, S)
     parts = {
         "document": lambda: [attention.get_document_mask_mod(positions)],
-        "fast document": lambda: [attention.get_efficient_causal_mask_mod_for_packed_document(positions)],
         "window": lambda: [attention.get_document_mask_mod(positions), attention.get_sliding_window_mask_mod(size)],
         "blocks": lambda: [attention.get_fixed_block_mask_mod(size)],
     }[mods]()
@@ -137,28 +135,23 @@ def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:
     return case(draw, mask, told=told, position_ids=positions)
 
 
-def row(name: str, needs: tuple[str, ...], make: Any, styles: Any, *ambiguous: str, **settings: Any) -> Producer:
-    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
-
-
 PRODUCERS = [
-    row("verl padded, GPU", VERL, verl_nested, RIGHT, form="engine"),
-    row("verl padded, NPU", VERL, verl_nested, RIGHT, form="engine", npu=True),
-    row("verl vision, bshd", VERL, verl_nested, RIGHT, form="bshd"),
-    row("verl vision, thd", VERL, verl_nested, RIGHT, form="thd"),
-    row("verl preprocess_bshd", VERL, verl_legacy, SIDED),
-    row("verl packed sequences", VERL, verl_packed, SIDED, "no boundaries"),
-    row("verl prompts, left", VERL, verl_rollout, ("none", "left"), side="left"),
-    row("verl prompts, right", VERL, verl_rollout, RIGHT, side="right"),
-    row("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
-    row("twinkle, Megatron", TWINKLE, twinkle, RIGHT, framework="megatron"),
-    row("twinkle, Megatron on an NPU", TWINKLE, twinkle, RIGHT, framework="megatron", npu=True),
-    row("twinkle, transformers", TWINKLE, twinkle, SIDED, framework="transformers"),
-    row("twinkle, Megatron, padding free", TWINKLE, twinkle, FLAT, framework="megatron", flat=True),
-    row("twinkle, transformers, padding free", TWINKLE, twinkle, FLAT, framework="transformers", flat=True),
-    row("torchtitan documents", TITAN, titan, FLAT, mods="document"),
-    row("torchtitan documents, BlockMask", TITAN, titan, FLAT, "no tensor", mods="document", block=True),
-    row("torchtitan documents, fast", TITAN, titan, FLAT, mods="fast document"),
-    row("torchtitan window", TITAN, titan, FLAT, mods="window"),
-    row("torchtitan fixed blocks", TITAN, titan, ("none",), mods="blocks"),
+    producer("verl padded, GPU", VERL, verl_nested, RIGHT, form="engine"),
+    producer("verl padded, NPU", VERL, verl_nested, RIGHT, form="engine", npu=True),
+    producer("verl vision, bshd", VERL, verl_nested, RIGHT, form="bshd"),
+    producer("verl vision, thd", VERL, verl_nested, RIGHT, form="thd"),
+    producer("verl preprocess_bshd", VERL, verl_legacy, SIDED),
+    producer("verl packed sequences", VERL, verl_packed, SIDED, "no boundaries"),
+    producer("verl prompts, left", VERL, verl_rollout, ("none", "left"), side="left"),
+    producer("verl prompts, right", VERL, verl_rollout, RIGHT, side="right"),
+    producer("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
+    producer("twinkle, Megatron", TWINKLE, twinkle, RIGHT, framework="megatron"),
+    producer("twinkle, Megatron on an NPU", TWINKLE, twinkle, RIGHT, framework="megatron", npu=True),
+    producer("twinkle, transformers", TWINKLE, twinkle, SIDED, framework="transformers"),
+    producer("twinkle, Megatron, padding free", TWINKLE, twinkle, FLAT, framework="megatron", flat=True),
+    producer("twinkle, transformers, padding free", TWINKLE, twinkle, FLAT, framework="transformers", flat=True),
+    producer("torchtitan documents", TITAN, titan, FLAT, mods="document"),
+    producer("torchtitan documents, BlockMask", TITAN, titan, FLAT, "no tensor", mods="document", block=True),
+    producer("torchtitan window", TITAN, titan, FLAT, mods="window"),
+    producer("torchtitan fixed blocks", TITAN, titan, ("none",), mods="blocks"),
 ]

@@ -3,7 +3,6 @@
 Legend: B rows, S width.
 """
 
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from drawing import PAD, Draw
 from from_collators import FLAT, RIGHT, features_of
-from producing import Producer, emitted, joined, placed
+from producing import emitted, joined, placed, producer
 from verdicts import Case
 
 AUTOMODEL = ("nemo_automodel",)
@@ -105,13 +104,13 @@ def padded(draw: Draw) -> Case:
 
 
 PRODUCERS = [
-    Producer("NeMo RL packed", (), partial(rl_packed, tail=False), FLAT),
-    Producer("NeMo RL packed, a tail", (), partial(rl_packed, tail=True), FLAT),
-    Producer("NeMo RL padded", (), rl_padded, RIGHT),
-    Producer("NeMo Automodel, thd", AUTOMODEL, partial(thd, multiple=1), FLAT),
-    Producer("NeMo Automodel, thd aligned", AUTOMODEL, partial(thd, multiple=4), FLAT),
-    Producer("NeMo Automodel, neat", AUTOMODEL, partial(neat, kind="block_causal"), FLAT),
-    Producer("NeMo Automodel, neat ids", AUTOMODEL, partial(neat, kind="document_ids"), FLAT),
-    Producer("NeMo Automodel, neat flash", AUTOMODEL, partial(neat, kind="flash_varlen"), FLAT, ("positions against mask",)),
-    Producer("NeMo Automodel, padded", AUTOMODEL, padded, RIGHT),
+    producer("NeMo RL packed", (), rl_packed, FLAT, tail=False),
+    producer("NeMo RL packed, a tail", (), rl_packed, FLAT, tail=True),
+    producer("NeMo RL padded", (), rl_padded, RIGHT),
+    producer("NeMo Automodel, thd", AUTOMODEL, thd, FLAT, multiple=1),
+    producer("NeMo Automodel, thd aligned", AUTOMODEL, thd, FLAT, multiple=4),
+    producer("NeMo Automodel, neat", AUTOMODEL, neat, FLAT, kind="block_causal"),
+    producer("NeMo Automodel, neat ids", AUTOMODEL, neat, FLAT, kind="document_ids"),
+    producer("NeMo Automodel, neat flash", AUTOMODEL, neat, FLAT, "positions against mask", kind="flash_varlen"),
+    producer("NeMo Automodel, padded", AUTOMODEL, padded, RIGHT),
 ]

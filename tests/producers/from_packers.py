@@ -4,14 +4,13 @@ VeOmni is real where it is installed. The rest, and VeOmni elsewhere, is written
 Legend: T tokens of the row, N sequences.
 """
 
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from drawing import Draw
 from from_collators import FLAT, TRL, features_of, sft
-from producing import Producer, emitted, joined
+from producing import Producer, emitted, joined, producer
 from torch import Tensor
 from verdicts import Case
 
@@ -96,60 +95,40 @@ def xtuner(draw: Draw, *, split: int = 0) -> Case | None:
     return told(draw, batch | offsets([*lengths, *chunks]), rows)
 
 
-def prime_rl(draw: Draw) -> Case:
-    """The tail belongs to the last length, and its positions count again (prime-rl 559b447 src/prime_rl/trainer/batch.py
-    :714-719; pull request 3032); 1 pads."""
-    rows, tail, _ = tailed(draw)
-    lengths = list(map(len, rows))
-    batch = row(rows, tail, 1, moved=True) | {"position_ids": positions(lengths, list(range(tail)))}
-    loss_mask = batch.pop("shift_labels") != IGNORED
-    seq_lens = torch.tensor([*lengths[:-1], lengths[-1] + tail])
-    return told(draw, batch | {"loss_mask": loss_mask, "seq_lens": seq_lens}, rows)
-
-
-def torchtitan(draw: Draw) -> Case:
-    """Positions alone, and those of the tail count too (torchtitan b5bcd76 components/data/collators.py:52-88, pull request
-    2560); 0 pads."""
-    rows, tail, _ = tailed(draw)
-    counted = {"position_ids": positions(list(map(len, rows)), list(range(tail)))}
-    return told(draw, row(rows, tail, 0, moved=True) | counted, rows)
-
-
-def unsloth(draw: Draw) -> Case:
-    """TRL's flat row and the lengths of its sequences without the tail (unsloth 015bdef utils/packing.py:207, 405)."""
-    rows, tail, fill = tailed(draw)
-    lengths = list(map(len, rows))
-    batch = row(rows, tail, fill) | {"position_ids": positions(lengths, [0] * tail)}
-    return told(draw, batch | {"packed_seq_lengths": torch.tensor(lengths, dtype=torch.int32)}, rows)
-
-
-def any_tail(draw: Draw, *, counts: str, keys: str) -> Case:
-    """Every other spelling: positions of the tail that are 0, count anew, or stand still."""
+def a_tail(draw: Draw, *, counts: str, keys: str, pad: int | None = None) -> Case:
+    """Positions of the tail that are 0, count anew, or stand still; beside them what else counts the tail, if anything. With
+    a pad id of its own the labels stand with the token before."""
     rows, tail, fill = tailed(draw)
     lengths = list(map(len, rows))
     counted = {"zeros": [0] * tail, "anew": list(range(tail)), "still": [lengths[-1] - 1] * tail}
     own, whole = [*lengths, tail] if tail else lengths, [*lengths[:-1], lengths[-1] + tail]
-    batch = row(rows, tail, fill) | {"position_ids": positions(lengths, counted[counts])}
-    more = {"positions": {}, "a sequence of its own": offsets(own), "the last's": offsets(whole)}[keys]
-    return told(draw, batch | more, rows)
+    batch = row(rows, tail, fill if pad is None else pad, moved=pad is not None)
+    batch["position_ids"] = positions(lengths, counted[counts])
+    if keys == "lengths and a loss mask":
+        batch |= {"loss_mask": batch.pop("shift_labels") != IGNORED, "seq_lens": torch.tensor(whole)}
+    packed = {"packed_seq_lengths": torch.tensor(lengths, dtype=torch.int32)}
+    ends = {"a sequence of its own": offsets(own), "the last's": offsets(whole), "lengths without it": packed}
+    return told(draw, batch | ends.get(keys, {}), rows)
 
 
-def known(name: str, make: Any, *ambiguous: str, needs: tuple[str, ...] = (), **settings: Any) -> Producer:
-    return Producer(name, needs, partial(make, **settings), FLAT, ambiguous)
+def known(name: str, make: Any, needs: tuple[str, ...] = (), **settings: Any) -> Producer:
+    return producer(name, needs, make, FLAT, **settings)
 
 
 PRODUCERS = [
-    known("VeOmni MainCollator", veomni, needs=("veomni",), real=True),
+    known("VeOmni MainCollator", veomni, ("veomni",), real=True),
     known("VeOmni", veomni),
     known("VeOmni, each place a sequence", veomni, each=True),
     known("xtuner SequenceContext", xtuner),
     known("xtuner SequenceContext, grown for ranks", xtuner, split=4),
-    known("prime-rl", prime_rl),
-    known("torchtitan TextCollator", torchtitan),
-    known("unsloth", unsloth),
-    known("TRL packed, padding free, to 8", sft, needs=TRL, packed=True, **TRL_FLAT),
-    known("a tail by positions, zeros", any_tail, counts="zeros", keys="positions"),
-    known("a tail by positions, anew", any_tail, counts="anew", keys="positions"),
-    *(known(f"a tail that is {keys}, positions {counts}", any_tail, counts=counts, keys=keys)
+    # prime-rl 559b447 src/prime_rl/trainer/batch.py:714-719, pull request 3032
+    known("prime-rl", a_tail, counts="anew", keys="lengths and a loss mask", pad=1),
+    # torchtitan b5bcd76 components/data/collators.py:52-88, pull request 2560
+    known("torchtitan TextCollator", a_tail, counts="anew", keys="positions", pad=0),
+    # unsloth 015bdef utils/packing.py:207, 405
+    known("unsloth", a_tail, counts="zeros", keys="lengths without it"),
+    known("TRL packed, padding free, to 8", sft, TRL, packed=True, **TRL_FLAT),
+    known("a tail by positions, zeros", a_tail, counts="zeros", keys="positions"),
+    *(known(f"a tail that is {keys}, positions {counts}", a_tail, counts=counts, keys=keys)
       for keys in ("a sequence of its own", "the last's") for counts in ("zeros", "anew", "still")),
 ]  # fmt: skip

@@ -4,14 +4,13 @@ open-instruct has no package: its batches are made here after open_instruct/padd
 Legend: B rows, S width, T tokens of a flat row.
 """
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from drawing import ONE_SEQUENCE, PAD, Draw
 from from_collators import FLAT, RIGHT, features_of
-from producing import Producer, emitted, joined, keep_2d, placed
+from producing import emitted, joined, keep_2d, placed, producer
 from torch import Tensor
 from torch.nn.functional import pad
 from verdicts import Case
@@ -101,16 +100,12 @@ def open_instruct_dpo(draw: Draw, *, tail: int = 0) -> Case | None:
     return emitted(draw, batch, ids=ids, features=features_of(rows), flat=True)
 
 
-def row(name: str, needs: tuple[str, ...], make: Any, styles: Any, *ambiguous: str, **settings: Any) -> Producer:
-    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
-
-
 PRODUCERS = [
-    row("flat row of verl FSDP, SkyRL, cosmos-rl", (), rmpad, FLAT),
-    row("verl FSDP, padded", ("verl",), verl_rows, RIGHT),
-    row("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
-    row("open-instruct", (), open_instruct, FLAT),
-    row("open-instruct, tail", (), open_instruct, FLAT, tail=5),
-    row("open-instruct DPO", (), open_instruct_dpo, FLAT),
-    row("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, "padding in offsets", tail=5),
+    producer("flat row of verl FSDP, SkyRL, cosmos-rl", (), rmpad, FLAT),
+    producer("verl FSDP, padded", ("verl",), verl_rows, RIGHT),
+    producer("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
+    producer("open-instruct", (), open_instruct, FLAT),
+    producer("open-instruct, tail", (), open_instruct, FLAT, tail=5),
+    producer("open-instruct DPO", (), open_instruct_dpo, FLAT),
+    producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, "padding in offsets", tail=5),
 ]

@@ -54,58 +54,20 @@ def square_subsequent(draw: Draw, *, padded: bool) -> Case | None:
     return case(draw, mask, told={"polarity": "bias", "silent": not padded})
 
 
-def merged(draw: Draw) -> Case:
-    """nn.MultiheadAttention.merge_masks: `[B, H, S, S]`, True = blocked, the same for each head."""
-    B, S = draw.shape
-    attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
-    square = torch.ones(S, S, dtype=torch.bool).triu(1)
-    mask, _ = attention.merge_masks(square, ~keep_2d(draw, torch.bool), torch.zeros(B, S, 4))
-    return case(draw, mask, told={"polarity": "masked"})
-
-
 def key_padding(draw: Draw) -> Case:
     """nn.TransformerEncoder's `src_key_padding_mask`: `[B, S]`, True = padding, where a keep mask is expected."""
     return case(draw, ~keep_2d(draw, torch.bool), told={"polarity": "masked", "contrary": True})
 
 
-def causal_bias(draw: Draw, name: str) -> Case | None:
-    """torch.nn.attention.bias: a tensor of uninitialised numbers that stands for a triangle."""
-    from torch.nn.attention import bias
-
-    B, S = draw.shape
-    if S in (B, 1):
-        return None
-    mask = getattr(bias, name)(S, S)
-    with torch._C.DisableTorchFunctionSubclass():
-        mask.zero_()  # the same each time; what lies there is nobody's
-    return case(draw, mask, told={"polarity": "keep", "silent": True})
-
-
 def by_hand(draw: Draw, form: str) -> Case:
-    """Forms that user code builds in one line."""
-    keep, S = draw.keep, draw.shape[1]
-    square = keep[:, None, None, :] & np.tri(S, dtype=bool)
-    tensor = torch.from_numpy(square.copy())
-    forms: dict[str, tuple[Any, str | None]] = {
-        "numpy bool": (square, "keep"),
-        "numpy additive": (np.where(square, 0, LOW).astype(np.float32), "bias"),
-        "numpy 2D": (keep.astype(np.int64), "keep"),
-        "list 2D": (keep.astype(int).tolist(), "keep"),
-        "uint8": (tensor.to(torch.uint8), "keep"),
-        "int64": (tensor.long(), "keep"),
-        "float 0/1": (tensor.float(), "keep"),
-        "masked": (~tensor, "masked"),
-        "masked uint8": ((~tensor).to(torch.uint8), "masked"),
-        "3D": (tensor[:, 0], "keep"),
-        "-1e4": (torch.zeros(tensor.shape).masked_fill(~tensor, -1e4), "bias"),
-        "-inf": (torch.zeros(tensor.shape).masked_fill(~tensor, -torch.inf), "bias"),
-        "row and column": (tensor & torch.from_numpy(keep.copy())[:, None, :, None], "keep"),
-        "diagonal forced": (tensor | torch.eye(S, dtype=torch.bool), "keep"),
-        "heads": (tensor.expand(-1, 3, -1, -1), "keep"),
-    }
-    mask, polarity = forms[form]
-    silent = plain_rows(mask, draw) if form == "diagonal forced" else False
-    return case(draw, mask, told={"polarity": polarity, "silent": silent})
+    """Forms that user code builds in one line; of plain ones every dtype, rank and polarity is read in law 2."""
+    square = draw.keep[:, None, None, :] & np.tri(draw.shape[1], dtype=bool)
+    if form == "diagonal forced":
+        mask = torch.from_numpy(square) | torch.eye(draw.shape[1], dtype=torch.bool)
+        return case(draw, mask, told={"polarity": "keep", "silent": plain_rows(mask, draw)})
+    if form == "numpy additive":
+        return case(draw, np.where(square, 0, LOW).astype(np.float32), told={"polarity": "bias"})
+    return case(draw, ~square, told={"polarity": "masked"})
 
 
 def key_row(draw: Draw, form: str) -> Case:
@@ -152,9 +114,9 @@ def numbers(draw: Draw, *, positions: bool, ones: bool = False) -> Case:
     return case(draw, keep_2d(draw) if ones else torch.from_numpy(draw.ids.copy()), **more)
 
 
-def block_diagonal(draw: Draw, dtype: torch.dtype) -> Case:
+def block_diagonal(draw: Draw) -> Case:
     """`prepare_4d_attention_mask`: additive, rows of padding blocked throughout."""
-    mask = torch.zeros((), dtype=dtype).where(torch.from_numpy(causal(draw.ids))[:, None], torch.finfo(dtype).min)
+    mask = torch.zeros(()).where(torch.from_numpy(causal(draw.ids))[:, None], LOW)
     return case(draw, mask, told={"polarity": "bias"})
 
 
@@ -168,23 +130,15 @@ def row(name: str, make: Any, /, *ambiguous: str, needs: Any = (), styles: Any =
     return Producer(name, needs, partial(make, **settings), styles, ambiguous)
 
 
-def _hand(form: str, *ambiguous: str) -> Producer:
-    return row(f"by hand: {form}", by_hand, *ambiguous, form=form)
-
-
 packing = partial(row, styles=(*SIDED, *sorted(PACKED)))
 PRODUCERS = [
     *(_document(name, name == "blocked", block) for name in ("is document 0", "blocked") for block in (False, True)),
     row("flex window, BlockMask", flex_window, "no tensor"),
     row("nn.Transformer triangle", square_subsequent, "says nothing", padded=False, styles=NEVER_EMPTY),
     row("nn.Transformer triangle + key padding", square_subsequent, padded=True),
-    row("nn.MultiheadAttention merged", merged),
     row("nn key_padding_mask", key_padding, "key row"),
-    *(row(f"causal_{name}", causal_bias, "no tensor", name=f"causal_{name}", styles=NEVER_EMPTY)
-      for name in ("lower_right", "upper_left")),
-    *(_hand(form, "no tensor") for form in ("numpy bool", "numpy additive", "numpy 2D", "list 2D")),
-    *map(_hand, ("uint8", "int64", "float 0/1", "masked", "masked uint8", "3D", "-1e4", "-inf", "row and column", "heads")),
-    _hand("diagonal forced", "self-attending padding"),
+    *(row(f"by hand: {form}", by_hand, "no tensor", form=form) for form in ("numpy masked", "numpy additive")),
+    row("by hand: diagonal forced", by_hand, "self-attending padding", form="diagonal forced"),
     row("key row, keep", key_row, "key row", form="keep"),
     row("key row, masked", key_row, "key row", form="masked"),
     row("key row, additive", key_row, form="bias"),
@@ -195,6 +149,5 @@ PRODUCERS = [
     packing("LLaMA-Factory neat packing", numbers, positions=False),
     packing("LLaMA-Factory and axolotl, numbers, positions", numbers, positions=True),
     packing("axolotl multipack, ones", numbers, positions=True, ones=True),
-    packing("LLaMA-Factory 4D", block_diagonal, dtype=torch.float32),
-    packing("LLaMA-Factory 4D bf16", block_diagonal, dtype=torch.bfloat16),
+    packing("LLaMA-Factory 4D", block_diagonal),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from verdicts import Case
 
 from collate_npu import Pattern
 
-HF, NEW, OLD = ("transformers",), ("transformers>=5",), ("transformers<5",)
+HF, NEW = ("transformers",), ("transformers>=5",)
 PACKED = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
 POLARITY = {"sdpa": "keep", "eager": "bias"}
@@ -37,12 +37,12 @@ def config(implementation: str, **more: Any) -> Any:
     return made
 
 
-def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, dtype: Any = torch.float32, **more: Any) -> Any:
+def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, **more: Any) -> Any:
     """The mask that `masking_utils.<name>` gives for this draw."""
     from transformers import masking_utils
 
     settings = {key: more.pop(key) for key in ("sliding_window", "attention_chunk_size") if key in more}
-    embeds = torch.zeros(*draw.shape, 1, dtype=dtype)
+    embeds = torch.zeros(*draw.shape, 1)
     function = getattr(masking_utils, name)
     given = {"config": config(implementation, **settings), "past_key_values": None, **more}
     given |= {"attention_mask": keep_2d(draw) if two_d else None}
@@ -177,10 +177,10 @@ def builders() -> Any:
     return modeling_attn_mask_utils
 
 
-def decoder(draw: Draw, *, sdpa: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -> Tensor:
+def decoder(draw: Draw, *, sdpa: bool = False, **more: Any) -> Tensor:
     """`_prepare_4d_causal_attention_mask`, or its form for SDPA, which may be None."""
     function = getattr(builders(), "_prepare_4d_causal_attention_mask" + "_for_sdpa" * sdpa)
-    return function(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1, dtype=dtype), 0, **more)
+    return function(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1), 0, **more)
 
 
 def old(draw: Draw, **settings: Any) -> Case:
@@ -214,29 +214,6 @@ def old_encoder(draw: Draw, *, sdpa: bool = False) -> Case:
     return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
 
 
-def extended(draw: Draw, *, is_decoder: bool, rank: int = 2) -> Case:
-    """`ModuleUtilsMixin.get_extended_attention_mask` of a 2D mask, or of a 3D one."""
-    from transformers.modeling_utils import ModuleUtilsMixin
-
-    mixin = ModuleUtilsMixin()
-    mixin.config = config("eager")
-    mixin.config.is_decoder = is_decoder
-    given = keep_2d(draw) if rank == 2 else torch.from_numpy(together(draw.ids))
-    mask = mixin.get_extended_attention_mask(given, draw.shape, dtype=torch.float32)
-    return case(draw, mask, told={**({} if is_decoder else said(draw, "bidirectional")), "polarity": "bias"})
-
-
-def inverted(draw: Draw) -> Case:
-    """`invert_attention_mask`, as encoders and cross-attention call it: additive, `[B, 1, 1, S]`."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    class Any32(PreTrainedModel):
-        dtype = torch.float32
-
-    mask = Any32.invert_attention_mask(Any32.__new__(Any32), keep_2d(draw))
-    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
-
-
 def row(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
     return Producer(f"hf {name}", needs, partial(make, **settings), styles, ambiguous)
 
@@ -244,8 +221,6 @@ def row(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any =
 PRODUCERS = [
     row("causal sdpa", plain, implementation="sdpa"),
     row("causal eager", plain, implementation="eager"),
-    row("causal eager bf16", plain, implementation="eager", dtype=torch.bfloat16),
-    row("causal eager fp16", plain, implementation="eager", dtype=torch.float16),
     row("causal flash", plain, implementation="flash_attention_2"),
     row("causal flex", plain, "no tensor", implementation="flex_attention"),
     row("packed sdpa", from_positions, implementation="sdpa", beside=False, styles=PACKED),
@@ -267,18 +242,12 @@ PRODUCERS = [
     row("PaliGemma prefix", paligemma, "either polarity", needs=NEW, styles=(*SIDED, "empty_row")),
     row("Gemma3 image blocks", image_blocks, "either polarity", needs=NEW),
     *(row(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
-    row("sdpa_mask", direct, name="sdpa_mask", allow_is_causal_skip=False),
     row("eager_mask", direct, name="eager_mask"),
     row("_prepare_4d_causal", old),
-    row("_prepare_4d_causal bf16", old, dtype=torch.bfloat16),
     row("_prepare_4d_causal for sdpa", old, sdpa=True),
     row("_prepare_4d_causal, sliding", old_window),
     row("to_causal_4d", triangle, "says nothing", styles=SIDED),
     row("_unmask_unattended", unmasked, "unmasked rows"),
     row("_prepare_4d (encoder)", old_encoder),
     row("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
-    row("extended, encoder", extended, needs=OLD, is_decoder=False),
-    row("extended, decoder", extended, needs=OLD, is_decoder=True),
-    Producer("hf extended, 3D documents", OLD, partial(extended, is_decoder=False, rank=3)),
-    row("invert_attention_mask", inverted, needs=OLD),
 ]

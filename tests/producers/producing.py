@@ -6,7 +6,7 @@ Legend: B rows, S width.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -37,6 +37,13 @@ class Producer:
     @property
     def available(self) -> bool:
         return all(map(there, self.needs))
+
+
+def producer(
+    name: str, needs: tuple[str, ...], make: Any, styles: Any = STYLES, /, *ambiguous: str, **settings: Any
+) -> Producer:
+    """A producer whose batches `make(draw, **settings)` makes."""
+    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
 
 
 @cache

@@ -1,0 +1,364 @@
+"""What families of transformers do with positions and padding, measured on tiny models, against what is said of them.
+
+Each family is padded left and right, and laid flat, as `position_rule` says; every logit must be that of its sample alone.
+Each rule has power: the positions of another rule move the logits. And where padding reaches the tokens of a model is what
+its tiny copy and its sizes say.
+"""
+
+import inspect
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, UnsupportedFormError, testing
+from collate_npu.consumers import probe
+from collate_npu.consumers.model_traits import (
+    first_position,
+    lengths_clash_reason,
+    position_rule,
+    rope_limit,
+    text_config,
+    width_dependence,
+)
+from collate_npu.releases import installed, numbers
+
+TOLERANCE, POWER, MOVED = 1e-4, 0.1, 1e-2
+BYTES = 257
+"""Ids of hybrid models; those of dense families are fewer."""
+VOCAB, PAD = 99, 1
+# The names that families give to the same sizes; each takes those its config has.
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "ffn_dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "n_inner", "embedding_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "pad_token_id": PAD,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+WINDOW = {
+    "mistral": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
+    "llama4_text": {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"], "head_dim": 16}
+    | {"num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]},
+    "longformer": {"attention_window": [8, 8]},
+}
+
+
+def text_model(model_type, *, causal=True, attn="sdpa", **fields):
+    """Its weights scaled until a wrong mask or position moves the logits, its pad row not zero."""
+    default = CONFIG_MAPPING[model_type]()
+    known = set(default.to_dict())
+    sizes = {name: size for name, size in SIZES.items() if name in known and default.to_dict()[name] is not None}
+    config = CONFIG_MAPPING[model_type](
+        **(sizes | {"pad_token_id": PAD, "vocab_size": VOCAB} | WINDOW.get(model_type, {}) | fields)
+    )
+    if causal and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            model = auto.from_config(config, attn_implementation=attn).float().eval()
+        except ValueError:  # families without sdpa
+            model = auto.from_config(config, attn_implementation="eager").float().eval()
+        for parameter in model.parameters():
+            if parameter.ndim >= 2 and parameter.std() < 0.1:
+                parameter.mul_(5.0)
+        table = model.get_input_embeddings()
+        table.weight[PAD].normal_(std=float(table.weight.std()))
+    return model
+
+
+def samples(*lengths):
+    """Token ids [L] for each length, none of them the pad id."""
+    return [torch.arange(n) * 7 % 90 + 5 for n in lengths]
+
+
+def place(rows, where, *, hole=3):
+    """The ids and the keep mask [B, S] of samples padded on a side, or with a hole in the first and shortest."""
+    width = max(map(len, rows)) if where != "holes" else len(rows[0]) + hole
+    ids, keep = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
+    for b, row in enumerate(rows):
+        places = torch.arange(len(row)) + (width - len(row) if where == "left" else 0)
+        if where == "holes" and b == 0:
+            places[4:] += hole
+        ids[b, places], keep[b, places] = row, 1
+    return ids, keep
+
+
+@torch.no_grad()
+def logits_of(model, ids, **given):
+    """`use_cache` off where the model knows it: with a cache, 5.23 does not look for packed positions."""
+    cached = given.pop("use_cache", False)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given["use_cache"] = cached
+    return model(input_ids=ids, **given).logits
+
+
+def apart(model, rows, pieces):
+    """The largest difference of a logit to its sample alone; NaN counts as wrong."""
+    alone = [logits_of(model, row[None], attention_mask=torch.ones(1, len(row)).long())[0] for row in rows]
+    return float(
+        torch.cat([(a - b).abs().flatten() for a, b in zip(pieces, alone, strict=True)]).nan_to_num(torch.inf).max()
+    )
+
+
+def worst(model, rows, ids, keep, **given):
+    """The same for padded rows."""
+    logits = logits_of(model, ids, **{"attention_mask": keep, **given})
+    return apart(model, rows, [row[kept > 0] for row, kept in zip(logits, keep)])
+
+
+# --- how positions are counted
+
+ABSOLUTE = ["gpt2", "opt", "gpt_bigcode", "xglm", "biogpt"]
+RELATIVE = ["llama", "qwen2", "gpt_neox", "mistral", "gemma3_text", "phi", "falcon", "llama4_text"]
+CAUSAL = {**dict.fromkeys(ABSOLUTE + RELATIVE, "places"), "bloom": "none", "mpt": "none", "xlm-roberta": "padding_idx"}
+MASKED = {
+    **dict.fromkeys(("bert", "electra", "albert", "modernbert"), "places"),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text", "mpnet", "esm", "ibert"), "padding_idx"),
+}
+CASES = [(name, True, rule) for name, rule in CAUSAL.items()] + [(name, False, rule) for name, rule in MASKED.items()]
+CASES = [case for case in CASES if case[0] in CONFIG_MAPPING]
+family = pytest.mark.parametrize(
+    ("name", "causal", "rule"), CASES, ids=[f"{n}-{'causal' if c else 'masked'}" for n, c, _ in CASES]
+)
+model_of = cache(text_model)
+
+
+def reads_dense_mask(model):
+    """Does it say so, asked with packed rows?"""
+    adapter = BatchAdapter(model, consumer="transformers")
+    try:
+        adapter.route(Segments.from_lengths([[2, 3]]))
+    except UnsupportedFormError:
+        return False
+    return True
+
+
+def zero_based(keep):
+    return (keep.cumsum(1) - 1).clamp(min=0)
+
+
+@family
+def test_a_module_and_its_config_tell_the_same_rule(name, causal, rule):
+    model = model_of(name, causal=causal)
+    assert position_rule(model) == position_rule(model.config) == rule
+    assert reads_dense_mask(model) == reads_dense_mask(model.config)
+    assert first_position(model) == first_position(model.config) == (PAD + 1 if rule == "padding_idx" else 0)
+
+
+@family
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_are_right_when_positions_are_given_by_the_rule(name, causal, rule, side):
+    model, rows = model_of(name, causal=causal), samples(5, 12)
+    ids, keep = place(rows, side)
+    given = {"position_ids": zero_based(keep)} if rule == "places" else {}
+    assert worst(model, rows, ids, keep, **given) < TOLERANCE
+    if rule == "padding_idx":
+        counted = {"position_ids": zero_based(keep) + first_position(model)}
+        assert worst(model, rows, ids, keep, **counted) < TOLERANCE
+        if name != "esm":  # rotary beside them
+            assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) > POWER
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_positions_by_place_are_wrong_on_left_padding(name):
+    model, rows = model_of(name, causal=name == "gpt2"), samples(5, 12)
+    ids, keep = place(rows, "left")
+    assert worst(model, rows, ids, keep) > POWER
+
+
+def flat_error(model, rows, ids, **given):
+    return apart(model, rows, logits_of(model, ids, **given)[0].split([len(row) for row in rows]))
+
+
+# --- by the collator
+
+
+def collated(model, rows, causal, **settings):
+    pattern = None if causal else "bidirectional"
+    collate = PaddingCollator(pad_token_id=PAD, pattern=pattern, model=model, **settings)
+    return collate([{"input_ids": row.tolist()} for row in rows])
+
+
+@family
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_of_the_collator(name, causal, rule, side):
+    model = model_of(name, causal=causal)
+    for lengths in ((5, 12, 1), (1,), (7,)):
+        rows = samples(*lengths)
+        batch = collated(model, rows, causal, padding_side=side)
+        ids, keep = place(rows, side)
+        assert torch.equal(batch.pop("input_ids"), ids)
+        assert worst(model, rows, ids, keep, **batch) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [{"padding_side": "left"}, {"padding_free": True}], ids=str)
+def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(settings):
+    """RoBERTa's family leaves it at `padding_idx`, and counts on behind it."""
+    model, rows = model_of("roberta", causal=False), [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
+    if "padding_free" in settings and not reads_dense_mask(model):
+        pytest.skip("4.57's builds its own masks: a flat row is refused, as the next test says")
+    positions = collated(model, rows, False, **settings)["position_ids"].flatten().tolist()
+    padding = [PAD] * (len(positions) - 6)
+    assert positions == [PAD + 1, PAD, PAD + 2, PAD + 3, *padding, PAD + 1, PAD + 2]
+
+
+@family
+def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name, causal, rule):
+    """Each kind of layer has its mask: windows are counted inside the sequence. Positions alone say it to nobody whose cache
+    is made (masking_utils.py:876), and never to an encoder."""
+    model, rows = model_of(name, causal=causal), samples(9, 12, 1)
+    if not reads_dense_mask(model):
+        with pytest.raises(CollateError):
+            collated(model, rows, causal, padding_free=True)
+        return
+    batch = collated(model, rows, causal, padding_free=True)
+    ids = batch.pop("input_ids")
+    for cached in (False, True) if causal else (False,):
+        assert flat_error(model, rows, ids, **{**batch, "use_cache": cached}) < TOLERANCE
+    told = {key: value for key, value in batch.items() if key == "position_ids"}
+    assert flat_error(model, rows, ids, **told, use_cache=causal) > POWER
+
+
+# --- where padding reaches
+
+
+@cache
+def hybrid(model_type, turned=""):
+    """A tiny model with one switch of its config turned, and no bias left at zero."""
+    config = testing.tiny_config(model_type, vocab_size=BYTES)
+    if turned:
+        setattr(text_config(config), turned, not getattr(text_config(config), turned))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = testing.build(config, "sdpa").float().eval()
+        testing.make_honest(model, 5.0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") and "dt" not in name and not parameter.any():
+                parameter.normal_(std=0.5)
+    return model
+
+
+def said(model, keep):
+    """Why rows like these are refused."""
+    try:
+        BatchAdapter(model, consumer="transformers").route(Segments.from_keep(keep))
+    except UnsupportedFormError as error:
+        return str(error)
+    return ""
+
+
+def displaced(model, where):
+    """By how much padding moves logits, and which places are real."""
+    rows = samples(11, 20)
+    ids, keep = place(rows[:1] if where == "holes" else rows, where)
+    if where == "holes":  # a second row, whole: before 5.15 recurrent layers drop the mask of a single one
+        rows = [rows[0], *samples(ids.shape[1])]
+        ids, keep = torch.cat([ids, rows[1][None]]), torch.cat([keep, torch.ones_like(keep)])
+    ids = ids.where(keep > 0, BYTES - 1)
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    given = {"position_ids": zero_based(keep)} if takes else {}
+    return worst(model, rows, ids, keep, **given), keep
+
+
+LEFT_OUT = testing.left_out()
+FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
+SWITCHED = [(name, "") for name in FAMILIES]
+SWITCHED += [(name, field) for name in FAMILIES for field, on in vars(text_config(CONFIG_MAPPING[name]())).items()
+          if "bias" in field and isinstance(on, bool)]  # fmt: skip
+OLD = numbers(installed("transformers")) < (5, 0)
+
+
+@pytest.mark.parametrize("where", ["left", "holes"])
+@pytest.mark.parametrize(("name", "turned"), SWITCHED, ids=[f"{name}-{turned or 'default'}" for name, turned in SWITCHED])
+def test_padding_leaks_where_it_is_said_to(name, turned, where):
+    try:
+        model = hybrid(name, turned)
+    except ValueError as error:  # no sdpa
+        pytest.skip(str(error))
+    error, keep = displaced(model, where)
+    why = said(model, keep)
+    assert (error > MOVED) if why else (error < TOLERANCE), (error, why)
+    assert why == said(model.config, keep)
+
+
+@pytest.mark.parametrize("where", ["left", "right", "holes"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mistral", "gemma3_text", "llama4_text", "mpnet", "funnel"])
+def test_dense_families_leak_where_it_is_said_to(name, where):
+    model = text_model(name, causal=name not in ("bert", "mpnet", "funnel"))
+    rows = samples(12, 15)
+    ids, keep = place(rows, where)
+    given = {} if name in ("mpnet", "funnel") else {"position_ids": zero_based(keep)}
+    why, error = said(model, keep), worst(model, rows, ids, keep, **given)
+    assert (error > MOVED) if why else (error < TOLERANCE), (error, why)
+
+
+def test_a_window_that_no_row_fills_is_not_cut_short_by_a_hole():
+    model, rows = text_model("mistral"), samples(4, 5)
+    ids, keep = place(rows, "holes", hole=1)
+    assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) < TOLERANCE
+    assert said(model, keep) == ""
+    assert "window" in said(model, place(samples(9, 5), "holes", hole=1)[1])
+
+
+INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
+    """Beyond its budget, appended real tokens move earlier logits as padding does: scores of exactly zero tie."""
+    fields = {"index_topk": 8, "index_n_heads": heads} | ({"index_kpool": 4} if name == "glm5_next" else {})
+    monkeypatch.setitem(probe._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
+    errors = {length: [] for length in (8, 24)}
+    for seed in range(3):
+        model = testing.tiny_model(name, vocab_size=BYTES, seed=seed)
+        for length, found in errors.items():
+            rows = samples(length, 40)
+            found.append(worst(model, rows, *place(rows, "right")))
+    assert width_dependence(model) == width_dependence(model.config) == (8 if heads == 2 else None)
+    assert max(errors[8]) < TOLERANCE
+    assert (max(errors[24]) > MOVED) == (heads == 2)
+
+
+ROPE = {
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_frequencies_follow_the_longest_sequence_where_it_is_said(kind):
+    """And the width of the tensor, where the model is left to count."""
+    longrope = kind == "longrope"
+    settings = ROPE[kind] | {"rope_type": kind}
+    if OLD:
+        fields = {"rope_scaling": {key: settings[key] for key in settings if not longrope or key != "rope_type"}}
+        fields["rope_scaling"] |= {"type": kind} if longrope else {}
+    else:
+        fields = {"rope_parameters": settings | {"rope_theta": 10000.0}}
+    fields |= {"original_max_position_embeddings": 8, "max_position_embeddings": 64 if longrope else 8}
+    model = text_model("phi3" if longrope else "llama", **fields)
+    limit = rope_limit(model)
+    assert limit == (None if kind == "yarn" else 8)
+    for lengths in ((5, 7), (5, 20)):
+        rows = samples(*lengths)
+        ids, keep = place(rows, "right")
+        error = worst(model, rows, ids, keep)
+        assert (error > MOVED) if lengths_clash_reason(model, lengths) else (error < TOLERANCE)
+    rows = samples(5, 7)
+    ids, keep = (torch.nn.functional.pad(tensor, (0, 20)) for tensor in place(rows, "right"))
+    assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) < TOLERANCE
+    assert (worst(model, rows, ids, keep) > MOVED) == (limit is not None)
