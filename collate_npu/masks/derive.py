@@ -93,7 +93,7 @@ def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Readi
     if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
         found = _key_mask(values, keep_BS)
         check_same_padding(of_keep(keep_BS), MASK_KEY, found)
-        return Reading(known.segments if known.parted else found, None)
+        return Reading(known.segments if known.segments is not None and known.parted else found, None)
     if full.shape[-2] != full.shape[-1]:
         raise _no_shape(values)
     return _square(values, known, B)
