@@ -290,25 +290,38 @@ FLAT_ROWS = [
 ]
 """The same for flat rows of 3 and 5 tokens: settings, the words, settings as they say, and the offsets."""
 
+SQUARE, NEITHER = (2, 1, 5, 5), {"padding_side": "left", "attention_mask": "none"}
+FLAT_4D = {"padding_free": True, "attention_mask": "4d"}
 PADDED_ROWS = [
-    ({"pad_token_id": None}, "or pass pad_token_id=", {}, None),
-    ({"padding_free": True, "attention_mask": "4d"}, "Leave it at 'auto'", {"padding_free": True}, None),
-    ({"padding_free": True, "attention_mask": "4d"}, "or set padding_free=False", {"attention_mask": "4d"}, (2, 1, 5, 5)),
-    ({"padding_side": "left", "attention_mask": "none"}, "Use 'auto'", {"padding_side": "left"}, (2, 1, 5, 5)),
-    ({"padding_side": "left", "attention_mask": "none"}, "or pad right", {"attention_mask": "none"}, None),
-    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5)),
-    ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, None),
-    ({"sequence_multiple": 4}, "or set padding_free=True", {"padding_free": True, "sequence_multiple": 4}, None),
+    ({"pad_token_id": None}, "or pass pad_token_id=", {}, (2, 5), None),
+    (FLAT_4D, "Leave it at 'auto'", {"padding_free": True}, (1, 8), None),
+    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), SQUARE),
+    (NEITHER, "Use 'auto'", {"padding_side": "left"}, (2, 5), SQUARE),
+    (NEITHER, "or pad right", {"attention_mask": "none"}, (2, 5), None),
+    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5), (2, 5)),
+    ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, (2, 6), None),
+    ({"sequence_multiple": 4}, "Leave it out", {}, (2, 5), None),
+    ({"sequence_multiple": 4}, "or set padding_free=True", {"padding_free": True, "sequence_multiple": 4}, (1, 12), None),
 ]
-"""The same for rows of 3 and 5 tokens that are padded, and the shape of the mask; None: there is none."""
+"""The same for rows of 3 and 5 tokens that are padded, and the shapes of the ids and of the mask; None: there is none."""
 
 READERS = [
-    ((LEFT, DENSE, "transformer_engine"), "(consumer='megatron')", (LEFT, DENSE, "megatron")),
-    ((PACKED, DENSE, "verl"), "padding_free=True", (FLAT, DENSE, "verl")),
-    ((LEFT, HYBRID, "torchtitan"), "Pad right", (RIGHT, HYBRID, "torchtitan")),
-    ((LEFT, DENSE, "vllm"), "Name one of them", (LEFT, DENSE, "verl")),
+    (
+        (LEFT, DENSE, "transformer_engine"),
+        "(consumer='megatron')",
+        (LEFT, DENSE, "megatron"),
+        lambda out: torch.equal(out["attention_mask"], dense(LEFT, polarity="masked")),
+    ),
+    ((PACKED, DENSE, "verl"), "padding_free=True", (FLAT, DENSE, "verl"), lambda out: bare(out)),
+    (
+        (LEFT, HYBRID, "torchtitan"),
+        "Pad right",
+        (RIGHT, HYBRID, "torchtitan"),
+        lambda out: out["attention_masks"].shape == SQUARE,
+    ),
+    ((LEFT, DENSE, "vllm"), "Name one of them", (LEFT, DENSE, "verl"), bool),
 ]
-"""The same for who reads: rows, model and consumer."""
+"""The same for who reads: rows, model and consumer, and what is true of the batch."""
 
 UNEXPLAINED = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]])
 UNMASKED = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]])

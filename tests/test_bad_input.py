@@ -101,6 +101,7 @@ REFUSED = {
     },
     "a pad id of 2**70": (lambda: collate([{"input_ids": [1]}, {"input_ids": [1, 2]}], pad_token_id=1 << 70), "64 bits"),
     "lengths of 2**60": (lambda: Segments.from_lengths([HUGE]), PLACES),
+    "ids that wrapped around": (lambda: Segments.from_ids(np.array([[1, 1 << 63]], np.uint64)), "it wrapped around"),
     "a width of 2**60": (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
     "offsets of 2**60": (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
     "a kind of key": (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
