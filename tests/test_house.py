@@ -23,7 +23,7 @@ LINES = {
     "integrations": (3435, 3000),
     "testing": (292, 450),
     "tools": (4272, 1900),
-    "tests": (52831, 33000),
+    "tests": (52812, 33000),
 }
 """A room, the lines it may have today, and the goal. Who raises the first number says why in the same commit."""
 WORDS = {"guide": (13640, 12000)}
