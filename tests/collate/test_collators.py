@@ -404,7 +404,7 @@ def test_labels_of_several_values_a_token_stay_as_they_are(side):
     assert (batch["labels"][~batch["attention_mask_2d"]] == -100).all()
 
 
-# --- Emission: modes of the mask, offsets that always come together, labels that nobody should learn from
+# --- forms of the mask, and offsets
 
 
 def collator(**settings):

@@ -298,7 +298,7 @@ def test_torchdatas_stateful_loader_goes_on_where_it_stopped():
     assert same(whole, first + list(again))
 
 
-# --- Workers end with their trainer, however it ends and whatever waits in the pipe; a full /dev/shm lose
+# --- workers end with their trainer; a full /dev/shm loses no batch
 
 
 TRAINER = Path(__file__).with_name("killed_trainer.py")

@@ -414,7 +414,7 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
 
 
-# --- Layout: what a wrapped collator can do of it; the rest is tested with the collator
+# --- the layout, which the inner collator decides
 
 
 @pytest.mark.parametrize(

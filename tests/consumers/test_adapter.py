@@ -276,7 +276,7 @@ def test_a_row_wider_than_the_limit_of_rotary_frequencies_gets_its_positions(wid
     assert ("position_ids" in out) == (width > 4)
 
 
-# --- A batch on its way to a card: what arrives is what left, and it left in one copy. A card itself is n
+# --- a batch on its way to a device arrives as it left, in one copy
 
 
 CPU = torch.device("cpu")

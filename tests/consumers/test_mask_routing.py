@@ -272,7 +272,7 @@ def test_layers_that_no_config_tells_are_not_guessed():
         needs_mask_2d(torch.nn.Linear(2, 2))
 
 
-# --- A route in words, once for each kind of batch
+# --- a route in words, once for each kind of batch
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """TransformerEngineNPU under Megatron: which batches its one public caller computes right, and how it is told apart.
 
-`Layer` is what TransformerEngine-FL 5ec1601 (plugin/core/backends/vendor/npu/flash_attention.py:157-219) hands to the
-attention of TransformerEngineNPU, whose own file could not be read: there is the mode of a compressed triangle, 2, assumed.
+The arguments are those that TransformerEngine-FL 5ec1601 (plugin/core/backends/vendor/npu/flash_attention.py:157-219) hands
+to the attention of TransformerEngineNPU. Its own file could not be read: the mode of a compressed triangle, 2, is assumed.
 """
 
 from contextlib import nullcontext

@@ -74,9 +74,6 @@ def off(layer, masked, segments, flat=False):
     return float((out[segments.keep] - right[segments.keep]).abs().max())
 
 
-# --- the table, as the releases' own source answered
-
-
 # --- what we hand over: right, or refused, whatever came before
 
 

@@ -1,4 +1,4 @@
-"""What a forward reads, on stand-ins for transformers' classes; the real families are in tests/integration."""
+"""What a forward, a config or a wrapper says of a model, on stand-ins; the real families are in tests/integration."""
 
 import sys
 from functools import partial
@@ -142,7 +142,7 @@ def test_only_parts_of_transformers_that_read_ids_pool_tokens():
     assert label_rule(model(Reads, is_encoder_decoder=True)) == "decoder"
 
 
-# --- What a config or a module tells, on stand-ins: who reads its batches, what is inside a wrapper, whic
+# --- a config or a module: its consumer, what a wrapper holds, its windows
 
 
 def class_of(package, name, *bases):
@@ -307,7 +307,7 @@ def test_a_module_of_which_a_part_is_compiled():
     assert [is_compiled(model) for model in (plain, inside, nn.Sequential(in_place))] == [False, True, True]
 
 
-# --- What sizes in a config tell of leaks; the real models are in tests/integration/test_leak_sweep.py
+# --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
 
 
 def mine(**fields):

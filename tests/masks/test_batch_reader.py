@@ -1,4 +1,4 @@
-"""Find: the one door. Whatever a batch carries is read, compared, and believed only where nothing contradicts it."""
+"""The batch reader: whatever a batch carries is read, compared, and believed only where nothing contradicts it."""
 
 from types import SimpleNamespace
 
@@ -219,9 +219,6 @@ def test_tokens_may_be_embeddings_or_megatrons():
         segments_from_batch({"labels": torch.zeros(2, 5)})
 
 
-# --- sources that contradict each other
-
-
 # --- the shape of the tokens (seam A2)
 
 
@@ -398,7 +395,7 @@ def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
         assert said == [("hazard", "4D alone")] * on
 
 
-# --- Offsets: real and physical ones kept apart, and every number of a flat row held against the others
+# --- offsets, real and physical, lengths and tails of a flat row
 
 
 IDS = torch.arange(8)[None]
@@ -564,7 +561,7 @@ def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
     assert segments_from_batch(batch).lengths == ((1,) * len(tokens),)
 
 
-# --- What is legal in a batch and goes wrong in silence somewhere: named where it is, and nowhere else
+# --- hazards: what is legal in a batch and goes wrong in silence somewhere
 
 
 LEFT_23, RIGHT_23 = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([2, 3])

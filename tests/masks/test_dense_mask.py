@@ -1,5 +1,4 @@
-"""A square mask read in blocks is the mask, in every dtype, polarity and layout; any stretch of query rows that is written,
-of rows cut into many sequences, is that stretch of the whole."""
+"""A square mask read in blocks is the mask, in every dtype, polarity and layout; numbers that mean nothing are refused."""
 
 import pytest
 import strategies
@@ -44,7 +43,7 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 
 
-# --- Numbers of every dtype mean True = attends under one polarity, or are refused
+# --- numbers of every dtype under each polarity
 
 
 KEEP = torch.tensor([[[[True, False], [True, True]]]])

@@ -25,9 +25,6 @@ def additive(keep, fill, dtype=torch.float32):
     return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, fill)
 
 
-# --- what producers really build
-
-
 # --- shapes
 
 
@@ -63,9 +60,6 @@ def test_two_dims_are_keys_unless_the_batch_is_another_size():
     assert derive_segments(torch.ones(4, 4, dtype=torch.bool)) == Segments.from_lengths([4] * 4)
 
 
-# --- values
-
-
 # --- what a truth beside the mask decides
 
 
@@ -88,9 +82,6 @@ def test_a_causal_mask_without_padding_agrees_with_padding_on_the_right():
         assert derive_segments(written, keep=RIGHT.keep) == RIGHT
     with pytest.raises(CollateError, match="row 0"):
         derive_segments(causal, keep=LEFT.keep)
-
-
-# --- declared patterns, and no proof
 
 
 # --- refusals

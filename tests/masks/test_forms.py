@@ -1,4 +1,4 @@
-"""Forms: every builder gives the same truth as a loop over queries and keys, and the pictures of the docstrings."""
+"""Forms: every builder gives the same truth as a loop over queries and keys; places of a flat row hold one sequence each."""
 
 import re
 from functools import partial
@@ -212,7 +212,7 @@ def test_a_query_that_sees_no_key_sees_itself_and_no_other_changes():
     assert not opened.all(-1).any()
 
 
-# --- Places: what each sequence of a flat row takes up, and a tail that is cut so that offsets keep one l
+# --- places of a flat row, and a tail that is cut so that offsets keep one length
 
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)

@@ -1,4 +1,4 @@
-"""Laws of the layouts: the ranks' rows are a partition of the row, and each layout is the one its name says."""
+"""Layouts: the ranks' rows are those of the definition; a group that is wrong is refused at once."""
 
 import re
 import sys
@@ -152,7 +152,7 @@ def test_settings_that_cannot_be(settings, words):
         ContextParallel(**settings)
 
 
-# --- Groups: what is wrong with one is said at once, and Python objects never travel by HCCL or NCCL
+# --- process groups
 
 
 @pytest.fixture

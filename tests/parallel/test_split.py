@@ -235,9 +235,6 @@ def test_documents_come_in_one_flat_row():
         split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=Segments.from_lengths([[3, 4]], width=8))
 
 
-# --- labels
-
-
 # --- the copy
 
 
@@ -258,7 +255,7 @@ def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
     assert torch.equal((leaf.grad.t() if transposed else leaf.grad).float(), ones.expand(2, 40))
 
 
-# --- Padded documents: every layout can share them out, nothing real moves or is lost, and the real lengt
+# --- padded documents
 
 
 cps = st.builds(
