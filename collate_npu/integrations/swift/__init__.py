@@ -183,7 +183,7 @@ class _Trainers:
             number_sequences(out.get("packed_seq_params"))
             return out
         masks = self.masks_of(args)
-        segments = segments_from_swift(args, data, masks.dense_mask)
+        segments = segments_from_swift(args, data, masks.polarity)
         bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
         return pooled(args, masks.add(original(args, bare, vp_stage), segments), segments)
 

@@ -173,7 +173,7 @@ def guarded(
             return prepared
     else:
         masks = masks_of(args)
-        segments, cp = segments_from_swift(args, given, masks.dense_mask), masks.cp
+        segments, cp = segments_from_swift(args, given, masks.polarity), masks.cp
     ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
     guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
     return prepared

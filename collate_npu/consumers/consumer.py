@@ -1,0 +1,11 @@
+"""What is `collate_npu.consumers.mask_routing` now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collate_npu.moved import moved
+
+
+def __getattr__(name: str) -> Any:
+    return moved(__name__, name)
