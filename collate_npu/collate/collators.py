@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
@@ -171,7 +171,7 @@ class Emitter:
                 rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
-        if debug.ON:
+        if errors.DEBUG:
             log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
                 asked = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"

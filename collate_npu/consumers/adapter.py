@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
@@ -265,7 +265,7 @@ class BatchAdapter:
         if self.context_parallel is not None:
             return self._shared_out(batch, self.context_parallel)
         out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
-        if debug.ON and self.padding_free and self.model.needs_mask_2d:
+        if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
             from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
 
             say_batch(self.consumer.name, out, segments)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import PaddingSide, once
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.model_traits import (
@@ -75,7 +75,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
         f"the first such batch: {describe_shape(segments)}",
         f"context parallelism: {cp or 'none'}",
     )
-    debug.say((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
+    errors.log_once((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
 
 
 def say_batch(
@@ -389,7 +389,7 @@ class Consumer:
             form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
             kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
             chosen = Route(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
-        if debug.ON:
+        if errors.DEBUG:
             reads_2d = "this consumer always reads it" if self.keeps_mask_2d == "always" else "recurrent layers read it"
             reader = f"consumer {self.name}, {case.model.said}"
             log_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)

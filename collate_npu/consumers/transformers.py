@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.model_traits import attention_windows, known_config, layer_masks, text_config, windows
@@ -75,7 +75,7 @@ def _by_2d(case: Case) -> str:
     if case.padding_free or case.segments.packed:
         return ""
     if case.plain:
-        faster = debug.ON and _by_kernel(replace(case, at_model=True))
+        faster = errors.DEBUG and _by_kernel(replace(case, at_model=True))
         more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
         return f"every layer of a transformers model reads the 2D mask{more}"
     if case.model.attends(case.call) == "bidirectional" == case.pattern.name and _looks_ahead_by_2d(case):

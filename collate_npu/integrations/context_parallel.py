@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
@@ -102,7 +102,7 @@ def ready_batch(
         out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
-    if debug.ON:
+    if errors.DEBUG:
         say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
@@ -86,14 +86,14 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 def say_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
     """With COLLATE_NPU_DEBUG=1: each rule that such a call breaks, once a process. Never raises."""
-    if debug.ON and knows(name):
+    if errors.DEBUG and knows(name):
         try:
             found = call_breaches(name, arguments, segments=segments, **says)
         except CollateError as error:
-            debug.say(("call", name), f"call of {name}, not judged: {error}")
+            errors.log_once(("call", name), f"call of {name}, not judged: {error}")
             return
         for breach in found:
-            debug.say(("call", name, breach.rule), f"call of {name}: {breach}")
+            errors.log_once(("call", name, breach.rule), f"call of {name}: {breach}")
 
 
 def say_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
@@ -102,7 +102,7 @@ def say_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
     `layer` is a consumer of that name, or a layer (`mindspeed.GatedDeltaNet`); of one that no contract knows nothing is
     said. The layer is taken to read `attention_mask_2d` where the batch has one.
     """
-    if debug.ON and (row := find_operator(layer)) is not None:
+    if errors.DEBUG and (row := find_operator(layer)) is not None:
         read = {*row.offsets, row.numbers, *row.copies, *row.reads, *HOLDERS}
         told = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
         say_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
@@ -69,7 +69,7 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
 def log_hazards(found: Mapping[str, str]) -> None:
     """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
     for kind, text in found.items():
-        debug.say(("hazard", kind), f"hazard in a batch as it arrives: {text}")
+        errors.log_once(("hazard", kind), f"hazard in a batch as it arrives: {text}")
 
 
 def reads(full: Tensor, segments: Segments | None) -> str:
@@ -214,7 +214,7 @@ def agreed(
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
         _refuse_inverted(sources, shape, truth.segments, empty=told and bool(squares))
-    if debug.ON:
+    if errors.DEBUG:
         log_hazards(find_hazards(sources, truth.segments))
     return truth.segments
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from collate_npu import CollateError, Segments, debug
+from collate_npu import CollateError, Segments, errors
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import check_call, knows, named, say_batch, say_call
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
@@ -84,8 +84,8 @@ def test_reference_kernels_have_each_call_judged() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(debug, "ON", True)
-    monkeypatch.setattr(debug, "say", lambda what, text: texts.append(text))
+    monkeypatch.setattr(errors, "DEBUG", True)
+    monkeypatch.setattr(errors, "log_once", lambda what, text: texts.append(text))
     return texts
 
 
@@ -100,7 +100,7 @@ def test_debug_says_what_a_batch_breaks(said: list[str], newest_transformers: No
     assert ["[pair]" in said[0], "[differs-from-segments]" in said[1]] == [True, True]
     say_call("fla.chunk_gated_delta_rule", {})
     assert "not judged" in said[-1]
-    monkeypatch.setattr(debug, "ON", False)
+    monkeypatch.setattr(errors, "DEBUG", False)
     count = len(said)
     say_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
     assert len(said) == count, "without debug nothing is looked at"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import host_tensor
 from collate_npu.consumers.labels import labels_are_shifted
 from collate_npu.consumers.mask_routing import say_batch
@@ -134,7 +134,7 @@ def _made(
         rows = None if cp is None else query_rows(segments.shape[1], cp)
         blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
         inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
-    if debug.ON:
+    if errors.DEBUG:
         why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
         say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
     return _passed_on(inputs, model), segments

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.recurrent import variables_of
@@ -71,7 +71,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
-        if debug.asked("COLLATE_NPU_GUARD"):
+        if errors.is_set("COLLATE_NPU_GUARD"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, ours.masks_of))
         if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
