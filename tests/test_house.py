@@ -15,7 +15,7 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, room_of, tree_of
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1812, 1250),
+    "ground": (1806, 1250),
     "masks": (2687, 2400),
     "parallel": (1605, 1450),
     "kernels": (3441, 1900),
@@ -25,7 +25,7 @@ LINES = {
     "integrations": (3435, 3000),
     "testing": (291, 450),
     "tools": (4272, 1900),
-    "tests": (52123, 33000),
+    "tests": (52117, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS = {"guide": (13640, 12000)}
