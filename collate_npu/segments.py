@@ -34,6 +34,8 @@ from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
+PADS_BEFORE: tuple[PaddingSide, ...] = ("left", "mixed")
+"""Sides on which padding stands before some real token of its row."""
 
 
 class Segments:
@@ -392,7 +394,7 @@ def positions_match(segments: Segments, positions_BS: Array) -> bool:
 
 def _counts_places(segments: Segments) -> bool:
     """One sequence in each row, from its first place on."""
-    return not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
+    return not segments.packed and segments.padding_side not in PADS_BEFORE and all(segments.lengths)
 
 
 def position_array(segments: Segments) -> Array:

@@ -46,7 +46,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
-from collate_npu.segments import Segments, of_lengths
+from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
 from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
@@ -106,6 +106,8 @@ class Emitter:
     """The attention that the batch is for: declared, the model's own, or plain causal."""
     _labels: LabelRule = field(init=False, repr=False, compare=False)
     """What the model does with labels."""
+    _predicts_next: bool = field(init=False, repr=False, compare=False)
+    """True if labels are those of the next token and not shifted yet."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -134,11 +136,7 @@ class Emitter:
         in_place = self._attends.name == "bidirectional"  # the neutral form has no head to ask
         heads = None if adapter is None else adapter.label_rule({})
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
-
-    @property
-    def _predicts_next(self) -> bool:
-        """True if labels are those of the next token and not shifted yet."""
-        return not self.layout.labels_shifted and self._labels == "next"
+        object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
 
     def _tells_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
@@ -313,7 +311,8 @@ class PaddingCollator(Emitter):
         if return_tensors is not None:
             check_return_tensors(return_tensors)
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
-        _check_max_length(self, samples.lengths)
+        if self.max_length is not None and max(samples.lengths) > self.max_length:
+            _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns
         return shipped(self._finished(batch, segments, padding_free=self.padding_free, counted=made))
@@ -347,7 +346,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
     if ids is not None:  # what a sample's own mask calls padding has its label still
         batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
-    elif segments.packed or segments.padding_side not in ("none", "right"):
+    elif segments.packed or segments.padding_side in PADS_BEFORE:
         labels_BS = batch["labels"].numpy()
         for b, start, _ in segments.spans:
             if start:
@@ -446,12 +445,10 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
     return -(-(fixed or longest) // multiple) * multiple
 
 
-def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
-    limit = collator.max_length
-    too_long = [] if limit is None else [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
-    if too_long:
-        rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
-        raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
+def _refuse_longer(limit: int, lengths: list[int]) -> None:
+    too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
+    rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
+    raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
 def _check_padding(collator: PaddingCollator) -> None:

@@ -21,16 +21,7 @@ from collate_npu.consumers.labels import check_decoder, labels_for
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.model_traits import (
-    LabelRule,
-    attention_windows,
-    consumer_of,
-    known_config,
-    recurrent_heads,
-    text_config,
-    unwrap,
-    windows,
-)
+from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
@@ -296,7 +287,7 @@ class BatchAdapter:
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
-        own = self.model.ask(own_patterns) if makes_masks else ()
+        own = self.model.own_patterns if makes_masks else ()
         seen = sources | {"labels": None} if self.model.labels == "decoder" else sources  # of other tokens
         pattern = self._seen(sources) if makes_masks else self.declared
         segments = agreed(seen, polarity=polarity, pattern=pattern, padding_free=padding_free, own=own)
@@ -354,7 +345,7 @@ class BatchAdapter:
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
         if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
-            pad_token_id = text_config(case.model.config).pad_token_id
+            pad_token_id = case.model.text.pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
@@ -448,12 +439,6 @@ def has_choices(sources: Sources) -> bool:
 def _unflattened(value: Any, shape: torch.Size) -> Any:
     rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == shape.numel()
     return value.unflatten(0, shape) if rows else value
-
-
-def own_patterns(config: Any) -> frozenset[Pattern]:
-    """Return the patterns that a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
-    found = attention_windows(config).items() if windows(config) else ()
-    return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 
 
 def _reader(model: Any, model_type: str | None) -> str:

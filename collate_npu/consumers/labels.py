@@ -18,7 +18,7 @@ from collate_npu.arrays import Array
 from collate_npu.consumers.model_traits import LabelRule
 from collate_npu.errors import CollateError, explain_rows
 from collate_npu.masks.sources import Sources
-from collate_npu.segments import Segments
+from collate_npu.segments import PADS_BEFORE, Segments
 
 IGNORED = -100
 
@@ -73,7 +73,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, move
     read_BS: Array = labels_BS >= 0
     ids_BS = segments.array if segments.packed else segments._keep_BS
     real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
-    behind = segments.packed or segments.padding_side not in ("none", "right")  # does a sequence begin behind anything?
+    behind = segments.packed or segments.padding_side in PADS_BEFORE  # does a sequence begin behind anything?
     if not behind or rule != "next":
         return np.greater(read_BS, real_BS, out=read_BS)
     named = sources.named["tokens"]

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.mask_routing import Case, Consumer
-from collate_npu.consumers.model_traits import rope_limit
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
-from collate_npu.segments import Segments
+from collate_npu.segments import PADS_BEFORE, Segments
 
 KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
@@ -51,10 +50,11 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         return _by_ids(case, sources) if case.segments.packed or foreign or given is not None else None
     if given is not None and first == 0:
         return given
-    limit = case.model.ask(rope_limit)
-    wide = limit is not None and case.segments.shape[1] > limit
-    needed = given is not None or case.inside or case.segments.packed or case.padding_free or wide
-    return positions_on(case.segments, device).add_(first) if needed else None
+    segments, limit = case.segments, case.model.rope_limit
+    wide = limit is not None and segments.shape[1] > limit
+    moves = segments.packed or segments.padding_side in PADS_BEFORE
+    needed = given is not None or moves or case.padding_free or wide
+    return positions_on(segments, device).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:

@@ -237,7 +237,7 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
     elif not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
         why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
     if why:
-        rule = f"{ranks} ranks share each row of this {adapter.model.said}, and {why}."
+        rule = f"{ranks} ranks share each row of this {adapter.model.description}, and {why}."
         remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:

@@ -24,7 +24,7 @@ from collate_npu.arrays import Array, check_places, host_array
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import Pattern
-from collate_npu.segments import Segments, keep_array, of_lengths
+from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
 from collate_npu.validation import checked, here, wrong_kind
 
 MAX_MASK_BYTES = 4 << 30
@@ -71,7 +71,7 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
         return Verdict(False, f"attention is {pattern}, and no mask means plain causal (or full) attention")
     if segments.packed:
         return Verdict(False, "a row holds several sequences, which would see each other")
-    if segments.padding_side not in ("none", "right"):
+    if segments.padding_side in PADS_BEFORE:
         where = "on the left" if segments.padding_side == "left" else "before or between real tokens"
         return Verdict(False, f"padding stands {where}, so real tokens would attend it")
     return _EXACT
@@ -265,7 +265,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
     """
     if not keep_tail:
         return Segments.from_lengths([segments.sequence_lengths])
-    if segments.shape[0] != 1 or segments.padding_side not in ("none", "right"):
+    if segments.shape[0] != 1 or segments.padding_side in PADS_BEFORE:
         rule = "A tail can be kept only in one flat row whose padding stands at its end."
         raise UnsupportedFormError(explain("varlen", repr(segments), rule, "unpad() first, and leave the tail out."))
     return Segments.from_lengths([own_places(segments)])
@@ -328,7 +328,7 @@ def own_places(segments: Segments) -> list[int]:
         rule = "In one flat row padding stands behind a sequence, or at the end."
         remedy = "unpad() first, and leave the tail out."
         raise UnsupportedFormError(explain("offsets", repr(segments), rule, remedy))
-    if segments.padding_side in ("none", "right"):
+    if segments.padding_side not in PADS_BEFORE:
         tail = S - segments.num_tokens
         return [*segments.sequence_lengths, *([tail] if tail else [])]
     starts = [start for _, start, _ in segments.spans]
