@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from collate_npu import errors
 from collate_npu.arrays import Side, host_array, whole_number
@@ -26,7 +27,7 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.labels import labels_behind_padding_error
+from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, say_batch
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -315,7 +316,8 @@ class PaddingCollator(Emitter):
             _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns
-        return shipped(self._finished(batch, segments, padding_free=self.padding_free, counted=made))
+        out = self._finished(batch, segments, padding_free=self.padding_free, counted=made)
+        return out if get_worker_info() is None else shipped(out)
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.consumers.labels import check_decoder, labels_for
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
-from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain

@@ -307,7 +307,9 @@ class Case:
     @once
     def plain(self) -> bool:
         """True for plain causal attention with one sequence a row: a 2D mask is complete."""
-        return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
+        if self.segments.packed:
+            return False
+        return self.pattern is CAUSAL or not self.pattern.reaches(self.segments.longest_span)
 
     @once
     def recurrent(self) -> bool:

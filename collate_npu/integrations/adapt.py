@@ -21,7 +21,7 @@ from torch import nn
 
 from collate_npu.arrays import host_array
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
-from collate_npu.consumers.labels import check_decoder, labels_for
+from collate_npu.consumers.labels_and_positions import check_decoder, labels_for
 from collate_npu.consumers.model_traits import (
     consumer_of,
     has_two_sides,

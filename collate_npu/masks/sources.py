@@ -76,12 +76,8 @@ class Sources(dict[str, Any]):
         made._held, made.counted = self._held, self.counted
         return made
 
-    def array(self, name: str) -> Array:
-        """A value as a numpy array."""
-        found: Array = self._once(name, host_array)
-        return found
-
-    def _once(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
+    def array(self, name: str, convert: Callable[[str, Any], Any] = host_array) -> Any:
+        """Return a value as a numpy array, or as `convert` makes it, once."""
         value, held = self[name], self._held.get((name, convert))
         if held is None or held[0] is not value:
             held = self._held[name, convert] = (value, convert(name, value))
@@ -90,7 +86,7 @@ class Sources(dict[str, Any]):
     @once
     def masks(self) -> Mapping[str, Tensor]:
         """`attention_mask`, or each mask of a mapping by kind of layer."""
-        return {name: full for key in self.named["mask"] for name, full in self._once(key, _masks).items()}
+        return {name: full for key in self.named["mask"] for name, full in self.array(key, _masks).items()}
 
     @once
     def offsets(self) -> Mapping[str, Array]:

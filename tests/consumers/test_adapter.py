@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.consumers.adapter import move_batch
+from collate_npu.consumers.labels_and_positions import positions_on
 from collate_npu.consumers.mask_routing import Model, consumers
-from collate_npu.consumers.positions import positions_on
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
 from collate_npu.releases import KERNELS_TOLD, installed

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from collate_npu import errors
 from collate_npu.arrays import host_tensor
-from collate_npu.consumers.labels import labels_are_shifted
+from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
 from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
-from collate_npu.consumers.positions import kind_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
