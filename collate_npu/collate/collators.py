@@ -37,11 +37,12 @@ from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
     add_tail,
     aligned,
-    dense,
     least_room,
+    mask_needed_reason,
     none_is_exact,
     offsets_of,
     own_places,
+    write_dense,
 )
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
@@ -165,9 +166,9 @@ class Emitter:
             if segments.packed or not all(segments.lengths):
                 out[SEGMENT_KEY] = segments.ids
         if self.attention_mask == "omit":
-            exact = none_is_exact(segments, self._attends)
-            if self._adapter is not None and out.get("attention_mask") is not None and not exact:
-                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
+            why = mask_needed_reason(segments, self._attends)
+            if self._adapter is not None and out.get("attention_mask") is not None and why:
+                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
         if errors.DEBUG:
@@ -181,14 +182,14 @@ class Emitter:
     def _mask(self, segments: Segments) -> Tensor | None:
         if self.attention_mask in ("2d", "omit"):
             return segments.keep
-        exact = none_is_exact(segments, self._attends)
-        if self.attention_mask == "none" and not exact:
-            rule = f"attention_mask='none' was asked for, and {exact.why}."
+        why = mask_needed_reason(segments, self._attends)
+        if self.attention_mask == "none" and why:
+            rule = f"attention_mask='none' was asked for, and {why}."
             raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
-        if exact and self.attention_mask != "4d":
+        if not why and self.attention_mask != "4d":
             return None
         _warn_of_neutral_form()
-        return dense(segments, polarity="masked", pattern=self._attends, max_mask_bytes=self.layout.max_mask_bytes)
+        return write_dense(segments, "masked", self._attends, max_mask_bytes=self.layout.max_mask_bytes)
 
 
 @cache
@@ -198,7 +199,7 @@ def _warn_of_neutral_form() -> None:
         "collate_npu: this batch has a 4D attention_mask with True = blocked, for a BatchAdapter or Megatron-core. A "
         "transformers model reads True as attended. Pass model= (or consumer='transformers') to the collator, or run "
         "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
-from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
+from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
@@ -138,9 +138,9 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
-    found = {key: Rows(column) for key, column in columns.items()}
-    by_token = [key for key, rows in found.items() if rows.tensors and keys.get(key, SAMPLE).kind in _BY_TOKEN]
-    return found | {key: on_host(key, found[key]) for key in by_token}
+    foreign = {key for key, column in columns.items() if not ON_HOST.issuperset(map(type, column))}
+    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in _BY_TOKEN}
+    return {key: on_host(key, column) if key in by_token else Rows(column) for key, column in columns.items()}
 
 
 def _lengths(columns: dict[str, Rows]) -> list[int]:

@@ -27,6 +27,8 @@ Filler = float | Literal["last"]
 """What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
+ON_HOST = frozenset((list, tuple, np.ndarray))
+"""Types of rows that are read as they are."""
 _ARRAYS, _INTS = {np.ndarray}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
@@ -56,9 +58,7 @@ def rank_of(row: Any) -> int:
 class Rows(list[Any]):
     """The values of one key, a sample each, and what they are: looked at once, whoever asks."""
 
-    __slots__ = ("firsts", "flat", "lengths", "lists", "ragged", "tensors")
-    tensors: bool
-    """True if some are tensors."""
+    __slots__ = ("firsts", "flat", "lengths", "lists", "ragged")
     lengths: list[int]
     """Of values with a length; none where some have none."""
     firsts: set[type]
@@ -81,18 +81,18 @@ class Rows(list[Any]):
         elif types <= _LISTS:
             self.firsts = {type(row[0]) for row in self if row}
             self.lists = self.firsts <= _INTS or not any(row and is_ragged(row[0]) for row in self)
-        self.tensors = not types <= _LISTS and any(issubclass(kind, Tensor) for kind in types)
         self.ragged = bool(self.flat) or types <= _LISTS or all(map(is_ragged, self))
         self.lengths = list(map(len, self)) if self.ragged else []
 
 
 def on_host(key: str, values: Sequence[Any]) -> Rows:
     """Tensors as the arrays they are, float32 for bfloat16; everything else as it is. Raises for what has no values."""
-    rows = values if isinstance(values, Rows) else Rows(values)
-    if not rows.tensors:
-        return rows
+    types = set(map(type, values))
+    if not any(issubclass(kind, Tensor) for kind in types):
+        return values if isinstance(values, Rows) else Rows(values)
     try:
-        return Rows([row.numpy() if isinstance(row, Tensor) else row for row in values])
+        mixed = types != {Tensor}
+        return Rows([x.numpy() if isinstance(x, Tensor) else x for x in values] if mixed else map(Tensor.numpy, values))
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
         return Rows([host_array(key, row) if isinstance(row, Tensor) else row for row in values])
 

@@ -28,7 +28,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity, check_polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, offsets_of_rows, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
@@ -424,9 +424,8 @@ class BatchAdapter:
         cp = self.context_parallel
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        most = self.max_mask_bytes
-        place = self.device or device
-        form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=place, max_mask_bytes=most)
+        place, most = self.device or device, self.max_mask_bytes
+        form = write_dense(segments, polarity, pattern, rows=rows, device=place, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 

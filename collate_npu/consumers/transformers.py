@@ -383,7 +383,7 @@ TRANSFORMERS = Consumer(
             when=lambda case: (
                 _unplaced(case)
                 or _looks_ahead(case)
-                or (case.model.moves.get("packed") and _needs_dense(case) and case.model.moves["packed"])
+                or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
             rule="This model cannot be told where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "

@@ -21,8 +21,7 @@ from collate_npu import errors
 from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, MaskValues, Polarity
-from collate_npu.masks.dense_reader import Known, Reading
+from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading
 from collate_npu.masks.derive import (
     MASK_KEY,
     check_same_padding,
@@ -33,7 +32,7 @@ from collate_npu.masks.derive import (
     spell_pattern,
 )
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import (
     Sources,
     check_known_offsets,
@@ -347,8 +346,9 @@ def _with_dense(
     if not full.ndim or full.shape[-1] != shape[1]:
         raise wrong_shape_error(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
-    found = reading.pattern
-    if pattern is None and found is not None and found not in own and found.reaches(reading.segments.longest_span):
+    found = reading.pattern if pattern is None else None
+    known = found is None or found is CAUSAL or found in own
+    if found is not None and not known and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
         remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))

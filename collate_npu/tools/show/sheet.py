@@ -21,8 +21,8 @@ from collate_npu.consumers.mask_routing import describe_shape
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.masks.dense_mask import Bools, MaskValues, Polarity, Square, fill_rows, regions_of
-from collate_npu.masks.dense_reader import Known, Reading, sequences
+from collate_npu.masks.dense_mask import Bools, Known, MaskValues, Polarity, Reading, Square, fill_rows, regions_of
+from collate_npu.masks.dense_reader import sequences
 from collate_npu.masks.derive import MASK_KEY, derive_segments, read_bare_mask
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources
