@@ -9,7 +9,7 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.integrations.context_parallel import context_parallel, ready_batch
 from collate_npu.integrations.megatron import gpt_batch
-from collate_npu.integrations.torchtitan.masks import layers_of
+from collate_npu.integrations.torchtitan import layers_of
 
 LOCAL = nn.Sequential(type("DotProductAttention", (nn.Module,), {})())
 LOCAL.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, masked_softmax_fusion=False)

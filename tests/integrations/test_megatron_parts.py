@@ -12,9 +12,8 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, twinkle
-from collate_npu.integrations.megatron import experts, mcore_bridge, packed
-from collate_npu.integrations.swift import masks as swift_masks
-from collate_npu.integrations.twinkle.stages import Stages, refuse_unread
+from collate_npu.integrations.megatron import experts, mcore_bridge
+from collate_npu.integrations.twinkle import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
 RIGHT, LEFT = (Segments.from_lengths([2, 3], side=side) for side in ("right", "left"))
@@ -95,7 +94,7 @@ def test_megatrons_tensor_parallel_ranks_count_where_they_share_a_row(
     monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
     ranks = lambda **told: ContextParallel(size, 0, **{"tensor_parallel": tensor_parallel, **told})  # noqa: E731
     monkeypatch.setattr(ContextParallel, "from_megatron", ranks)
-    cp = packed.megatron_ranks(shared=shared)
+    cp = megatron.megatron_ranks(shared=shared)
     assert (cp and (cp.size, cp.tensor_parallel)) == held
 
 
@@ -103,9 +102,9 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
     kind = make_dataclass("PackedSeqParams", ["cu_seqlens_q"])
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", SimpleNamespace(PackedSeqParams=kind))
     row = Segments.from_lengths([[4, 1, 2]])
-    assert packed.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
+    assert megatron.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
     with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
-        packed.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
+        megatron.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
 
 
 # --- mcore-bridge
@@ -126,12 +125,12 @@ def test_a_multimodal_forward_that_is_mended_and_has_the_keys_drops_no_mask(monk
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
     watched = []
-    monkeypatch.setattr(swift_masks, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
+    monkeypatch.setattr(swift, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
     args = SimpleNamespace(padding_free=True, context_parallel_size=ranks, cp_partition_mode="zigzag")
     trainer = SimpleNamespace(args=args, unwrapped_models=[nn.Identity(), nn.Linear(1, 1)])
     ids, params = torch.ones(1, 12), SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
     prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
-    swift_masks.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
+    swift.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
     assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
 
 
@@ -139,11 +138,9 @@ def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatc
 def test_a_zigzag_alone_is_the_order_in_which_recurrent_layers_take_a_flat_row(monkeypatch, size):
     info = SimpleNamespace(config=SimpleNamespace(layer_types=["linear_attention"]))
     for layout, said in (("zigzag", ""), ("contiguous", "document_zigzag")):
-        monkeypatch.setattr(
-            swift_masks, "context_parallel", lambda args, layout=layout: ContextParallel(size, 0, layout=layout)
-        )
+        monkeypatch.setattr(swift, "context_parallel", lambda args, layout=layout: ContextParallel(size, 0, layout=layout))
         with refused(said):
-            swift_masks.refuse_layout(SimpleNamespace(model_info=info))
+            swift.refuse_layout(SimpleNamespace(model_info=info))
 
 
 @pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
@@ -200,7 +197,7 @@ def by_swift(npu=False, backend="flash", mode="zigzag", info=None, sequence_para
     args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=shared, attention_backend=backend)
     args.model_info = None if info is None else SimpleNamespace(**info)
     args.mlp_padding_free, args.context_parallel_size, args.cp_partition_mode = mlp, ranks, mode
-    trainer = swift_masks.TrainerMasks.__new__(swift_masks.TrainerMasks)
+    trainer = swift.TrainerMasks.__new__(swift.TrainerMasks)
     trainer.args, trainer.cp, trainer.kernel, trainer.npu = args, None, "megatron", npu
     trainer.adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
     return trainer.add({"input_ids": torch.ones(2, 3)}, RIGHT)
@@ -227,7 +224,7 @@ def handed_on(monkeypatch):
     """What goes by the doors of a forward, the routers' mask as what was said of it."""
     monkeypatch.setattr(mcore_bridge, "router_padding", lambda *given, shared: shared)
     monkeypatch.setattr(mcore_bridge, "pass_through_forward", lambda model, batch, extras: {**batch, **extras})
-    monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
+    monkeypatch.setattr(swift, "_model_class", lambda args: None)
 
 
 @pytest.mark.usefixtures("handed_on")
