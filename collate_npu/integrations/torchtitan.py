@@ -132,7 +132,8 @@ def _create(compiled: bool) -> Any:
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
-    """The core's predicate for real queries; padding attends its own stretch, so that no row is empty."""
+    """A mask function of FlexAttention: the pattern for real queries; padding attends its own stretch, so that no row is
+    empty."""
     real = mask_mod(segments, pattern, device)
     ids_BS = segments.ids.numpy()
     stretch = torch.from_numpy(np.where(ids_BS == 0, np.cumsum(_begins(ids_BS), axis=1), 0)).to(device)

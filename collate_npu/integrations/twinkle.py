@@ -65,7 +65,8 @@ class Stages:
 
     @property
     def cp(self) -> ContextParallel:
-        """tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models by itself."""
+        """The ranks that share a row. tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models
+        by itself."""
         mesh = self.processor.device_mesh
         if mesh is None or self.processor.framework == "transformers":
             return ContextParallel(1, 0)
@@ -81,7 +82,7 @@ class Stages:
         if self.processor.padding_free or self.processor._any_packing(rows):
             return [self._documents(row) for row in rows]
         if self.processor.framework == "transformers":
-            return [_plain(row) for row in rows]
+            return [_with_2d_mask(row) for row in rows]
         together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
@@ -144,7 +145,7 @@ class Stages:
 
     def _documents(self, row: Row) -> Row:
         """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
-        segments, positions = _parted(row), row.get("position_ids")
+        segments, positions = _document_segments(row), row.get("position_ids")
         where = segments.indices.to(row["input_ids"].device)
         keys = [key for key in self._token_keys(row) if key not in _TRUTH]
         tokens = {key: row[key].index_select(_dim(key, row[key]), where) for key in keys}
@@ -154,8 +155,8 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
-def _plain(row: Row) -> Row:
-    """For a transformers model, which reads `attention_mask` alone: twinkle passes no other mask on."""
+def _with_2d_mask(row: Row) -> Row:
+    """The row with its 2D mask under `attention_mask`, the one mask that twinkle passes to a transformers model."""
     if not any(key in row for key in _TRUTH):
         return row
     segments = _segments(row)
@@ -168,7 +169,7 @@ def _plain(row: Row) -> Row:
 
 
 def _segments(row: Row) -> Segments:
-    """One sample `[1, L]` before collation, through the door. Where it says nothing of padding it has none."""
+    """The Segments of one sample `[1, L]` before collation. A sample without masks has no padding."""
     read = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
     told = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in read}
     if (positions := told.get("position_ids")) is not None and len(positions) > 1:
@@ -178,9 +179,10 @@ def _segments(row: Row) -> Segments:
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
-def _parted(row: Row) -> Segments:
-    """The same, with documents by positions over all tokens, as twinkle counts its offsets: one begins where the first axis
-    is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1, 2, ... in each."""
+def _document_segments(row: Row) -> Segments:
+    """The Segments of one sample, with documents by positions over all tokens, as twinkle counts its offsets: one begins
+    where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1,
+    2, ... in each."""
     segments, positions = _segments(row), row.get("position_ids")
     if segments.packed or positions is None:
         return segments
@@ -295,7 +297,7 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
 
 
 def _processors(model: Any) -> list[Any]:
-    """Of every adapter (model/optimizer_group.py:43)."""
+    """The processors of every adapter (model/optimizer_group.py:43)."""
     held = (getattr(group, "processor", None) for group in model.optimizer_group.values())
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 

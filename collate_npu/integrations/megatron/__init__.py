@@ -99,10 +99,10 @@ def gpt_batch(
     config = config_of(model)
     cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
-        return _made(batch, model, config, cp, padding_free, polarity, max_mask_bytes)
+        return _inputs_of(batch, model, config, cp, padding_free, polarity, max_mask_bytes)
 
 
-def _made(
+def _inputs_of(
     batch: Mapping[str, Any],
     model: Any,
     config: Any,
@@ -142,7 +142,7 @@ def _made(
     if debug.ON:
         why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
         say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
-    return _passed_on(inputs, model), segments
+    return _with_masks(inputs, model), segments
 
 
 def _masked_by_layers(model: Any) -> bool:
@@ -209,9 +209,10 @@ def _flat(
     return {key: padded[key] for key in row}, segments, cp
 
 
-def _passed_on(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
-    """The masks of routers and recurrent layers by the door that the model's forward has. GPTModel shares the routers' out
-    on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone (1.6.5 model/gpt_model.py:307-316)."""
+def _with_masks(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The inputs with the masks of routers and recurrent layers as arguments that the model's forward takes. GPTModel
+    shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone (1.6.5
+    model/gpt_model.py:307-316)."""
     stage = unwrap(model)
     extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
     if "padding_mask" in extras:
@@ -222,8 +223,8 @@ def _passed_on(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _kernel(model: Any, segments: Segments) -> str:
-    """Whose attention it is, where it computes this batch right. Megatron's local kernels read a dense mask always: without
-    it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    """The attention kernel of this model. Raises where it would compute this batch wrong. Megatron's local kernels read a
+    dense mask always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     kernel = kernel_of(model)
     refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
     if needs_mask_2d(model):

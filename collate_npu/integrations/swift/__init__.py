@@ -61,7 +61,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    patching.patch(PACKAGE, Template, "pre_forward_hook", _with_sequences)
+    patching.patch(PACKAGE, Template, "pre_forward_hook", _pass_seq_idx)
     once_imported("swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
@@ -74,7 +74,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         if debug.asked("COLLATE_NPU_GUARD"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, ours.masks_of))
         if is_torch_npu_available():
-            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
+            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _gather_by_gloo, everywhere="swift")
 
 
 def uninstall() -> None:
@@ -82,8 +82,9 @@ def uninstall() -> None:
     patching.release(PACKAGE)
 
 
-def _by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
-    """No object meets HCCL: ms-swift gathers the names of its metrics at every step (trainers/trainer.py:108)."""
+def _gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
+    """Gather objects through Gloo, not HCCL: ms-swift gathers the names of its metrics at every step
+    (trainers/trainer.py:108)."""
     ranks = torch.distributed.group.WORLD if group is None else group
     here = torch.distributed.get_rank(ranks) >= 0
     return original(values, value, group=gloo_group(ranks) if here else ranks)
@@ -113,7 +114,7 @@ def _watch_trainers() -> None:
 
 
 def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a trainer of the transformers backend that packs: each recurrent model that it holds is adapted meanwhile."""
+    """Train with each recurrent model adapted, if the trainer runs the transformers backend and packs."""
     template, held = self.template, [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
     with ExitStack() as stack:
         if template.padding_free and template.sequence_parallel_size == 1:
@@ -127,8 +128,8 @@ def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
-    """Without fla its layers of Qwen3.5 raise at a second sequence (model/models/qwen.py:1287); their own forward can be
-    adapted."""
+    """Give Qwen3.5's layers their own forward back: without fla ms-swift's raises at a second sequence
+    (model/models/qwen.py:1287); their own forward can be adapted."""
     from swift.model.models import qwen
 
     qwen._try_import_flash_linear_attention_kernels()
@@ -139,8 +140,8 @@ def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
             layer.forward = own
 
 
-def _with_sequences(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Multimodal templates hand on what they know by name (template/base.py:1731), and that is not `seq_idx`."""
+def _pass_seq_idx(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Pass `seq_idx` on, which multimodal templates drop (template/base.py:1731)."""
     out, mended = original(self, model, args, kwargs)
     return out, {**{key: kwargs[key] for key in ("seq_idx",) if key in kwargs}, **mended}
 
@@ -164,13 +165,13 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
 
 @dataclass
 class _Trainers:
-    """What one `install` puts into the trainers of a process, which train one after another."""
+    """The state of one `install` in a process, whose trainers run one after another."""
 
     polarity: Polarity | None
     masks: TrainerMasks | None = None
 
     def masks_of(self, args: Any) -> TrainerMasks:
-        """The same for every batch of a trainer."""
+        """The masks of a trainer, made once from its arguments."""
         if self.masks is None or self.masks.args is not args:
             self.masks = TrainerMasks(args, self.polarity)
         return self.masks
@@ -189,8 +190,8 @@ class _Trainers:
 
 
 def number_sequences(params: Any) -> None:
-    """Let Mamba's layers know the sequences: from 0.17 on megatron-core numbers them in the constructor, where it knows the
-    width, which ms-swift says afterwards (megatron/utils/utils.py:272). Unnumbered they run into each other
+    """Number the sequences for Mamba's layers: from 0.17 on megatron-core numbers them in the constructor, where it knows
+    the width, which ms-swift says afterwards (megatron/utils/utils.py:272). Unnumbered they run into each other
     (core/ssm/mamba_mixer.py:744-750 of 0.19.2)."""
     if getattr(params, "total_tokens", None) is not None and params.seq_idx is None:
         params.__post_init__()
@@ -202,7 +203,7 @@ the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
 def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
-    """Of the transformers backend: raise `UnsupportedFormError` where real tokens would not be computed as alone.
+    """Raise `UnsupportedFormError` where the transformers backend would not compute real tokens as alone.
 
     Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,
     which no such layer reads; `_train` has adapted a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
@@ -261,7 +262,7 @@ class TrainerMasks:
         """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
         device = next(value.device for value in out.values() if isinstance(value, Tensor))
         _refuse_lookahead(self.args, out.get("labels"), segments)
-        out = {**out, **_asked_of_real_tokens(out.get("labels"), segments, self.cp)}
+        out = {**out, **_without_padding_labels(out.get("labels"), segments, self.cp)}
         masks = self.adapter.masks(segments, device)
         extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
         blocked = masks["attention_mask"]
@@ -293,9 +294,10 @@ class TrainerMasks:
         return mlp or bool(backend == "local" and self.kernel != "mindspeed")
 
 
-def _asked_of_real_tokens(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
-    """ms-swift rolls labels one place to the left, so that the padding before a row's tokens is asked for the first of them
-    (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Padding is asked for nothing here."""
+def _without_padding_labels(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
+    """The labels with -100 at padding. ms-swift rolls labels one place to the left, so that the padding before a row's
+    tokens is asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Padding is asked for
+    nothing here."""
     keep = segments.keep if cp is None else split_tensor(segments.keep, cp)
     if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # a classifier's, or another pipeline stage's
         return {}
@@ -355,7 +357,7 @@ _REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes pa
 def guarded(
     masks_of: Callable[[Any], TrainerMasks], original: Any, trainer: Any, data: Any, vp_stage: int | None = None
 ) -> Any:
-    """In place of a trainer's `_prepare_batch`; `masks_of` its arguments knows its batches."""
+    """A trainer's prepared batch; the first one of each model is checked in its forward. Replaces `_prepare_batch`."""
     model = trainer.unwrapped_models[vp_stage or 0]
     if model in _GUARDED:
         return original(trainer, data, vp_stage)

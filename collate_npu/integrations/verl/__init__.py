@@ -2,7 +2,7 @@
 
 `pad_jagged` and `to_jagged` are each other's inverse; the Megatron engine has the same under verl's own names. Unlike
 verl's (models/mcore/util.py) they keep the 2D mask on every device, and build no `[B, 1, S, S]` for an NPU: None is exact
-for jagged rows and causal attention. `install` and `install_fsdp` put ours in place. Costs one pass over the tokens.
+for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Costs one pass over the tokens.
 Legend: B rows, S width, L = S / cp of a row on one rank.
 """
 
@@ -113,7 +113,7 @@ def segments_from_jagged(values: Tensor, cp: ContextParallel, *, width: int | No
 
 
 def on_npu() -> bool:
-    """What verl itself found when it was imported."""
+    """True if verl found an NPU when it was imported."""
     from verl.models.mcore import util
 
     return bool(util.is_npu_available)
@@ -160,28 +160,28 @@ def build_vlm_attn_mask_bshd(
 
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
-    given = _named(original, args, kwargs)
-    return original(**{**given, "model": _Reader(given)})
+    given = _arguments_of(original, args, kwargs)
+    return original(**{**given, "model": _MaskedModel(given)})
 
 
 def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """verl's generators of forwards (`model_forward_gen`, and both of the fused kernels, which pack their rows always)."""
     inner = original(*args, **kwargs)
-    vision = _named(original, args, kwargs)["vision_model"]
+    vision = _arguments_of(original, args, kwargs)["vision_model"]
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not patching.in_place(generated_forward):
             return inner(*args, **kwargs)
-        given = _named(inner, args, kwargs)
+        given = _arguments_of(inner, args, kwargs)
         if not given["input_ids"].is_nested:  # verl takes integers for places, without an error
             given["attention_mask"] = given["attention_mask"].bool()
-        return inner(**{**given, "model": _Reader({**given, "vision_model": vision})})
+        return inner(**{**given, "model": _MaskedModel({**given, "vision_model": vision})})
 
     return forward
 
 
-class _Reader:
+class _MaskedModel:
     """The model of one batch, called with the masks that it reads. Megatron's own attention takes True = blocked: verl's
     [B, S], True = real, blocks what it should not there."""
 
@@ -206,15 +206,17 @@ class _Reader:
 
 
 def _router_padding(model: Any, padding: Tensor) -> dict[str, Any]:
-    """verl gives it for packed rows alone; megatron-core's text model takes it, and cuts it for the ranks that share the
-    tokens on the first pipeline stage alone (0.16.1 gpt_model.py:291-321)."""
+    """The routers' `padding_mask`, if the model takes one. verl passes it for packed rows alone; megatron-core's text model
+    takes it, and cuts it for the ranks that share the tokens on the first pipeline stage alone (0.16.1
+    gpt_model.py:291-321)."""
     if "padding_mask" not in inspect.signature(inspect.unwrap(model.forward)).parameters:
         return {}
     return {"padding_mask": router_padding(padding, shared=model.config.sequence_parallel and not model.pre_process)}
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
-    """MindSpeed hands none to its kernel, padded or packed (0.12 to 0.18, te/.../dot_product_attention.py `forward`)."""
+    """Raise for a window that some row fills: MindSpeed passes none to its kernel, padded or packed (0.12 to 0.18,
+    te/.../dot_product_attention.py `forward`)."""
     left, ids = window[0] if isinstance(window, (tuple, list)) else window, given["input_ids"]
     longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
     if left is None or left < 0 or longest <= left + 1:
@@ -224,7 +226,7 @@ def _refuse_window(window: Any, given: dict[str, Any]) -> None:
     raise UnsupportedFormError(explain("window_size", str(window), rule, remedy))
 
 
-def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -239,7 +241,7 @@ def install() -> None:
     from verl.models.mcore import model_forward, model_forward_fused
 
     for ours in (preprocess_bshd_engine, postprocess_bshd_engine, build_vlm_attn_mask_bshd):
-        patching.patch(PACKAGE, model_forward, ours.__name__, _instead(ours), everywhere="verl")
+        patching.patch(PACKAGE, model_forward, ours.__name__, _without_original(ours), everywhere="verl")
     patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", engine_forward, everywhere="verl")
     patching.patch(PACKAGE, model_forward, "model_forward_gen", generated_forward, everywhere="verl")
     for name in ("fused_forward_model_gen", "fused_forward_model_engine"):
@@ -252,15 +254,12 @@ def uninstall() -> None:
 
 
 @cache
-def _instead(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function for `patching`, which offers the original first."""
+def _without_original(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an unused first argument: `patching` passes the original there."""
     return lambda original, *args, **kwargs: ours(*args, **kwargs)
 
 
 # --- the FSDP engine
-
-
-SETTING = "actor_rollout_ref.model.use_remove_padding=False"
 
 
 def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch: Any) -> Any:
@@ -280,7 +279,8 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
     except UnsupportedFormError as refused:
         if not flat:
             raise
-        warnings.warn(f"collate_npu: rows are padded here, as by {SETTING}. {refused}", stacklevel=2)
+        setting = "actor_rollout_ref.model.use_remove_padding=False"
+        warnings.warn(f"collate_npu: rows are padded here, as by {setting}. {refused}", stacklevel=2)
     from verl.utils import tensordict_utils
 
     tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)  # read again on the way back
@@ -288,7 +288,7 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
 
 
 def _adapter(engine: Any) -> BatchAdapter:
-    """One for each model; a rebuilt engine has another."""
+    """The adapter of the engine's model; a rebuilt engine gets another."""
     held = vars(engine).get("_collate_npu")
     if held is None or held[0] is not engine.module:
         held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
@@ -306,7 +306,7 @@ def _refuse_shares(engine: Any, kernel: str) -> None:
 
 
 def install_fsdp() -> None:
-    """Let every FSDP engine of this process make its inputs so, those that exist too; `uninstall` takes it back.
+    """Let every FSDP engine of this process prove and mend its inputs, those that exist too; `uninstall` takes it back.
 
     >>> install_fsdp()  # doctest: +SKIP
     """
