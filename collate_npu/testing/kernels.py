@@ -72,8 +72,7 @@ def _cells(call: KernelCall) -> dict[str, Any]:
 
 
 def _resolve(call: KernelCall, *, plain: bool) -> None:
-    """Set the kernel that transformers' wrapper calls, as transformers does it itself (5.23
-    integrations/hub_kernels.py:1008-1024)."""
+    """Set the kernel that transformers' wrapper calls (5.23 integrations/hub_kernels.py:1008-1024)."""
     kernel = inspect.unwrap(call.function) if plain else _checked_kernel(call)
     taken = tuple(inspect.signature(kernel).parameters)
     held = {"implementation": kernel, "is_new_implementation": not plain, "applicable_params": taken}
