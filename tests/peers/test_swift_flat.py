@@ -7,8 +7,8 @@ import torch
 from swift_world import World, arguments, collate, prepare
 
 from collate_npu import CollateError, Segments
-from collate_npu.integrations.swift import masks as guard
-from collate_npu.integrations.swift.masks import flat_segments
+from collate_npu.integrations import swift as guard
+from collate_npu.integrations.swift import flat_segments
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
 

@@ -7,7 +7,6 @@ from swift_world import LENGTHS, LOCAL, arguments, as_kind, collate, prepare, re
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
-from collate_npu.integrations.swift import masks as swift_masks
 from collate_npu.masks import dense
 from collate_npu.masks.forms import open_empty_rows
 
@@ -87,22 +86,22 @@ def test_seq_lens_that_contradict_the_2d_mask_name_the_row(length):
     data, truth = as_kind(arguments("qwen3"), "2d beside 4d")
     data["seq_lens"] = [7, length, 5]
     with pytest.raises(CollateError, match=rf"row 1: got seq_lens {length} beside 3 real tokens"):
-        swift_masks.segments_from_swift(arguments("qwen3"), data)
+        swift.segments_from_swift(arguments("qwen3"), data)
     data["seq_lens"] = list(LENGTHS)
-    assert swift_masks.segments_from_swift(arguments("qwen3"), data) == truth
+    assert swift.segments_from_swift(arguments("qwen3"), data) == truth
     data["attention_mask_2d"] = data["attention_mask_2d"].flip(1)  # padded left, in a batch that counts from the right
     with pytest.raises(CollateError, match="3 bad rows"):
-        swift_masks.segments_from_swift(arguments("qwen3"), data)
+        swift.segments_from_swift(arguments("qwen3"), data)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_only_alignment_padding_may_be_real_in_upstreams_own_2d_mask(cp):
     data = collate(arguments("qwen3", cp=2), *LENGTHS)
     if cp == 2:
-        assert swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
+        assert swift.segments_from_swift(arguments("qwen3", cp=cp), data).row_lengths == LENGTHS
     else:
         with pytest.raises(CollateError, match="row 0: got seq_lens 7 beside 8"):
-            swift_masks.segments_from_swift(arguments("qwen3", cp=cp), data)
+            swift.segments_from_swift(arguments("qwen3", cp=cp), data)
 
 
 def test_a_batch_that_lost_its_masks_is_refused(world, installed):

@@ -11,7 +11,6 @@ from verl.models.mcore import model_forward, util
 
 from collate_npu import CollateError, ContextParallel
 from collate_npu.integrations import verl
-from collate_npu.integrations.verl import engine as verl_engine
 from collate_npu.masks import dense
 
 NEEDS = ("verl", "megatron")
@@ -78,10 +77,10 @@ def test_the_way_back_takes_the_2d_mask_on_any_device_and_no_other(device, monke
     monkeypatch.setattr(util, "is_npu_available", device == "npu")
     values = jagged([4, 1, 3], 2, dtype=torch.float32)
     padded = verl.pad_jagged(values)
-    assert same(verl_engine.postprocess_bshd_engine(padded.values, padded.attention_mask_2d), values)
+    assert same(verl.postprocess_bshd_engine(padded.values, padded.attention_mask_2d), values)
     for other in (None, dense(padded.segments, polarity="masked")):
         with pytest.raises(CollateError, match="Pass Padded"):
-            verl_engine.postprocess_bshd_engine(padded.values, other)
+            verl.postprocess_bshd_engine(padded.values, other)
 
 
 def test_rows_of_no_tokens_stay_rows():
@@ -102,7 +101,7 @@ def test_vision_rows_are_verls(monkeypatch):
     values = jagged([5, 2, 7])
     for tp, width in ((1, None), (4, None), (2, 9)):
         monkeypatch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda tp=tp: tp)
-        ours = verl_engine.build_vlm_attn_mask_bshd(values, 3, 99, width)
+        ours = verl.build_vlm_attn_mask_bshd(values, 3, 99, width)
         assert all(map(torch.equal, ours, util.build_vlm_attn_mask_bshd(values, 3, 99, width)))
 
 
@@ -122,7 +121,7 @@ def test_upstream_vision_rows_ignore_fp8(monkeypatch):
     ids = util.preprocess_bshd_engine(values, use_fp8_padding=True)[0]
     rows = util.build_vlm_attn_mask_bshd(values, 3, 0)[0]
     assert rows.shape[1] != ids.shape[1], "labels and logits of a vision model have two widths under fp8"
-    assert verl_engine.build_vlm_attn_mask_bshd(values, 3, 0, use_fp8_padding=True)[0].shape == ids.shape
+    assert verl.build_vlm_attn_mask_bshd(values, 3, 0, use_fp8_padding=True)[0].shape == ids.shape
 
 
 def test_upstream_an_int_mask_of_ones_picks_the_second_token_of_each_row_in_silence():
@@ -138,11 +137,11 @@ def test_upstream_an_int_mask_of_ones_picks_the_second_token_of_each_row_in_sile
 def test_uninstall_puts_verls_own_back(verl_npu):
     names = ("preprocess_bshd_engine", "postprocess_bshd_engine", "build_vlm_attn_mask_bshd")
     before = {name: getattr(util, name) for name in names}
-    verl_engine.install()
-    verl_engine.install()
+    verl.install()
+    verl.install()
     assert all(getattr(util, name) is getattr(model_forward, name) is not original for name, original in before.items())
     assert util.postprocess_bshd_engine(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)).is_nested, "ours, on an NPU"
-    verl_engine.uninstall()
+    verl.uninstall()
     assert all(getattr(util, name) is original for name, original in before.items())
 
 
@@ -164,7 +163,7 @@ def on_two_ranks():
     back = [
         util.postprocess_bshd_engine(outputs[0], padded.attention_mask_2d),
         verl.to_jagged(outputs[1], padded.segments),
-        verl_engine.postprocess_bshd_engine(outputs[2], padded.attention_mask_2d),
+        verl.postprocess_bshd_engine(outputs[2], padded.attention_mask_2d),
     ]
     for result in back:
         assert same(result, values)
@@ -173,7 +172,7 @@ def on_two_ranks():
     assert torch.equal(outputs[0].grad, outputs[2].grad)
 
     rows = jagged(lengths)
-    assert verl_engine.build_vlm_attn_mask_bshd(rows, 3, 0)[0].shape == (3, 16)
+    assert verl.build_vlm_attn_mask_bshd(rows, 3, 0)[0].shape == (3, 16)
     return padded.values.shape
 
 

@@ -51,7 +51,7 @@ def on_ranks(kinds, ranks, formats, ours):
     from verl.models.mcore import registry, util
     from verl_models import PAD, alone, config, jagged
 
-    from collate_npu.integrations.verl import engine
+    from collate_npu.integrations import verl as engine
 
     patch = pytest.MonkeyPatch()
     util.is_npu_available = True

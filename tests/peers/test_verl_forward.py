@@ -12,7 +12,7 @@ from verl.models.mcore import model_forward_fused, mtp_patch, registry, util
 from verl_models import LENGTHS, ValueHead, Vision, alone, config, error, jagged, left_padded
 
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.verl import engine
+from collate_npu.integrations import verl as engine
 
 NEEDS = ("verl", "megatron")
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,7 +1,7 @@
 """verl's `ActorRolloutRefWorker` on this rank, for each job: what its FSDP engine hands to the model, and what comes out.
 
 `python verl_fsdp_work.py OUT.json FOLDER JOB...`, a job being "family alone|ours override,override...": overrides are
-those of `python -m verl.trainer.main_ppo`, `ours` is one more of them: the plugin, which runs `fsdp.install`.
+those of `python -m verl.trainer.main_ppo`, `ours` is one more of them: the plugin, which runs `install_fsdp`.
 """
 
 # ruff: noqa: E402

@@ -107,9 +107,9 @@ def test_looking_through_the_package_changes_nothing():
             for name in ("verl", "verl.models", "verl.models.mcore", "verl.workers.engine.fsdp.transformer_impl"):
                 sys.modules[name] = types.ModuleType(name)
         from collate_npu.integrations import patching
-        from collate_npu.integrations.verl import engine, fsdp
+        from collate_npu.integrations import verl as engine
         engine.install = lambda: patching._TABLE.append("verl")
-        fsdp.install = lambda: None
+        engine.install_fsdp = lambda: None
         before = list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)
         warnings.simplefilter("ignore")
         for module in pkgutil.walk_packages(collate_npu.__path__, "collate_npu."):

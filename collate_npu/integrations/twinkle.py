@@ -1,8 +1,9 @@
-"""The five stages of twinkle's InputProcessor that lose padding, as `integrations.twinkle.install` puts them in place.
+"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask, and a safe gather of objects.
 
-twinkle-kit 0.5.1 (processor/base.py) builds its 4D mask from lengths alone (:488-499), pads to tp or to 2 * cp but never
-to both (:296-299), passes on no key outside its list (:659-677), drops the 4D mask whatever it says (:454-466) and splits
-no mask (:394). Costs one copy of each padded key. Legend: B rows, S width, L tokens of one row `[1, L]`.
+Five stages of twinkle's InputProcessor lose padding (processor/base.py): it builds its 4D mask from lengths alone
+(:488-499), pads to tp or to 2 * cp but never to both (:296-299), passes on no key outside its list (:659-677), drops the 4D
+mask whatever it says (:454-466) and splits no mask (:394). `install` puts `Stages` in their places, in a processor that is
+set afterwards when it meets its first batch. Costs one copy of each padded key. Legend: B rows, S width, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,10 +25,13 @@ from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.model_traits import config_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.integrations import patching
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, pad_documents, split_batch
+from collate_npu.parallel import ContextParallel, data_group, gather_objects, pad_documents, split_batch
+from collate_npu.parallel.layout import is_gloo
+from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
 Row = dict[str, Any]
@@ -60,7 +65,8 @@ class Stages:
 
     @property
     def cp(self) -> ContextParallel:
-        """tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models by itself."""
+        """The ranks that share a row. tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models
+        by itself."""
         mesh = self.processor.device_mesh
         if mesh is None or self.processor.framework == "transformers":
             return ContextParallel(1, 0)
@@ -76,7 +82,7 @@ class Stages:
         if self.processor.padding_free or self.processor._any_packing(rows):
             return [self._documents(row) for row in rows]
         if self.processor.framework == "transformers":
-            return [_plain(row) for row in rows]
+            return [_with_2d_mask(row) for row in rows]
         together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
@@ -139,7 +145,7 @@ class Stages:
 
     def _documents(self, row: Row) -> Row:
         """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
-        segments, positions = _parted(row), row.get("position_ids")
+        segments, positions = _document_segments(row), row.get("position_ids")
         where = segments.indices.to(row["input_ids"].device)
         keys = [key for key in self._token_keys(row) if key not in _TRUTH]
         tokens = {key: row[key].index_select(_dim(key, row[key]), where) for key in keys}
@@ -149,8 +155,8 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
-def _plain(row: Row) -> Row:
-    """For a transformers model, which reads `attention_mask` alone: twinkle passes no other mask on."""
+def _with_2d_mask(row: Row) -> Row:
+    """The row with its 2D mask under `attention_mask`, the one mask that twinkle passes to a transformers model."""
     if not any(key in row for key in _TRUTH):
         return row
     segments = _segments(row)
@@ -163,7 +169,7 @@ def _plain(row: Row) -> Row:
 
 
 def _segments(row: Row) -> Segments:
-    """One sample `[1, L]` before collation, through the door. Where it says nothing of padding it has none."""
+    """The Segments of one sample `[1, L]` before collation. A sample without masks has no padding."""
     read = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
     told = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in read}
     if (positions := told.get("position_ids")) is not None and len(positions) > 1:
@@ -173,9 +179,10 @@ def _segments(row: Row) -> Segments:
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
-def _parted(row: Row) -> Segments:
-    """The same, with documents by positions over all tokens, as twinkle counts its offsets: one begins where the first axis
-    is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1, 2, ... in each."""
+def _document_segments(row: Row) -> Segments:
+    """The Segments of one sample, with documents by positions over all tokens, as twinkle counts its offsets: one begins
+    where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1,
+    2, ... in each."""
     segments, positions = _segments(row), row.get("position_ids")
     if segments.packed or positions is None:
         return segments
@@ -214,3 +221,124 @@ def refuse_unread(chunks: list[Any], segments: Segments, *, attention: bool = Tr
         kernels = ["transformer_engine"]
     for kernel in dict.fromkeys(kernels if attention else ["megatron"]):
         refuse_unread_padding(segments, kernel, recurrent=recurrent)
+
+
+PACKAGE, TESTED = "twinkle-kit", "0.5.1"
+
+_MODELS: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()
+"""The models of this process whose processors get our stages, and what was said of their need of a 2D mask."""
+
+
+def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None) -> None:
+    """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
+
+    It reaches every processor of every adapter; where the model lives on Ray, in each worker. On NPUs twinkle's gather of
+    objects becomes `gather_object`. A batch is refused where the kernels of some pipeline chunk cannot read its padding, or
+    a forward does not take its masks (`attention_mask_2d`, on MoE models `padding_mask`).
+
+    `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
+    module, a list of pipeline chunks, or a config. Raises `CollateError` where nothing says whether layers read the 2D mask.
+
+    >>> from collate_npu.integrations import twinkle  # doctest: +SKIP
+    >>> twinkle.install(model)  # doctest: +SKIP
+    """
+    if hasattr(target, "process_pipeline"):
+        _replace(target, model, needs_mask_2d)
+    elif hasattr(target, "_actors"):
+        _in_each_worker(target, install, needs_mask_2d=needs_mask_2d)
+    elif hasattr(target, "optimizer_group"):
+        _install_here(target, needs_mask_2d)
+    else:
+        rule = "A processor lives beside the model: twinkle's MegatronModel or TransformersModel holds it."
+        remedy = "Pass that model, or one InputProcessor and the model that reads its batches: install(processor, model)."
+        raise CollateError(explain("install", type(target).__name__, rule, remedy))
+
+
+def uninstall(target: Any) -> None:
+    """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
+    if hasattr(target, "process_pipeline"):
+        _give_back(target)
+    elif hasattr(target, "_actors"):
+        _in_each_worker(target, uninstall)
+    elif hasattr(target, "optimizer_group"):
+        _MODELS.pop(target, None)
+        for processor in _processors(target):
+            _give_back(processor)
+        if not _MODELS:
+            patching.release(PACKAGE)
+
+
+def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
+    from twinkle.processor import InputProcessor
+    from twinkle.utils.framework import Framework
+
+    if any(type(chunk).__module__.startswith("mcore_bridge") for chunk in chunks_of(model)):
+        from collate_npu.integrations.megatron import mcore_bridge
+
+        mcore_bridge.install(holder=PACKAGE)
+    for processor in _processors(model):
+        _replace(processor, model, needs_mask_2d)
+    _MODELS[model] = needs_mask_2d
+    patching.patch(PACKAGE, InputProcessor, "__call__", _first_batch)
+    patching.patch(PACKAGE, Framework, "gather_object", _gather)
+
+
+def _first_batch(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
+    for model, needs_mask_2d in list(_MODELS.items()):
+        if any(each is processor for each in _processors(model)):
+            _replace(processor, model, needs_mask_2d)
+    return original(processor, *args, **kwargs)
+
+
+def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) -> None:
+    import ray
+
+    ray.get([actor.__ray_call__.remote(function, **settings) for actor in handle._actors])
+
+
+def _processors(model: Any) -> list[Any]:
+    """The processors of every adapter (model/optimizer_group.py:43)."""
+    held = (getattr(group, "processor", None) for group in model.optimizer_group.values())
+    return [processor for processor in held if hasattr(processor, "process_pipeline")]
+
+
+def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
+    if _installed(processor) is not None:
+        return
+    say_outside(PACKAGE, TESTED)
+    ours = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d).by_name()
+    if missing := set(ours) - {stage.__name__ for stage in processor.process_pipeline}:
+        rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."
+        raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, f"Install {PACKAGE}=={TESTED}."))
+    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
+
+
+def _give_back(processor: Any) -> None:
+    if (stages := _installed(processor)) is not None:
+        before = {stage.__name__: stage for stage in stages.before}
+        pipeline = processor.process_pipeline
+        processor.process_pipeline = [before[s.__name__] if getattr(s, "__self__", None) is stages else s for s in pipeline]
+
+
+def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
+    from twinkle import Platform
+
+    gather = gather_object if Platform.device_prefix() == "npu" else original
+    return list(gather(object, device_mesh, process_group))
+
+
+def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
+    """twinkle's `torch_util.gather_object` (utils/framework.py:41-71), through Gloo alone: no object meets HCCL. Between the
+    ranks of Megatron's data and context parallelism, as twinkle does on an NPU, else those of `process_group`."""
+    import torch.distributed as dist
+
+    values = [value]
+    if dist.is_available() and dist.is_initialized():
+        group, shared = process_group or dist.group.WORLD, data_group()
+        values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
+    return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
+
+
+def _installed(processor: Any) -> Stages | None:
+    owners = (getattr(stage, "__self__", None) for stage in processor.process_pipeline)
+    return next((owner for owner in owners if isinstance(owner, Stages)), None)

@@ -1,8 +1,9 @@
-"""torchtitan 0.3.0: attention masks as an argument of the model, made from Segments; padding is a document of its own.
+"""torchtitan 0.3.0: what its trainer, its context parallelism and pipeline stages take, made from Segments.
 
-`masks_in_forward` makes them inside a model part, of the rows that arrive there: torch's pipeline schedules cut a batch by
-dimension 0 of every tensor (torch 2.13 distributed/pipelining/microbatch.py:380-400), VarlenMetadata as if its offsets were
-rows. Offsets cost O(B * S); a BlockMask takes no dense mask. Legend: B rows, S width.
+Attention masks are an argument of its models, and padding is a document of its own. `masks_in_forward` makes them inside a
+model part, of the rows that arrive there: torch's pipeline schedules cut a batch by dimension 0 of every tensor (torch 2.13
+distributed/pipelining/microbatch.py:380-400), VarlenMetadata as if its offsets were rows. Nothing is patched. Offsets cost
+O(B * S); a BlockMask takes no dense mask. Legend: B rows, S width.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import shift_labels
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model
+
+PACKAGE, TESTED = "torchtitan", "0.3.0"
 
 _REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
 _REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
@@ -129,7 +132,8 @@ def _create(compiled: bool) -> Any:
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
-    """The core's predicate for real queries; padding attends its own stretch, so that no row is empty."""
+    """A mask function of FlexAttention: the pattern for real queries; padding attends its own stretch, so that no row is
+    empty."""
     real = mask_mod(segments, pattern, device)
     ids_BS = segments.ids.numpy()
     stretch = torch.from_numpy(np.where(ids_BS == 0, np.cumsum(_begins(ids_BS), axis=1), 0)).to(device)
