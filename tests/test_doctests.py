@@ -35,10 +35,10 @@ STACK = {
     "integrations.megatron.mcore_bridge.install": "peers/test_mcore_bridge.py",
     "integrations.torchtitan.masks.get_attention_masks": "peers/test_torchtitan.py",
     "integrations.torchtitan.masks.layers_of": "peers/test_torchtitan.py",
-    "integrations.torchtitan.masks.masks_in_forward": "peers/test_torchtitan_stages.py",
+    "integrations.torchtitan.masks.masks_in_forward": "peers/test_torchtitan.py",
     "integrations.axolotl.CollatePlugin": "peers/axolotl_work.py",
-    "integrations.verl.engine.install": "peers/test_verl_forward.py",
-    "integrations.verl.fsdp.install": "peers/verl_fsdp_work.py",
+    "integrations.verl.engine.install": "peers/test_verl.py",
+    "integrations.verl.fsdp.install": "peers/verl_work.py",
     "integrations.openrlhf.arm": "peers/test_openrlhf.py",
 }
 """Examples that need the stack itself, and who makes the same call there."""

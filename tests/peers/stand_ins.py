@@ -77,3 +77,19 @@ def triton() -> None:
     """megatron-core from 0.18 on imports it unguarded, on a CPU too. Call it before Megatron is imported."""
     if importlib.util.find_spec("triton") is None:
         stand_in(triton="3.6.0")
+
+
+# --- flash_attn 2.8 bert_padding.py, in torch
+
+
+def unpad_input(hidden: torch.Tensor, keep: torch.Tensor) -> Any:
+    """`(tokens of all rows, where they stood, offsets, longest, lengths)`."""
+    lengths = keep.sum(1, dtype=torch.int32)
+    indices = keep.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), lengths
+
+
+def pad_input(hidden: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    empty = hidden.new_zeros(batch * seqlen, *hidden.shape[1:])
+    return empty.index_copy(0, indices, hidden).view(batch, seqlen, *hidden.shape[1:])

@@ -6,11 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from drawing import Draw, causal, positions, sliding, together
-from entries import ENTRIES, adapt, wrap
-from honest import BY_NAME, EVERYWHERE, LIMITS, REASONS, excuse
-from producing import case
-from verdicts import Case, check_batch, judge
+from batches import Case, Draw, case, causal, positions, sliding, together
+from judging import BY_NAME, ENTRIES, EVERYWHERE, LIMITS, REASONS, adapt, check_batch, excuse, judge, wrap
 
 from collate_npu import CollateError, Pattern
 
