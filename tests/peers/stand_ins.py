@@ -82,14 +82,14 @@ def triton() -> None:
 # --- flash_attn 2.8 bert_padding.py, in torch
 
 
-def unpad_input(hidden: torch.Tensor, keep: torch.Tensor) -> Any:
+def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """`(tokens of all rows, where they stood, offsets, longest, lengths)`."""
-    lengths = keep.sum(1, dtype=torch.int32)
-    indices = keep.flatten().nonzero().flatten()
+    lengths = attention_mask.sum(1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return hidden.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), lengths
+    return hidden_states.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), lengths
 
 
-def pad_input(hidden: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    empty = hidden.new_zeros(batch * seqlen, *hidden.shape[1:])
-    return empty.index_copy(0, indices, hidden).view(batch, seqlen, *hidden.shape[1:])
+def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    empty = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return empty.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])

@@ -172,7 +172,7 @@ def extra(family):
 @torch.no_grad()
 def logits(model, tokens, segments, layers, masks=None, *, compiled=False):
     masks = torchtitan.get_attention_masks(segments, layers, compiled=compiled) if masks is None else masks
-    more = TEXT_ALONE if hasattr(model.config, "vision_encoder") else {}
+    more = TEXT_ALONE if "qwen3_5" in type(model.config).__module__ else {}
     return model(tokens, positions=torchtitan.positions(segments), attention_masks=masks, **more)
 
 

@@ -241,7 +241,7 @@ def arguments_of_one(config: Any, length: int) -> dict[str, Any]:
     named = next((layers for family, layers in LAYERS.items() if family in type(config).__module__), None)
     masks: Any = {name: causal if kind == "causal" else near for name, kind in named.items()} if named else causal
     given = {"positions": torch.arange(length)[None], "attention_masks": masks}
-    if not hasattr(config, "vision_encoder"):
+    if "qwen3_5" not in type(config).__module__:
         return given
     from torchtitan.models.common.attention import VarlenMetadata
 

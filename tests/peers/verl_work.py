@@ -241,8 +241,8 @@ def job(folder, *words):
 
 
 if __name__ == "__main__":
-    registered()
     if "RANK" in os.environ:
+        registered()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
