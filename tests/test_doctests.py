@@ -35,10 +35,10 @@ STACK = {
     "integrations.megatron.mcore_bridge.install": "peers/test_mcore_bridge.py",
     "integrations.torchtitan.get_attention_masks": "peers/test_torchtitan.py",
     "integrations.torchtitan.layers_of": "peers/test_torchtitan.py",
-    "integrations.torchtitan.masks_in_forward": "peers/test_torchtitan_stages.py",
+    "integrations.torchtitan.masks_in_forward": "peers/test_torchtitan.py",
     "integrations.axolotl.CollatePlugin": "peers/axolotl_work.py",
-    "integrations.verl.install": "peers/test_verl_forward.py",
-    "integrations.verl.install_fsdp": "peers/verl_fsdp_work.py",
+    "integrations.verl.install": "peers/test_verl.py",
+    "integrations.verl.install_fsdp": "peers/verl_work.py",
     "integrations.openrlhf.arm": "peers/test_openrlhf.py",
 }
 """Examples that need the stack itself, and who makes the same call there."""

@@ -129,8 +129,8 @@ STACKS = ("mindspeed", "swift", "verl", "twinkle", "torchtitan", "axolotl", "lla
 ELSEWHERE = {
     "mindspeed": """
         consumers.adapter consumers.mask_routing consumers.megatron consumers.verl
-        integrations.megatron integrations.megatron.packed integrations.swift.masks integrations.twinkle.stages
-        integrations.verl.engine integrations.verl.plugin kernels.gated_delta.stacks
+        integrations.megatron integrations.swift integrations.twinkle
+        integrations.verl integrations.verl.plugin kernels.gated_delta.stacks
         kernels.gated_delta.rules parallel.recurrent releases
         tools.env""",
     "swift": """

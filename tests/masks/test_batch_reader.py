@@ -492,7 +492,7 @@ TAILS = {
 @pytest.mark.parametrize("ones", [False, True], ids=["no mask", "a mask of ones"])
 @pytest.mark.parametrize("who", TAILS)
 def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
-    """Who writes each: tests/producers/from_packers.py."""
+    """Who writes each: tests/producers/from_flat_rows.py."""
     told = Segments.from_lengths([[3, 2]], width=8)
     batch = {key: [value] if key == "position_ids" else value for key, value in TAILS[who].items()}
     batch |= {"labels": [[-100, 1, 2, -100, 4, -100, -100, -100]], "input_ids": [[10, 11, 12, 13, 14, 12, 12, 12]]}

@@ -12,7 +12,7 @@ class Absent:
         if name.partition(".")[0] in ("swift", "mcore_bridge", "megatron", "transformer_engine", "trl"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
-for name in ("swift", "swift.masks", "megatron", "megatron.mcore_bridge", "verl.engine", "twinkle", "trl"):
+for name in ("swift", "megatron", "megatron.mcore_bridge", "verl", "twinkle", "trl"):
     __import__(f"collate_npu.integrations.{name}")
     assert "transformers" not in sys.modules, name
 from collate_npu.integrations import swift

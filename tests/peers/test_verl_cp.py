@@ -17,7 +17,7 @@ except PackageNotFoundError:
 PLACE = ("verl, newest Megatron", "peers_newest") if NEWEST else ("verl, Megatron", "peers_misc")
 STACK = Stack(PLACE[0], ("verl", "megatron-core"), PLACE[1])
 LAYOUTS = {"packed": (1, ("thd",)), "context parallel": (2, ("bshd", "thd"))}
-LAYOUTS |= {"padded right": (1, ("bshd",))} if NEWEST else {}  # test_verl_forward
+LAYOUTS |= {"padded right": (1, ("bshd",))} if NEWEST else {}  # test_verl
 """Ranks, and verl's data formats."""
 
 
