@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from gloo_pool import Pool
 from launches import CARDS, JOBS, check_sizes, words_of
 from swift.megatron.arguments import MegatronSftArguments
 from swift.utils.utils import _patch_get_type_hints
@@ -129,9 +130,10 @@ TRAINERS = {
 
 
 @pytest.fixture(scope="module")
-def measure(here, ranks, tmp_path_factory):
-    folder, model = str(tmp_path_factory.mktemp("trainers")), here[1][1]
-    return lambda name, *how: ranks(1)(f"swift_trainers_work.{name}", model, folder, *how, seconds=300)[0]
+def measure(here, tmp_path_factory):
+    folder, pool = str(tmp_path_factory.mktemp("trainers")), Pool(1)
+    yield lambda name, *how: pool(f"swift_trainers_work.{name}", here[1][1], folder, *how, seconds=300)[0]
+    pool.close()
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
