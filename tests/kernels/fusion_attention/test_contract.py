@@ -25,8 +25,8 @@ from collate_npu.kernels.fusion_attention import (
     prefix_triangle,
     triangle,
 )
+from collate_npu.kernels.fusion_attention.contract import COMPRESSED
 from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, AttentionCall, outside_band, outside_prefix
-from collate_npu.kernels.fusion_attention.rules import COMPRESSED
 
 # --- the vendor's cases
 

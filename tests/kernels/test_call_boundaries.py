@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from collate_npu import Segments
-from collate_npu.kernels import told
+from collate_npu.kernels import call_boundaries as told
 
 NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
 
