@@ -28,7 +28,7 @@ from collate_npu.consumers.model_traits import (
 from collate_npu.errors import CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
-    Told,
+    CallBoundaries as Told,
     places_in,
     row_starts,
     shown,

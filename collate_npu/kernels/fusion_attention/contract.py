@@ -274,7 +274,6 @@ MAX_SEQUENCES = 1024
 MAX_PREFIX_ROWS = 32
 SKIP_EMPTY_ROWS = 2
 """The `inner_precise` under which a row without keys gives 0, not a mean of V (K `flash_attention_score_s1s2_bn2gs1.h`)."""
-PACKED_REMEDY = "Pass one [maxSq, maxSkv] mask, or the compressed triangle."
 REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
 """Modes whose band comes from the tokens alone. Mode 7 without `next_tockens` is refused by the host code itself."""
 
@@ -400,18 +399,12 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     shape = tuple(atten_mask.shape)
     if call.tnd and atten_mask.ndim == 4:
         says = "The kernel steps through it by packed Sq * Skv, which is right for equal lengths only."
-        yield Breach("tnd-4d", "atten_mask", got, says, PACKED_REMEDY, "PD:35, K flash_attention_var_len_score.h:354,376")
-    elif call.tnd and shape != call.longest:
-        says = "A mask of all tokens is undocumented, and the backward refuses it."
-        yield Breach("tnd-packed-mask", "atten_mask", got, says, PACKED_REMEDY, "PD:35, G:508-516")
+        remedy = "Pass one [maxSq, maxSkv] mask, or the compressed triangle."
+        yield Breach("tnd-4d", "atten_mask", got, says, remedy, "PD:35, K flash_attention_var_len_score.h:354,376")
     elif not call.tnd and len(shape) == 2 and shape[0] == len(call.lengths) > 1:
         says = "With B = Sq a [B, S] padding mask reads as one [Sq, Skv] matrix for every row."
         remedy = "Write a shared mask as [1, 1, Sq, Skv], padding as [B, 1, Sq, Skv]."
         yield Breach("rows-or-queries", "atten_mask", got, says, remedy, "T:1551")
-    if shape == TRIANGLE and torch.equal(atten_mask.cpu().bool(), triangle()):
-        says = f"The compressed triangle in mode {call.mode} passes at Sq = Skv = 2048 only, as a dense mask."
-        remedy = "Pass sparse_mode 2 or 3 with it, or [1, 1, 2048, 2048] if dense is meant."
-        yield Breach("compressed-as-dense", "atten_mask", got, says, remedy, "T:1545, T:1551")
 
 
 def _contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:

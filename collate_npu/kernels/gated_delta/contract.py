@@ -22,7 +22,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, host_tensor
 from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.call_boundaries import Told, by_numbers, by_offsets, places_in, row_starts, why_differs
+from collate_npu.kernels.call_boundaries import CallBoundaries, by_numbers, by_offsets, places_in, row_starts, why_differs
 from collate_npu.kernels.gated_delta.boundaries import CONV_BLOCK, chunk_indices, cumsum_block
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, Operator, is_whole_tensor
 from collate_npu.kernels.gated_delta.operators import operator_named
@@ -137,20 +137,20 @@ def _backward(call: Call) -> Iterator[Breach]:
 
 def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     """One breach that names the first token that goes on from a wrong one; read where no other rule is broken."""
-    (B, S), told = segments.shape, list(_told(call))
-    if places_in(told[0], segments) is None:
+    (B, S), given = segments.shape, list(_call_boundaries(call))
+    if places_in(given[0], segments) is None:
         says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
         remedy = "Pass the B and T of the tensors, and the segments of this batch."
         yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
-    elif found := "; ".join(dict.fromkeys(filter(None, (why_differs(each, segments) for each in told)))):
+    elif found := "; ".join(dict.fromkeys(filter(None, (why_differs(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
         remedy += "segments that this call is for."
         yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments", silent=True)
 
 
-def _told(call: Call) -> Iterator[Told]:
-    """What the rule is told, the convolution, or both, as far as the operator has them."""
+def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
+    """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
     name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
     keep_BT, numbered = kept(call), bool(call.operator.numbers)
     neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
@@ -159,9 +159,9 @@ def _told(call: Call) -> Iterator[Told]:
     mamba = call.operator.package == "mamba"
     if call.operator.offsets or not numbered or mamba:
         first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
-        yield Told(name, "rule", shape, first_T, neutral_T | left_T)
+        yield CallBoundaries(name, "rule", shape, first_T, neutral_T | left_T)
     if numbered and not mamba:
-        yield Told(name, "convolution", shape, by_numbers_T, neutral_T)
+        yield CallBoundaries(name, "convolution", shape, by_numbers_T, neutral_T)
 
 
 # --- rules of tensors, by their shapes (device meta will do), and of a padding mask, by its values; legend: operator_call
