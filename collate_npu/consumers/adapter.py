@@ -256,9 +256,9 @@ class BatchAdapter:
             return self._shared_out(batch, self.context_parallel)
         out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
         if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
-            from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
+            from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
 
-            say_batch(self.consumer.name, out, segments)
+            log_batch(self.consumer.name, out, segments)
         return out, segments
 
     @uncompiled

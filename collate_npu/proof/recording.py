@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from collate_npu.arrays import Array
 from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
+from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.told import zeros_of
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
 from collate_npu.proof.hooks import WRAPS, Hooks, arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from collate_npu import Segments
-from collate_npu.kernels.told import Told, by_offsets, why_differs
+from collate_npu.kernels.call_boundaries import CallBoundaries as Told, by_offsets, why_differs
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.forward import Forward, Seen
 from collate_npu.proof.hooks import arguments_of

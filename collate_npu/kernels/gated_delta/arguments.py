@@ -38,7 +38,7 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
-from collate_npu.kernels.gated_delta.stacks import operator_named
+from collate_npu.kernels.gated_delta.operators import operator_named
 from collate_npu.segments import Segments, Values
 from collate_npu.validation import checked, here
 

@@ -1,7 +1,7 @@
-"""Told: what one call of a kernel was told of sequences and padding, in one form for every kernel.
+"""Where sequences begin and what is padding by the arguments of one kernel call, in one form for every kernel.
 
-Kernels are told by offsets, by a number a token, by a mask, or not at all; padding of a recurrent layer shows as zeros in
-what it writes. One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
+A call gives offsets, a number a token, a mask, or nothing; padding of a recurrent layer shows as zeros in what it writes.
+One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
 (`first_T`), and which tokens count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token
 goes on from: in `0 0 A A B` with zeros at padding and a boundary before B::
 
@@ -81,16 +81,17 @@ class _Untouched(Tensor):
 
 
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
-    """Whom row b attends by what flex attention is told: `tells(b, h, q, k)`, asked of each head where heads differ."""
+    """Whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
+    it is evaluated for each head where heads differ."""
     from torch.nn.attention import flex_attention
 
     zero = torch.zeros((), dtype=torch.int64, device=device)
     places_Q, places_K = (torch.arange(size, device=device) for size in shape)
 
     def of_head(h: Tensor) -> Tensor:
-        told = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
+        row = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
         with getattr(flex_attention, "TransformGetItemToIndex", nullcontext)():  # so that torch 2.6 indexes by tensors
-            return told(places_Q, places_K).expand(shape)
+            return row(places_Q, places_K).expand(shape)
 
     try:
         shared = of_head(zero.as_subclass(_Untouched))
@@ -105,12 +106,12 @@ MOST_SCORES = 1 << 26
 """Queries times keys of one row of a mask that is looked at."""
 _LISTED = 12
 _OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask", "score_mod")
-"""What tells padding of rows; anything else numbers sequences."""
+"""Arguments that mark padding of rows; any other bounds sequences."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one call was told."""
+class CallBoundaries:
+    """Where the sequences of one kernel call begin, and which of its tokens count for nothing, by its arguments."""
 
     kernel: str
     """Its package and name: `fla.chunk_gated_delta_rule`."""
@@ -122,11 +123,11 @@ class Told:
     neutral_T: Array
     """bool: tokens that add nothing: zeros, keys that a mask blocks for everybody, what offsets do not cover."""
     by: str = ""
-    """The argument that told it; "" where nothing did."""
+    """The argument that says it; "" where none does."""
     window: int | None = None
     """Tokens that a query attends at most, itself among them; None where all."""
     causal: bool | None = None
-    """Does attention look back alone? None where that is not told apart."""
+    """Does attention look back alone? None where that is not known."""
     digest: int = 0
     """Of all scores that its mask allows."""
     allowed: Callable[[int], Attended] | None = field(default=None, repr=False)
@@ -161,15 +162,14 @@ class Told:
 
     @property
     def fits(self) -> bool:
-        """Do offsets, where it was told any, lie in its tokens?"""
+        """Do offsets, where the call has any, lie in its tokens?"""
         return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
 
-    def same(self, other: Told) -> bool:
-        """Was another call told the same?"""
-        mine, theirs = (self.first_T, self.neutral_T), (other.first_T, other.neutral_T)
+    def same(self, other: CallBoundaries) -> bool:
+        """Have both calls the same sequences, padding, window, direction and mask?"""
         names = ("kernel", "window", "causal", "digest")
         alike = all(getattr(self, name) == getattr(other, name) for name in names)
-        return alike and all(map(np.array_equal, mine, theirs))
+        return alike and np.array_equal(self.first_T, other.first_T) and np.array_equal(self.neutral_T, other.neutral_T)
 
     def __str__(self) -> str:
         if not self.by:
@@ -248,45 +248,45 @@ def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Arr
 # --- against the truth
 
 
-def places_in(told: Told, segments: Segments) -> Array | None:
+def places_in(call: CallBoundaries, segments: Segments) -> Array | None:
     """The places of the call's tokens in the flattened batch `[B * S]`; None for other tokens than this batch's."""
-    total = len(told.first_T)
-    if told.shape == segments.shape or (told.shape[0] == 1 and total == segments.array.size):
+    total = len(call.first_T)
+    if call.shape == segments.shape or (call.shape[0] == 1 and total == segments.array.size):
         return np.arange(total)
-    if total == segments.num_tokens and told.shape[0] == 1:
+    if total == segments.num_tokens and call.shape[0] == 1:
         return np.flatnonzero(segments.array)
     return None
 
 
-def why_differs(told: Told, segments: Segments, empty_T: Array | None = None) -> str:
+def why_differs(call: CallBoundaries, segments: Segments, empty_T: Array | None = None) -> str:
     """Which real token goes on from other tokens than those of its own sequence; "" where none does. Tokens of the batch
     that are `empty_T`, zeros before any layer, may count for nothing."""
-    places_T = places_in(told, segments)
+    places_T = places_in(call, segments)
     assert places_T is not None
     ids_T = segments.array.reshape(-1)[places_T]
     S, real_T = segments.shape[1], ids_T > 0
     own_T = position_array(segments).reshape(-1)[places_T]
-    lost_T = real_T & told.neutral_T
+    lost_T = real_T & call.neutral_T
     if empty_T is not None and len(empty_T) == segments.array.size:
         zero_T = lost_T & empty_T[places_T]
         own_T, real_T, lost_T = _ranks_without(own_T, real_T, zero_T), real_T & ~zero_T, lost_T & ~zero_T
-    if told.window is not None:
+    if call.window is not None:
         own_T = np.where(own_T > 0, 1, 0)
-    rank_T = told.rank_T if told.window is None else np.minimum(told.rank_T, 1)
+    rank_T = call.rank_T if call.window is None else np.minimum(call.rank_T, 1)
     wrong_T = lost_T | (real_T & (rank_T != own_T))
-    if told.window is None:  # as many tokens before it, but others
+    if call.window is None:  # as many tokens before it, but others
         starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
-        wrong_T |= real_T & (own_T > 0) & (told.counts_from(told.first_T) != told.counts_from(starts_T))
+        wrong_T |= real_T & (own_T > 0) & (call.counts_from(call.first_T) != call.counts_from(starts_T))
     if not wrong_T.any():
         return ""
     t = int(np.argmax(wrong_T))
     at = f"the token at (row, column) ({places_T[t] // S}, {places_T[t] % S})"
     if lost_T[t]:
         return f"{at} is real, and counts for nothing"
-    if told.rank_T[t] < own_T[t]:
-        return f"{at} does not read the {own_T[t] - told.rank_T[t]} first of its sequence"
-    read = np.arange(told.first_T[t], t)
-    others = read[~told.neutral_T[read] & (ids_T[read] != ids_T[t])]
+    if call.rank_T[t] < own_T[t]:
+        return f"{at} does not read the {own_T[t] - call.rank_T[t]} first of its sequence"
+    read = np.arange(call.first_T[t], t)
+    others = read[~call.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
     return f"{at} goes on from {whose}"
 

@@ -1,18 +1,18 @@
-"""Told: where sequences begin, and what is nobody's, by offsets, numbers, zeros and masks; and what of it is wrong."""
+"""Call boundaries: where sequences begin, and what is nobody's, by offsets, numbers, zeros, masks; what of it is wrong."""
 
 import numpy as np
 import pytest
 import torch
 
 from collate_npu import Segments
-from collate_npu.kernels import told
+from collate_npu.kernels import call_boundaries
 
 NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
 
 
 def call(first, neutral=None, shape=None, **settings):
     neutral_T = np.zeros(len(first), bool) if neutral is None else np.array(neutral, bool)
-    return told.Told("kernel", "rule", shape or (1, len(first)), np.array(first), neutral_T, **settings)
+    return call_boundaries.CallBoundaries("kernel", "rule", shape or (1, len(first)), np.array(first), neutral_T, **settings)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def call(first, neutral=None, shape=None, **settings):
     ],
 )
 def test_offsets(offsets, first, neutral):
-    assert [x.tolist() for x in told.by_offsets(offsets, 5)] == [first, neutral]
+    assert [x.tolist() for x in call_boundaries.by_offsets(offsets, 5)] == [first, neutral]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_reach_is_that_of_the_token_furthest_from_its_first(first, window, r
 
 
 def test_numbers_begin_anew_with_each_row():
-    assert told.by_numbers(np.array([[1, 1, 2], [2, 2, 2]])).tolist() == [0, 0, 2, 3, 3, 3]
+    assert call_boundaries.by_numbers(np.array([[1, 1, 2], [2, 2, 2]])).tolist() == [0, 0, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("order", ["BTD", "TBD", "BDT", "BT", "TB"])
@@ -47,7 +47,7 @@ def test_zeros_stand_row_after_row(order):
     x_BTD = torch.where(zero_BT, 0, 7)[..., None].repeat(1, 1, len(order) - 1)
     x_BTD[0, 1, 1:] = 0  # one channel alone is not
     x = x_BTD.permute([{"B": 0, "T": 1, "D": 2}[axis] for axis in order]) if "D" in order else x_BTD[..., 0]
-    assert told.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
+    assert call_boundaries.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_zeros_stand_row_after_row(order):
 def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     whole = torch.ones(3, 3).tril().bool()
     rows = [whole, torch.tensor([[int(x) for x in row] for row in allowed]).bool()]
-    first_T, neutral_T, _ = told.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
+    first_T, neutral_T, _ = call_boundaries.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
     assert first_T.tolist() == [0, 0, 0, *(3 + x for x in first)]
     assert neutral_T.tolist() == [0, 0, 0, *neutral]
 
@@ -79,7 +79,9 @@ def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     ],
 )
 def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(shape, places):
-    found = told.places_in(call(range(shape[0] * shape[1]), shape=shape), Segments.from_ids([[0, 1, 1], [1, 1, 0]]))
+    found = call_boundaries.places_in(
+        call(range(shape[0] * shape[1]), shape=shape), Segments.from_ids([[0, 1, 1], [1, 1, 0]])
+    )
     assert places is None if found is None else found.tolist() == places
 
 
@@ -99,7 +101,7 @@ def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(s
     ],
 )
 def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
-    why = told.why_differs(call(first, neutral), Segments.from_ids([ids]))
+    why = call_boundaries.why_differs(call(first, neutral), Segments.from_ids([ids]))
     assert why.endswith(said) if said else why == ""
 
 
@@ -116,6 +118,6 @@ def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
     ],
 )
 def test_positions_count_from_the_first_of_their_sequence(positions, first, wrong):
-    why = told.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
+    why = call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
     assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
-    assert told.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
+    assert call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
