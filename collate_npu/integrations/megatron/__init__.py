@@ -33,7 +33,7 @@ from collate_npu.integrations.megatron.experts import (
     refuse_no_target,
     router_padding_mask,
 )
-from collate_npu.kernels.check import say_call
+from collate_npu.kernels.check import log_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
@@ -293,7 +293,7 @@ def packed_seq_params(
         fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
     fields["pad_between_seqs"] = apart
     newest = {"megatron": "main"}  # attention reads them too: which layers a release has is not judged here
-    say_call("megatron_core.GatedDeltaNet", fields, B=1, T=offsets[-1], segments=segments, versions=newest)
+    log_call("megatron_core.GatedDeltaNet", fields, B=1, T=offsets[-1], segments=segments, versions=newest)
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
 

@@ -24,7 +24,7 @@ from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure, measure_noise, uncached
-from collate_npu.proof.recording import heard
+from collate_npu.proof.recorder import heard
 from collate_npu.segments import Segments
 from collate_npu.tools.audit.handover import DENSE_ALONE, FLAT, NO_BOUNDARIES, NO_MASK, WAYS, Layout, Subject
 from collate_npu.tools.refusals import first_line, said
