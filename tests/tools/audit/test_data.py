@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from collate_npu import CollateError
+from collate_npu.tools import files
 from collate_npu.tools.files import read_rows, samples_of_rows, shipped_text
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
