@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.tools.console import Help, Option, Parser, Side, exit_code_of, load
 from collate_npu.tools.guide import listed, page
+from collate_npu.tools.user_code import named, theirs
 from collate_npu.tools.watch import WATCH_EXAMPLES, watch_command
+
+if TYPE_CHECKING:
+    from collate_npu.tools.sheet import Sheet
 
 AUDIT_EXAMPLES = (
     "Examples:\n\n"
@@ -193,7 +197,6 @@ def conformance_command(
 
     from collate_npu.proof.conformance import conformance
     from collate_npu.tools.drawing import put, screen
-    from collate_npu.tools.user_code import named
 
     asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
     found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
@@ -205,8 +208,6 @@ def conformance_command(
 
 def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, which finds the modules beside it as when it was imported."""
-    from collate_npu.tools.user_code import theirs
-
     if isinstance(run, type):  # said of itself: what wraps it is a function
         return run
 
@@ -218,8 +219,7 @@ def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-if TYPE_CHECKING:
-    from collate_npu.tools.sheet import Sheet
+# --- show
 
 SHOW_EXAMPLES = (
     "Examples:\n\n`collate-npu show --lengths 3,5 --side left`\n\n"
@@ -319,6 +319,8 @@ def _print(sheet: Sheet, words: str, out: Path | None) -> int:
         drawing.put(console, Text(f"written: {out}"))
     return 0
 
+
+# --- guide and env
 
 GUIDE_EXAMPLES = (
     "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide ms-swift`\n\n`collate-npu guide errors#polarity`\n\n"

@@ -139,10 +139,10 @@ def _plain(subject: Subject, features: list[Batch]) -> Batch:
     return {key: value for key, value in batch.items() if key != "attention_mask_2d"}
 
 
-def _flattened(subject: Subject, features: list[Batch], **told: bool) -> Batch:
+def _flattened(subject: Subject, features: list[Batch], **settings: bool) -> Batch:
     from transformers import DataCollatorWithFlattening
 
-    batch: Batch = DataCollatorWithFlattening(**told)(features)
+    batch: Batch = DataCollatorWithFlattening(**settings)(features)
     return batch
 
 
