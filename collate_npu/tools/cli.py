@@ -333,7 +333,7 @@ def guide_command(
 ) -> int:
     """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
     text = page(" ".join(name)) if name else listed()
-    if find_spec("rich"):
+    if sys.stdout.isatty() and find_spec("rich"):
         from collate_npu.tools.drawing import Page, screen
 
         if screen().is_terminal:
