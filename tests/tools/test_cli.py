@@ -16,9 +16,9 @@ from typed import typed
 from collate_npu.errors import CollateError
 from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.tools import console
 from collate_npu.tools.audit import session
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.cli import console
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is the first release that asks for boundaries")

@@ -1,18 +1,30 @@
-"""`collate-npu audit`."""
+"""The command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
+
+Nothing here imports torch or rich before a command needs it: `env` explains why torch does not load.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial, wraps
+from importlib.util import find_spec
+from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from collate_npu.errors import printable
-from collate_npu.tools.cli.console import Option, Side, load
+from collate_npu.errors import CollateError, explain, printable
+from collate_npu.tools.console import Help, Option, Parser, Side, exit_code_of, load
+from collate_npu.tools.guide import listed, page
+from collate_npu.tools.user_code import named, theirs
+from collate_npu.tools.watch import WATCH_EXAMPLES, watch_command
+
+if TYPE_CHECKING:
+    from collate_npu.tools.sheet import Sheet
 
 AUDIT_EXAMPLES = (
     "Examples:\n\n"
@@ -75,9 +87,9 @@ def audit_command(
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
+    from collate_npu.tools.audit.report import page, print_report
     from collate_npu.tools.audit.session import audit_all
-    from collate_npu.tools.audit.terminal import page, print_report
-    from collate_npu.tools.paper import check_place, screen
+    from collate_npu.tools.drawing import check_place, screen
 
     if html:
         check_place(html)
@@ -130,8 +142,8 @@ def kernels_command(
 
     from collate_npu import __version__
     from collate_npu.tools import kernels
-    from collate_npu.tools.audit.terminal import SIGNS, terms
-    from collate_npu.tools.paper import put, screen
+    from collate_npu.tools.audit.report import SIGNS, terms
+    from collate_npu.tools.drawing import put, screen
 
     chosen, in_dtype = kernels.kernels_named(operator or []), kernels.dtype_of(dtype, device)
     no_card, console = kernels.why_no_card(device, in_dtype), screen(stderr=True)
@@ -184,8 +196,7 @@ def conformance_command(
     from rich.text import Text
 
     from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.named import named
-    from collate_npu.tools.paper import put, screen
+    from collate_npu.tools.drawing import put, screen
 
     asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
     found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
@@ -197,8 +208,6 @@ def conformance_command(
 
 def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, which finds the modules beside it as when it was imported."""
-    from collate_npu.tools.named import theirs
-
     if isinstance(run, type):  # said of itself: what wraps it is a function
         return run
 
@@ -208,3 +217,178 @@ def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return asked
+
+
+# --- show
+
+SHOW_EXAMPLES = (
+    "Examples:\n\n`collate-npu show --lengths 3,5 --side left`\n\n"
+    "`collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`\n\n"
+    "`collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong\n\n"
+    "`collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`\n\n"
+    "`collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets"
+)
+
+
+def show_command(
+    lengths: Annotated[str | None, Option("Tokens of each row, 3,5; several sequences in a row, 3+2,5.")] = None,
+    batch: Annotated[Path | None, Option("A saved batch: .pt with a dict of tensors, .safetensors or .npz.")] = None,
+    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -; its first batch.")] = None,
+    mask: Annotated[Path | None, Option("A saved mask alone: .pt, .npy, .npz or .safetensors.")] = None,
+    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, to name the tokens; bytes for --data.")] = None,
+    side: Annotated[Side, Option("Padding side, of --lengths and --data.")] = "right",
+    packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
+    batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
+    max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
+    row: Annotated[int | None, Option("Squares of this row alone.", least=0)] = None,
+    consumer: Annotated[list[str] | None, Option("Who reads the batch. Repeatable; default: nobody yet.")] = None,
+    model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
+    cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
+    layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
+    ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
+    out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
+) -> int:
+    """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
+
+    A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
+    """
+    load("torch")
+    from collate_npu.parallel import ContextParallel
+    from collate_npu.tools import files
+    from collate_npu.tools.describe import describe
+    from collate_npu.tools.sheet import sheet_of
+    from collate_npu.tools.show import (
+        collated,
+        consumer_panels,
+        features_of_data,
+        features_of_lengths,
+        rank_panels,
+        reader_of,
+    )
+
+    _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
+    if out is not None:
+        load("rich")
+        from collate_npu.tools.drawing import check_place
+
+        check_place(out, ".html")
+    if mask is not None:
+        return _print(sheet_of(files.mask_of_file(mask), row=row), "", out)
+    ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
+    ranks = ranks.for_documents() if ranks is not None and packed else ranks
+    how: dict[str, Any] = {"side": side, "packed": packed, "ranks": ranks}
+    reader = reader_of(tokenizer, bytes_too=data is not None)
+    if batch is not None:
+        shown = files.batch_of_file(batch)
+    elif data is not None:
+        shown = collated(features_of_data(data, reader, batch_size, max_length), pad_token_id=reader.pad_token_id, **how)
+    else:
+        shown = collated(features_of_lengths(str(lengths)), **how)
+    read: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
+    panels = [panel for name in consumer or [] for panel in consumer_panels(shown, name, **read)]
+    panels += [] if ranks is None else rank_panels(shown, ranks)
+    sheet = sheet_of(shown, row=row, tokenizer=reader)
+    kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
+    return _print(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
+
+
+def _exactly_one(**inputs: Any) -> None:
+    given = [f"--{name}" for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        rule = "One thing is shown: --lengths, --batch, --data or --mask."
+        raise CollateError(explain("input", " and ".join(given) or "none", rule, "Name one of them."))
+
+
+def _print(sheet: Sheet, words: str, out: Path | None) -> int:
+    """The words, then the picture, which is what stays on the screen; without rich in signs alone."""
+    from collate_npu.tools.show import text_of
+
+    if not find_spec("rich"):
+        legend = "■ attends, real   ⬚ blocked, padding"
+        print("\n\n".join([words, text_of(sheet), legend] if words else [text_of(sheet)]), flush=True)
+        return 0
+    from rich.text import Text
+
+    from collate_npu.tools import drawing
+
+    console = drawing.screen()
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        drawing.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
+    if out is not None:
+        drawing.save(sheet, out)
+        drawing.put(console, Text(f"written: {out}"))
+    return 0
+
+
+# --- guide and env
+
+GUIDE_EXAMPLES = (
+    "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide ms-swift`\n\n`collate-npu guide errors#polarity`\n\n"
+    "`collate-npu guide masked_select` — the words of an error\n\n`collate-npu guide zh/index`"
+)
+
+
+def guide_command(
+    name: Annotated[list[str] | None, Option("A page, page#section, words of an error; or the list.", ("name",))] = None,
+) -> int:
+    """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
+    text = page(" ".join(name)) if name else listed()
+    if sys.stdout.isatty() and find_spec("rich"):
+        from collate_npu.tools.drawing import Page, screen
+
+        if screen().is_terminal:
+            screen().print(Page(text))
+            return 0
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return 0
+
+
+def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", names=("--json",))] = False) -> int:
+    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue.
+
+    Also where torch or rich do not load: `python -m collate_npu env`.
+    """
+    from collate_npu.tools.env import written
+
+    print(written(as_json=as_json), flush=True)
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[..., int], str | None]] = {
+    "audit": (audit_command, AUDIT_EXAMPLES),
+    "conformance": (conformance_command, CONFORMANCE_EXAMPLES),
+    "watch": (watch_command, WATCH_EXAMPLES),
+    "show": (show_command, SHOW_EXAMPLES),
+    "env": (env_command, None),
+    "kernels": (kernels_command, KERNELS_EXAMPLES),
+    "guide": (guide_command, GUIDE_EXAMPLES),
+}
+
+
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The whole command line, and each command by its name."""
+    from collate_npu import __version__
+
+    how: Any = {"formatter_class": Help, "allow_abbrev": False}
+    whole = Parser(
+        "collate-npu", description="Batches whose padding means the same to every layer, kernel and trainer.", **how
+    )
+    whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="Print the version and end.")
+    adding = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (command, examples) in COMMANDS.items():
+        words = str(getdoc(command))
+        adding.add_parser(name, help=words.partition("\n")[0], description=words, epilog=examples, **how).add_command(
+            command
+        )
+    return whole, adding.choices
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command, and return its exit code. Raises `SystemExit` for help, the version and what is typed wrongly."""
+    whole, _ = parsers()
+    if not args:
+        whole.print_help()
+        return 2
+    asked = vars(whole.parse_args(args))
+    return exit_code_of(asked.pop("called"), asked)

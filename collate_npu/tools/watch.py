@@ -14,14 +14,14 @@ from shutil import which
 from typing import Annotated, Any
 
 from collate_npu.errors import CollateError, printable
-from collate_npu.tools.cli.console import Option, load
+from collate_npu.tools.console import Option, load
 
 WATCH_EXAMPLES = (
     "Examples:\n\n`collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`\n\n"
     "`collate-npu watch --stop -- python train.py` — ends the run at the first fault, with exit code 1\n\n"
     "`collate-npu watch --steps 5 --out seen.jsonl -- accelerate launch train.py`"
 )
-_INHERITED = Path(__file__).resolve().parent.parent / "inherited"
+_INHERITED = Path(__file__).resolve().parent / "inherited"
 """What every Python of the run starts with."""
 _POLL = 0.2
 _MOST = 6

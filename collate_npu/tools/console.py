@@ -18,11 +18,13 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, printable
-from collate_npu.tools.refusals import said
+from collate_npu.tools.user_code import said
 
 Side = Literal["left", "right"]
 
 INTERRUPTED = 130
+WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
+"""The verdict by exit code."""
 
 
 @dataclass(frozen=True)

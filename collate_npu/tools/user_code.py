@@ -1,4 +1,4 @@
-"""Named: code of the user's by name, `module:function` or `file.py:function`.
+"""Code of the user's: found by name (`module:function`, `file.py:function`), run within limits, refused in one line.
 
 While it runs, and only then, modules of the working directory and those beside a named file are found, behind all that is
 installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code raises is
@@ -12,15 +12,94 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from collate_npu.errors import CollateError, explain
-from collate_npu.tools.refusals import check_file, did_you_mean, refused
+from collate_npu.errors import CollateError, explain, printable
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 400 letters."""
+    try:
+        text = str(error)
+    except Exception as another:  # of a class of somebody's own
+        text = f"no message: {type(another).__name__}"
+    return (text.strip().splitlines() or ["no message"])[0][:400]
+
+
+def said(error: BaseException) -> str:
+    """Its class, and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def line_in(error: BaseException, folders: Iterable[str]) -> str:
+    """`mine.py, line 3: `, the last line that ran of a file in these folders, or that Python could not read; "" for none.
+    Installed packages are not meant, nor is this one."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    places += [(error.filename or "", error.lineno)] if isinstance(error, SyntaxError) else []
+    held = {Path(folder).resolve() for folder in folders}
+    written = [(Path(name).resolve(), line) for name, line in places if not name.startswith("<")]  # Python's own
+    mine = [(path, line) for path, line in written if held & {*path.parents} and not _installed(path)]
+    return f"{_near(mine[-1][0])}, line {mine[-1][1]}: " if mine else ""
+
+
+def _near(path: Path) -> Path:
+    """As one would type it here."""
+    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+
+
+def _installed(path: Path) -> bool:
+    return _PACKAGE in path.parents or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+@contextmanager
+def refused(where: str, what: str, rule: str, remedy: str, *, folders: Sequence[str] = ()) -> Iterator[None]:
+    """Whatever is raised here, an exit from Python too, becomes a `CollateError` of one line; an interrupt stays one.
+
+    `what` was asked for, and may be empty. What a file in `folders` raises stands first, with that line.
+    """
+    try:
+        yield
+    except (CollateError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # packages raise classes of their own, and some end the process
+        why = said(error)
+        if place := line_in(error, folders):
+            raise CollateError(f"{printable(place + why).rstrip('.')}. {explain(where, what, rule, remedy)}") from None
+        raise CollateError(explain(where, f"{what} ({why})" if what else why, rule, remedy)) from None
+
+
+def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
+    """Refuse a name with nothing behind it, a folder, and a file that ends otherwise, and name one that lies near."""
+    named = [*filter(None, endings)]
+    known = f"Such files end with {', '.join(named)}."
+    if path.is_dir():
+        held = sorted(each for each in path.iterdir() if each.suffix in named)
+        raise CollateError(explain(str(path), "a folder", known, f"Name one file in it: {held[0]}." if held else remedy))
+    if path.is_fifo() and path.parts[:2] not in (("/", "dev"), ("/", "proc")):  # not the shell's own `<(...)`
+        raise CollateError(explain(str(path), "a pipe", f"It may never end. {known}", remedy))
+    if not path.exists():
+        held = [each for each in path.parent.iterdir() if each.suffix in named] if path.parent.is_dir() else []
+        near = sorted(each.name for each in held if get_close_matches(path.stem, [each.stem]))[:2]
+        got = "no such file" if path.parent.is_dir() else f"no such folder as {path.parent}"
+        raise CollateError(explain(str(path), got, known, f"Did you mean {' or '.join(near)}?" if near else remedy))
+    if path.is_file() and path.suffix not in endings:
+        raise CollateError(explain(str(path), f"a file that ends with {path.suffix!r}", known, remedy))
+
+
+def did_you_mean(names: Sequence[str], known: Iterable[str], otherwise: str) -> str:
+    """A question that names what was meant, or what to say where nothing is near."""
+    held = list(known)
+    near = sorted({match for name in names for match in get_close_matches(name, held, n=2)})
+    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:

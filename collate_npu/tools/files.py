@@ -1,9 +1,11 @@
-"""Data: rows of a file or of standard input, as text, as a conversation or as tokens; each is checked, and named by place.
-Samples are token ids of such rows, drawn at random and cut to lengths that are drawn too.
+"""Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
 
-Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv are read by the
-`datasets` package, without a network and without a cache that stays. Up to `MOST` rows are read, and of lines up to
-`MOST_BYTES`, so that a small archive cannot fill the memory.
+A batch or a mask is read without running anything that the file holds. A file opens to at most `MOST_BYTES`, or to its own
+size where that is more: 4 MiB of an archive can hold 4 GiB of zeros.
+
+Rows are checked, and named by their place. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else.
+.json, .parquet and .csv are read by the `datasets` package, without a network and without a cache that stays. At most
+`MOST_ROWS` rows are read, and at most `MOST_TEXT` bytes of lines, so that a small archive cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -15,25 +17,102 @@ import logging
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module, resources
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from zipfile import ZipFile, is_zipfile
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from collate_npu.errors import CollateError, explain
+from collate_npu.masks.derive import MASK_KEY
 from collate_npu.proof.measure import Batch
-from collate_npu.tools.named import bounded
-from collate_npu.tools.refusals import check_file, refused
-from collate_npu.tools.saved import LOADERS
+from collate_npu.tools.user_code import bounded, check_file, refused, said
+
+MOST_BYTES = 1 << 30
+RECIPE = (
+    "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
+)
+
+
+def batch_of_file(path: Path) -> dict[str, Any]:
+    """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
+    held = _loaded(path)
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE} A mask alone goes to `show --mask`."))
+
+
+def mask_of_file(path: Path) -> Tensor:
+    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
+    held = _loaded(path)
+    if isinstance(held, Mapping):
+        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
+    if isinstance(held, Tensor):
+        return held
+    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
+    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
+
+
+def _loaded(path: Path) -> Any:
+    check_file(path, [*LOADERS], RECIPE)
+    try:
+        _check_size(path, sum(each.file_size for each in ZipFile(path).infolist()) if is_zipfile(path) else 0)
+        held = LOADERS[path.suffix](path)
+        _check_size(path, sum(x.numel() * x.element_size() for x in _tensors(held)))
+        return held
+    except CollateError:
+        raise
+    except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
+        rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
+        raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
+
+
+def _check_size(path: Path, size: int) -> None:
+    most = max(MOST_BYTES, path.stat().st_size)
+    if size > most:
+        rule = f"A file opens to at most {MOST_BYTES >> 20} MiB, or to its own size."
+        remedy = "Save fewer rows, or attention_mask_2d without the 4D mask."
+        raise CollateError(explain(str(path), f"{size / 2**20:.0f} MiB in {most >> 20}", rule, remedy))
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """As many as their shapes say: one number can be expanded to any."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (Mapping, list, tuple)):
+        for value in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors(value)
+
+
+def _arrays(path: Path) -> Any:
+    held = np.load(path, allow_pickle=False)
+    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
+
+
+_TORCH = partial(torch.load, map_location="cpu", weights_only=True)
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
+    ".npz": _arrays,
+    ".npy": _arrays,
+}
+
 
 Row = str | list[dict[str, str]] | Batch
 """Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
 
 COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
 """What is read of a row, the first that it has."""
-MOST = 20_000
-MOST_BYTES = 1 << 26
+MOST_ROWS = 20_000
+MOST_TEXT = 1 << 26
 """Of lines, unpacked; a packed table that holds more is refused."""
 _LOOKED_AT = 2_000
 """Rows that are tokenized at most: of more, so many are drawn first."""
@@ -68,9 +147,9 @@ def read_rows(path: Path) -> list[Row]:
 def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
     with refused(name, "", _RULE, _READ):
-        held = sys.stdin.buffer.read(MOST_BYTES) if name == "standard input" else _unpacked(path, MOST_BYTES)
-        whole = held if len(held) < MOST_BYTES else held[: held.rfind(b"\n") + 1]
-        lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST))
+        held = sys.stdin.buffer.read(MOST_TEXT) if name == "standard input" else _unpacked(path, MOST_TEXT)
+        whole = held if len(held) < MOST_TEXT else held[: held.rfind(b"\n") + 1]
+        lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST_ROWS))
     numbered = [(n, line.rstrip("\n")) for n, line in enumerate(lines, 1) if line.strip()]
     jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
     for n, line in numbered:
@@ -95,15 +174,15 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
     with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
-        if len(_unpacked(path, MOST_BYTES)) == MOST_BYTES and path.suffix == ".gz":
-            raise ValueError(f"it unpacks to {MOST_BYTES >> 20} MiB or more")
+        if len(_unpacked(path, MOST_TEXT)) == MOST_TEXT and path.suffix == ".gz":
+            raise ValueError(f"it unpacks to {MOST_TEXT >> 20} MiB or more")
         try:
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
                 if path.suffix == ".parquet":
                     records = _parquet(path)
                 else:
                     table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
-                    records = table.select(range(min(len(table), MOST))).to_list()
+                    records = table.select(range(min(len(table), MOST_ROWS))).to_list()
         except Exception as error:  # of datasets' own, which says less than what caused it
             raise error.__cause__ or error from None
     for n, record in enumerate(records):
@@ -116,14 +195,14 @@ def _parquet(path: Path) -> list[Any]:
     for n in range(file.num_row_groups):
         group = file.metadata.row_group(n)
         values = sum(group.column(k).num_values for k in range(group.num_columns))
-        if values > MOST_BYTES:
-            raise ValueError(f"row group {n} holds {values} values, at most {MOST_BYTES} are read")
+        if values > MOST_TEXT:
+            raise ValueError(f"row group {n} holds {values} values, at most {MOST_TEXT} are read")
         for batch in file.iter_batches(batch_size=64, row_groups=[n]):
             held += batch.nbytes
-            if len(rows) >= MOST or held > 4 * MOST_BYTES:
-                return rows[:MOST]
+            if len(rows) >= MOST_ROWS or held > 4 * MOST_TEXT:
+                return rows[:MOST_ROWS]
             rows += batch.to_pylist()
-    return rows[:MOST]
+    return rows[:MOST_ROWS]
 
 
 def _row(where: str, record: Any) -> Row:
