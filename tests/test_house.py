@@ -18,14 +18,14 @@ LINES = {
     "ground": (1809, 1250),
     "masks": (2703, 2400),
     "parallel": (1605, 1450),
-    "kernels": (3441, 1900),
+    "kernels": (3395, 1900),
     "consumers": (3260, 1950),
     "collate": (1727, 1500),
-    "proof": (4278, 1900),
-    "integrations": (3434, 3000),
+    "proof": (4271, 1900),
+    "integrations": (3351, 3000),
     "testing": (291, 450),
-    "tools": (4272, 1900),
-    "tests": (52125, 33000),
+    "tools": (4108, 1900),
+    "tests": (50896, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS = {"guide": (13640, 12000)}
@@ -109,8 +109,8 @@ def test_a_file_holds_a_whole_concept():
 SHARED = {"arm", "install", "main", "uninstall"}
 """Names that each trainer's file gives to the same thing."""
 AGAIN = {
-    "Verdict", "alone", "apart", "ask", "build", "case_of", "check_batch", "collated", "context_parallel",
-    "errors", "headline", "listed", "measured", "named", "notes", "page", "run", "runs", "say_batch", "short",
+    "Verdict", "alone", "apart", "ask", "build", "check_batch", "collated", "context_parallel",
+    "errors", "headline", "listed", "measured", "named", "notes", "page", "run", "runs", "short",
 }  # fmt: skip
 """Public functions and classes of one name in two modules: the list may only shrink."""
 

@@ -89,7 +89,7 @@ def audit_command(
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.report import page, print_report
     from collate_npu.tools.audit.session import audit_all
-    from collate_npu.tools.drawing import check_place, screen
+    from collate_npu.tools.terminal import check_place, screen
 
     if html:
         check_place(html)
@@ -143,7 +143,7 @@ def kernels_command(
     from collate_npu import __version__
     from collate_npu.tools import kernels
     from collate_npu.tools.audit.report import SIGNS, terms
-    from collate_npu.tools.drawing import put, screen
+    from collate_npu.tools.terminal import put, screen
 
     chosen, in_dtype = kernels.kernels_named(operator or []), kernels.dtype_of(dtype, device)
     no_card, console = kernels.why_no_card(device, in_dtype), screen(stderr=True)
@@ -196,7 +196,7 @@ def conformance_command(
     from rich.text import Text
 
     from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.drawing import put, screen
+    from collate_npu.tools.terminal import put, screen
 
     asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
     found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
@@ -269,7 +269,7 @@ def show_command(
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
         load("rich")
-        from collate_npu.tools.drawing import check_place
+        from collate_npu.tools.terminal import check_place
 
         check_place(out, ".html")
     if mask is not None:
@@ -309,14 +309,14 @@ def _print(sheet: Sheet, words: str, out: Path | None) -> int:
         return 0
     from rich.text import Text
 
-    from collate_npu.tools import drawing
+    from collate_npu.tools import drawing, terminal
 
-    console = drawing.screen()
+    console = terminal.screen()
     with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        drawing.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
+        terminal.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
     if out is not None:
         drawing.save(sheet, out)
-        drawing.put(console, Text(f"written: {out}"))
+        terminal.put(console, Text(f"written: {out}"))
     return 0
 
 
@@ -333,8 +333,8 @@ def guide_command(
 ) -> int:
     """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
     text = page(" ".join(name)) if name else listed()
-    if sys.stdout.isatty() and find_spec("rich"):
-        from collate_npu.tools.drawing import Page, screen
+    if find_spec("rich"):
+        from collate_npu.tools.terminal import Page, screen
 
         if screen().is_terminal:
             screen().print(Page(text))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import drawing
+from collate_npu.tools import terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -57,29 +57,29 @@ def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):
     """rich shows each line by itself where it finds a kernel."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert Console().is_jupyter
-    assert not drawing.recorder().is_jupyter
+    assert not terminal.recorder().is_jupyter
 
 
 def test_letters_of_a_page_keep_their_columns():
     page = shown().html
     assert {"<bdi>■</bdi>", "<bdi>⬚</bdi>", "<bdi class=wide>中</bdi>"} <= set(re.findall(r"<bdi[^>]*>.</bdi>", page))
     assert not re.search(r"[^\x00-\x7f]", re.sub(r"<bdi( class=wide)?>.</bdi>", "", page))
-    assert re.sub(".", drawing._in_columns, "é中\u0301") == "<bdi>é</bdi><bdi class=wide>中</bdi>\u0301"
+    assert re.sub(".", terminal._in_columns, "é中\u0301") == "<bdi>é</bdi><bdi class=wide>中</bdi>\u0301"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "gbk"])
 def test_a_terminal_without_the_signs_gets_others(encoding):
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=40)
-    drawing.put(console, Text("✔ ⬚ ■ "))
+    terminal.put(console, Text("✔ ⬚ ■ "))
     console.file.flush()
     assert raw.getvalue().decode(encoding) == "+ . # \n"
-    assert all(chr(sign).translate(drawing.ASCII).isascii() for sign in drawing.ASCII)
+    assert all(chr(sign).translate(terminal.ASCII).isascii() for sign in terminal.ASCII)
 
 
 def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False, width=40)
-    drawing.put(console, Text("\x1b[2J", "red", end=""))
+    terminal.put(console, Text("\x1b[2J", "red", end=""))
     assert console.file.getvalue() == "\x1b[31m\\x1b[2J\x1b[0m"
 
 
@@ -96,5 +96,5 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
 def test_a_pipe_that_nobody_reads_is_refused_before_anything_is_drawn(tmp_path):
     os.mkfifo(tmp_path / "pipe.html")
     with pytest.raises(CollateError, match="got a pipe"):
-        drawing.check_place(tmp_path / "pipe.html")
-    drawing.check_place(tmp_path / "new.html")
+        terminal.check_place(tmp_path / "pipe.html")
+    terminal.check_place(tmp_path / "new.html")
