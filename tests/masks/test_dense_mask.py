@@ -37,8 +37,8 @@ def test_what_is_read_is_the_mask(attention, written, layout):
         for low, high in square.blocks:
             assert (square.rows(b, low, high) == truth[b, low:high]).all()
             assert ((square.raw_rows(b, low, high) == square.attends) == truth[b, low:high]).all()
-    assert [high for _, high in square.blocks()][-1] == S
-    assert all((high - low) * S <= max(24, S) for low, high in square.blocks())
+    assert [high for _, high in square.blocks][-1] == S
+    assert all((high - low) * S <= max(24, S) for low, high in square.blocks)
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 
