@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from house import FILES, module_of, purpose_of
 from torch import Tensor
 
 import collate_npu
@@ -231,6 +232,12 @@ def step_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def glossary() -> str:
+    """Each file of the package, and its first sentence."""
+    named = [(module_of(path), purpose_of(path).replace("|", "\\|")) for path in FILES if path.name != "__init__.py"]
+    return "\n".join(["| file | what it is |", "|---|---|", *(f"| `{name}` | {purpose} |" for name, purpose in named)])
+
+
 COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
 
 
@@ -254,6 +261,7 @@ def written() -> dict[Path, str]:
         **between("README.md", need=needed()),
         **between("zh/index", need=re.sub("|".join(CHINESE), lambda found: CHINESE[found[0]], needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
+        **between("contributing", files=glossary()),
         **between("consumers", consumers=table()),
         **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),

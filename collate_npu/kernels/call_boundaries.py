@@ -1,4 +1,5 @@
-"""Where sequences begin and what is padding by the arguments of one kernel call, in one form for every kernel.
+"""Call boundaries: where sequences begin and what is padding, by the arguments of one kernel call, in one form for every
+kernel.
 
 A call gives offsets, a number a token, a mask, or nothing; padding of a recurrent layer shows as zeros in what it writes.
 One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it

@@ -1,4 +1,4 @@
-"""One call of a kernel, whoever makes it, judged by the contract that its name belongs to.
+"""Check: one call of a kernel, whoever makes it, judged by the contract that its name belongs to.
 
 Callers name their operator as its package does (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or a layer
 of a stack (`transformers.gdn_layer`), and hand over the arguments; sizes are read off the tensors. The reference kernels

@@ -1,4 +1,4 @@
-"""The command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
 
 Nothing here imports torch or rich before a command needs it: `env` explains why torch does not load.
 """

@@ -1,4 +1,4 @@
-"""The boundaries of a recurrent kernel's call from `Segments`, in the spelling that this kernel reads.
+"""Arguments of a recurrent kernel's call from `Segments`: its boundaries, in the spelling that this kernel reads.
 
 Six spellings of the same two sequences, of 3 and 70 tokens, all of them integers in one row: a kernel takes any for its own.
 

@@ -1,4 +1,4 @@
-"""The audit: does a padded batch, or a flat row, give the same numbers as each sample alone, on this model and device?
+"""Cases of the audit: a batch or a flat row, handed over in one way, beside each sample alone, on this model and device.
 
 Every sample is run alone, without padding and without a mask; then batches of the same samples are run as this library
 hands them over, and without the mask or the boundaries that they need. How they are run, found in a batch and compared, and

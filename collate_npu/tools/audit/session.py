@@ -1,4 +1,4 @@
-"""All that one `collate-npu audit` measures.
+"""Session: all that one `collate-npu audit` measures.
 
 The models, attention, tokenizer and device that it names are checked before any model is built.
 
