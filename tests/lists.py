@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from house import FILES, module_of, purpose_of
+from house import FILES, purpose_of
 from torch import Tensor
 
 import collate_npu
@@ -234,8 +234,9 @@ def step_table(rows: list[dict]) -> str:
 
 def glossary() -> str:
     """Each file of the package, and its first sentence."""
-    named = [(module_of(path), purpose_of(path).replace("|", "\\|")) for path in FILES if path.name != "__init__.py"]
-    return "\n".join(["| file | what it is |", "|---|---|", *(f"| `{name}` | {purpose} |" for name, purpose in named)])
+    files = {path.relative_to(PACKAGE).with_suffix(""): purpose_of(path) for path in FILES if path.name != "__init__.py"}
+    rows = [f"| `{name}` | {purpose.replace('|', chr(92) + '|')} |" for name, purpose in files.items()]
+    return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
 COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
